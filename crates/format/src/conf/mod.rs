@@ -1,0 +1,7 @@
+//! `drbd.conf`: the option table, the configuration language and its model.
+//!
+//! Owns the text layout of the configuration file as specified in `config-and-cli.md`, sections 1
+//! to 4 and 8. It parses strings and writes strings; reading files, asking for host names and
+//! running tools belongs to its callers.
+
+pub mod options;
