@@ -1,5 +1,10 @@
-//! Placeholder of the crate's root; its modules follow.
+//! Byte and text layouts that Lockstep does not own: wire packets, metadata, configuration.
+//!
+//! Pure parsing and encoding; nothing here decides anything or touches the outside world.
 #![no_std]
 #![forbid(unsafe_code)]
 extern crate alloc;
+
 pub mod conf;
+pub mod units;
+pub mod wire;
