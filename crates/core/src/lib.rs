@@ -1,4 +1,16 @@
-//! Placeholder of the crate's root; its modules follow.
+//! Lockstep's replication core: every decision, no IO.
+//!
+//! One value, `Resource`, per resource. Whatever happens is an [`event::Input`], whatever is
+//! wanted an [`event::Output`]; there is no socket, file, thread, clock or randomness in here.
 #![no_std]
 #![forbid(unsafe_code)]
 extern crate alloc;
+
+pub mod command;
+pub mod event;
+pub mod options;
+pub mod report;
+pub mod state;
+pub mod tags;
+pub mod time;
+pub mod timers;

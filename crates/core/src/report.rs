@@ -1,0 +1,194 @@
+//! What watchers and `status` are told of a resource: plain values, no references into the core.
+//!
+//! `Resource::snapshot` gives everything at once. Between snapshots `Output::Event` names what
+//! changed; the daemon renders both as `status`, `events2` and counters.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
+
+use crate::state::{ConnState, DiskState, ReplState, Role};
+
+/// Something changed that a watcher wants to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The resource's state (role, suspension, promotability) may have changed.
+    Resource,
+    /// A volume's state changed.
+    Device(VolumeNr),
+    /// A connection's state changed.
+    Connection(NodeId),
+    /// State between this volume and this peer changed.
+    PeerDevice(NodeId, VolumeNr),
+    /// An object came into being.
+    Created(Object),
+    /// An object has gone.
+    Destroyed(Object),
+    /// A line for the log at the given severity.
+    Log {
+        /// How bad.
+        level: Level,
+        /// The connection it is about.
+        peer: Option<NodeId>,
+        /// The volume it is about.
+        volume: Option<VolumeNr>,
+        /// The text.
+        text: String,
+    },
+}
+
+/// An object of a resource.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Object {
+    /// A volume.
+    Device(VolumeNr),
+    /// A connection.
+    Connection(NodeId),
+}
+
+/// Severity of a log line (style.md, 8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// Someone must act.
+    Error,
+    /// Degraded but safe.
+    Warn,
+    /// State changes.
+    Info,
+    /// Per request.
+    Debug,
+}
+
+/// All of a resource at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// This node's id.
+    pub node_id: NodeId,
+    /// Role.
+    pub role: Role,
+    /// Why IO is suspended: any of `user`, `no-data`, `fencing`, `quorum`, `uuid`.
+    pub suspended: Vec<&'static str>,
+    /// A promotion would be tried with a chance of success (config-and-cli.md, 13.3).
+    pub may_promote: bool,
+    /// `promotion_score` (config-and-cli.md, 13.3).
+    pub promotion_score: u32,
+    /// `force-io-failures`.
+    pub force_io_failures: bool,
+    /// Volumes by number.
+    pub devices: Vec<DeviceReport>,
+    /// Connections by node id.
+    pub connections: Vec<ConnectionReport>,
+}
+
+/// A volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// Number.
+    pub volume: VolumeNr,
+    /// Minor.
+    pub minor: u32,
+    /// Disk state.
+    pub disk_state: DiskState,
+    /// Meant to have no disk.
+    pub client: bool,
+    /// Quorum (true when not enforced).
+    pub quorum: bool,
+    /// Opened by a front end.
+    pub open: bool,
+    /// Usable size in sectors.
+    pub size_sectors: u64,
+    /// Sectors read by front ends from the local disk.
+    pub read_sectors: u64,
+    /// Sectors written to the local disk.
+    pub written_sectors: u64,
+    /// Activity log transactions.
+    pub al_writes: u64,
+    /// Bitmap writes.
+    pub bm_writes: u64,
+    /// Front-end requests in flight.
+    pub upper_pending: u64,
+    /// Local disk operations in flight.
+    pub lower_pending: u64,
+    /// Requests that wait for an activity log transaction.
+    pub al_suspended: bool,
+    /// Current UUID.
+    pub current_uuid: Uuid,
+    /// History UUIDs, newest first.
+    pub history_uuids: Vec<Uuid>,
+    /// Generation flags as `show-gi` words them: consistent, was-up-to-date, crashed-primary, ….
+    pub flags: u32,
+}
+
+/// A connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConnectionReport {
+    /// The peer.
+    pub peer: NodeId,
+    /// Its name.
+    pub name: String,
+    /// Connection state.
+    pub state: ConnState,
+    /// Its role.
+    pub role: Role,
+    /// Agreed protocol version, 0 before.
+    pub protocol_version: u32,
+    /// Application writes in flight towards the peer, in sectors.
+    pub ap_in_flight_sectors: u64,
+    /// Resync data in flight, in sectors.
+    pub rs_in_flight_sectors: u64,
+    /// The send queue is congested.
+    pub congested: bool,
+    /// Volumes with this peer.
+    pub peer_devices: Vec<PeerDeviceReport>,
+}
+
+/// A volume with a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerDeviceReport {
+    /// The volume.
+    pub volume: VolumeNr,
+    /// Replication state.
+    pub repl_state: ReplState,
+    /// The peer's disk state.
+    pub disk_state: DiskState,
+    /// The peer is meant to have no disk.
+    pub client: bool,
+    /// Why a resync is paused: any of `user`, `peer`, `dependency`, `connection dependency`.
+    pub resync_suspended: Vec<&'static str>,
+    /// Sectors received from the peer.
+    pub received_sectors: u64,
+    /// Sectors sent to the peer.
+    pub sent_sectors: u64,
+    /// Sectors marked out of sync towards the peer.
+    pub out_of_sync_sectors: u64,
+    /// Requests sent to the peer without an answer.
+    pub pending: u64,
+    /// Requests of the peer not yet answered.
+    pub unacked: u64,
+    /// Resync progress, if one runs.
+    pub resync: Option<ResyncReport>,
+    /// Bitmap UUID of the peer's slot.
+    pub bitmap_uuid: Uuid,
+}
+
+/// Progress of a resync or verify.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResyncReport {
+    /// Sectors to do at the start.
+    pub total_sectors: u64,
+    /// Sectors left.
+    pub left_sectors: u64,
+    /// Sectors that failed.
+    pub failed_sectors: u64,
+    /// Sectors whose checksums were equal, so no data was sent.
+    pub same_sectors: u64,
+    /// When it started.
+    pub started: crate::time::Instant,
+    /// Time spent paused, in nanoseconds.
+    pub paused_ns: u64,
+    /// Current speed in KiB/s over the last seconds.
+    pub rate_kib_s: u32,
+    /// Speed that the rate controller wants, in KiB/s; 0 on the source.
+    pub wanted_kib_s: u32,
+}

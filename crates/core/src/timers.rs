@@ -1,0 +1,127 @@
+//! All time-outs of a resource in one table, so that "which timers run?" has one answer.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use lockstep_format::units::{NodeId, VolumeNr};
+
+use crate::time::Instant;
+
+/// A time-out. Each runs at most once at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Timer {
+    /// Try to connect again.
+    Reconnect(NodeId),
+    /// The handshake's next packet is overdue.
+    Handshake(NodeId),
+    /// Start the connect two-phase commit.
+    ConnectTwopc(NodeId),
+    /// Send a ping, or the answer is overdue.
+    Ping(NodeId),
+    /// The oldest request towards the peer is too old.
+    RequestAge(NodeId),
+    /// The two-phase commit takes too long.
+    Twopc,
+    /// Try the two-phase commit again.
+    TwopcRetry,
+    /// A command waits for something to settle.
+    CommandRetry,
+    /// Start the empty two-phase commit.
+    EmptyTwopc,
+    /// Pings sent before writing a new current UUID are overdue.
+    NewUuidPings,
+    /// Write dirty metadata.
+    MetaSync(VolumeNr),
+    /// Send the pending peer ack.
+    PeerAck,
+    /// The resync's next step as target.
+    ResyncStep(VolumeNr, NodeId),
+    /// Start a resync that had to wait.
+    ResyncStart(VolumeNr, NodeId),
+    /// Write changed bitmap pages.
+    BitmapWrite(VolumeNr),
+    /// A queued flush of received resync data.
+    ResyncFlush(VolumeNr),
+}
+
+/// The running time-outs.
+#[derive(Debug, Default)]
+pub struct Timers {
+    at: BTreeMap<Timer, Instant>,
+    order: BTreeSet<(Instant, Timer)>,
+}
+
+impl Timers {
+    /// Starts the timer, or moves it if it runs.
+    pub fn set(&mut self, timer: Timer, at: Instant) {
+        if let Some(old) = self.at.insert(timer, at) {
+            self.order.remove(&(old, timer));
+        }
+        self.order.insert((at, timer));
+    }
+
+    /// Starts the timer unless it runs already for an earlier time.
+    pub fn set_earliest(&mut self, timer: Timer, at: Instant) {
+        if self.at.get(&timer).is_none_or(|old| *old > at) {
+            self.set(timer, at);
+        }
+    }
+
+    /// Stops the timer.
+    pub fn clear(&mut self, timer: Timer) {
+        if let Some(old) = self.at.remove(&timer) {
+            self.order.remove(&(old, timer));
+        }
+    }
+
+    /// The timer runs.
+    pub fn is_set(&self, timer: Timer) -> bool {
+        self.at.contains_key(&timer)
+    }
+
+    /// When the next one is due.
+    pub fn next(&self) -> Option<Instant> {
+        self.order.first().map(|(at, _)| *at)
+    }
+
+    /// Takes one that is due.
+    pub fn pop_due(&mut self, now: Instant) -> Option<Timer> {
+        let (at, timer) = *self.order.first()?;
+        if at > now {
+            return None;
+        }
+        self.order.remove(&(at, timer));
+        self.at.remove(&timer);
+        Some(timer)
+    }
+
+    /// Stops all timers that belong to a connection.
+    pub fn clear_peer(&mut self, peer: NodeId) {
+        for timer in [
+            Timer::Reconnect(peer),
+            Timer::Handshake(peer),
+            Timer::ConnectTwopc(peer),
+            Timer::Ping(peer),
+            Timer::RequestAge(peer),
+        ] {
+            self.clear(timer);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_moved_timer_fires_once_at_its_new_time() {
+        let mut timers = Timers::default();
+        timers.set(Timer::Twopc, Instant(10));
+        timers.set(Timer::PeerAck, Instant(15));
+        timers.set(Timer::Twopc, Instant(20));
+        assert_eq!(timers.next(), Some(Instant(15)));
+        assert_eq!(timers.pop_due(Instant(30)), Some(Timer::PeerAck));
+        assert_eq!(timers.pop_due(Instant(30)), Some(Timer::Twopc));
+        assert_eq!(timers.pop_due(Instant(30)), None);
+        assert_eq!(timers.next(), None);
+    }
+}
