@@ -6,5 +6,6 @@
 extern crate alloc;
 
 pub mod conf;
+pub mod disk;
 pub mod units;
 pub mod wire;
