@@ -6,8 +6,11 @@
 #![forbid(unsafe_code)]
 extern crate alloc;
 
+pub mod al;
+pub mod bitmap;
 pub mod command;
 pub mod event;
+pub mod interval;
 pub mod options;
 pub mod report;
 pub mod state;

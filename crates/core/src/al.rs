@@ -1,0 +1,527 @@
+//! The activity log of one volume: which 4 MiB extents may be written (metadata.md, 9).
+//!
+//! An extent has to be in the log on stable storage before a write to it starts, and it leaves
+//! the log only when nothing refers to it any more. New extents are gathered into transactions of
+//! at most 64 changes, one in flight at a time; who needs one waits here, in order of arrival,
+//! writes of peers before those of the application.
+//!
+//! It never does IO. The owner writes, for a [`Prepared`] transaction, first the bitmap pages of
+//! the evicted extents, then the block, and says [`ActivityLog::committed`].
+
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::vec;
+use alloc::vec::Vec;
+use core::ops::RangeInclusive;
+
+use lockstep_format::disk::BLOCK_BYTES;
+use lockstep_format::disk::al::{
+    FREE, SlotUpdate, Transaction, UPDATES_PER_TRANSACTION, next_context_start,
+};
+use lockstep_format::disk::layout::AlGeometry;
+use lockstep_format::units::{AlExtent, Sector};
+
+/// Smallest number of slots (metadata.md, 9.6).
+pub const MIN_EXTENTS: u32 = 67;
+/// Most extents of one request: a discard of 128 MiB that is not aligned to an extent.
+pub const MAX_EXTENTS_PER_REQUEST: u32 = 33;
+
+/// Whether changes are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AlMode {
+    /// Every change is a transaction on disk.
+    Logged,
+    /// `al-updates no`: extents are counted in memory only.
+    Unlogged,
+}
+
+/// Who waits: a peer's writes go first, because its epoch may depend on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AlPriority {
+    /// A write received from a peer.
+    Peer,
+    /// A write of the local application.
+    Local,
+}
+
+/// The extents that a write touches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extents {
+    first: u32,
+    last: u32,
+}
+
+impl Extents {
+    /// The extents of `size_bytes` (at least one byte) at `sector`.
+    pub fn of(sector: Sector, size_bytes: u32) -> Extents {
+        let last = Sector(sector.end_of(size_bytes.max(1)).0 - 1);
+        Extents {
+            first: sector.al_extent().0,
+            last: last.al_extent().0,
+        }
+    }
+
+    /// The extents in ascending order.
+    pub fn iter(self) -> impl Iterator<Item = AlExtent> {
+        let range: RangeInclusive<u32> = self.first..=self.last;
+        range.map(AlExtent)
+    }
+}
+
+/// A transaction to be written.
+#[derive(Debug)]
+pub struct Prepared {
+    /// 4 KiB block within the activity-log area.
+    pub block_index: u32,
+    /// The block.
+    pub block: Vec<u8>,
+    /// Extents that leave the log: their data have to be flushed and the changed bitmap pages
+    /// that cover them to be written before the block.
+    pub evicted: Vec<AlExtent>,
+}
+
+#[derive(Debug)]
+struct Waiter<W> {
+    owner: W,
+    /// Extents that it has no reference to yet.
+    next: u32,
+    last: u32,
+    /// It refers to extents of the transaction being prepared.
+    uses_pending: bool,
+}
+
+/// The log of one volume. `W` names who waits.
+#[derive(Debug)]
+pub struct ActivityLog<W> {
+    mode: AlMode,
+    geometry: AlGeometry,
+    /// Committed extent of each slot.
+    slots: Vec<AlExtent>,
+    refs: Vec<u32>,
+    last_use: Vec<u64>,
+    /// Slot of each committed extent that is not being evicted.
+    index: BTreeMap<AlExtent, u16>,
+    /// Unreferenced committed slots by last use.
+    idle: BTreeMap<(u64, u16), ()>,
+    free: Vec<u16>,
+    /// The transaction in flight.
+    updates: Vec<SlotUpdate>,
+    pending: BTreeMap<AlExtent, u16>,
+    in_flight: bool,
+    granted: Vec<W>,
+    peers: VecDeque<Waiter<W>>,
+    locals: VecDeque<Waiter<W>>,
+    /// The first waiter found no slot: nobody gets a reference before it does.
+    starving: bool,
+    number: u32,
+    context_start: u16,
+    clock: u64,
+    written: u64,
+}
+
+impl<W: Copy> ActivityLog<W> {
+    /// An empty log of `extents` slots, clamped to what the ring on disk can hold.
+    pub fn new(extents: u32, geometry: AlGeometry, mode: AlMode) -> Self {
+        let most = u32::from(geometry.max_extents());
+        let slots = extents.clamp(MIN_EXTENTS, most.max(MIN_EXTENTS)) as u16;
+        let count = usize::from(slots);
+        ActivityLog {
+            mode,
+            geometry,
+            slots: vec![FREE; count],
+            refs: vec![0; count],
+            last_use: vec![0; count],
+            index: BTreeMap::new(),
+            idle: BTreeMap::new(),
+            free: (0..slots).collect(),
+            updates: Vec::new(),
+            pending: BTreeMap::new(),
+            in_flight: false,
+            granted: Vec::new(),
+            peers: VecDeque::new(),
+            locals: VecDeque::new(),
+            starving: false,
+            number: 0,
+            context_start: 0,
+            clock: 0,
+            written: 0,
+        }
+    }
+
+    /// Takes a reference to each extent if all are in the log; otherwise the owner waits and is
+    /// named later. After `false` the caller calls [`ActivityLog::prepare`].
+    pub fn get(&mut self, extents: Extents, owner: W, priority: AlPriority) -> bool {
+        if !self.starving
+            && extents
+                .iter()
+                .all(|extent| self.index.contains_key(&extent))
+        {
+            for extent in extents.iter() {
+                let slot = self.index[&extent];
+                self.take_ref(slot);
+            }
+            return true;
+        }
+        let waiter = Waiter {
+            owner,
+            next: extents.first,
+            last: extents.last,
+            uses_pending: false,
+        };
+        match priority {
+            AlPriority::Peer => self.peers.push_back(waiter),
+            AlPriority::Local => self.locals.push_back(waiter),
+        }
+        false
+    }
+
+    /// Gives the references back. If [`ActivityLog::has_waiters`], the caller calls
+    /// [`ActivityLog::prepare`] then.
+    pub fn put(&mut self, extents: Extents) {
+        for extent in extents.iter() {
+            self.put_one(extent);
+        }
+    }
+
+    /// Serves waiters until a transaction has to be written or none can go on. Owners that may
+    /// go on at once are added to `ready`.
+    pub fn prepare(&mut self, ready: &mut Vec<W>) -> Option<Prepared> {
+        loop {
+            if self.in_flight {
+                return None;
+            }
+            self.starving = false;
+            let mut peers = core::mem::take(&mut self.peers);
+            let mut blocked = self.serve(&mut peers, ready);
+            self.peers = peers;
+            if !blocked {
+                let mut locals = core::mem::take(&mut self.locals);
+                blocked = self.serve(&mut locals, ready);
+                self.locals = locals;
+            }
+            if self.updates.is_empty() {
+                assert!(
+                    self.granted.is_empty(),
+                    "only a transaction makes owners wait for it"
+                );
+                return None;
+            }
+            let evicted: Vec<AlExtent> = self
+                .updates
+                .iter()
+                .map(|update| self.slots[usize::from(update.slot)])
+                .filter(|extent| *extent != FREE)
+                .collect();
+            self.in_flight = true;
+            if self.mode == AlMode::Logged {
+                return Some(self.encode(evicted));
+            }
+            self.finish(ready);
+            if !blocked {
+                return None;
+            }
+        }
+    }
+
+    /// The transaction is durable. Owners that may go on are added to `ready`; the caller calls
+    /// [`ActivityLog::prepare`] again.
+    pub fn committed(&mut self, ready: &mut Vec<W>) {
+        assert!(self.in_flight, "a transaction in flight is committed once");
+        self.number = self.number.wrapping_add(1);
+        self.context_start = next_context_start(self.context_start, self.slots.len() as u16);
+        self.written += 1;
+        self.finish(ready);
+    }
+
+    /// Gives up: names everybody who waits. References that they held are gone with the log.
+    pub fn abandon(&mut self) -> Vec<W> {
+        self.in_flight = false;
+        self.starving = false;
+        let mut owners = core::mem::take(&mut self.granted);
+        owners.extend(self.peers.drain(..).map(|waiter| waiter.owner));
+        owners.extend(self.locals.drain(..).map(|waiter| waiter.owner));
+        owners
+    }
+
+    /// Somebody waits for a slot or a transaction.
+    pub fn has_waiters(&self) -> bool {
+        !self.peers.is_empty() || !self.locals.is_empty()
+    }
+
+    /// The first waiter waits for a reference to drop.
+    pub fn is_starving(&self) -> bool {
+        self.starving
+    }
+
+    /// A write refers to the extent.
+    pub fn is_referenced(&self, extent: AlExtent) -> bool {
+        let slot = self
+            .index
+            .get(&extent)
+            .or_else(|| self.pending.get(&extent));
+        slot.is_some_and(|slot| self.refs[usize::from(*slot)] > 0)
+    }
+
+    /// Extents with references.
+    pub fn referenced(&self) -> usize {
+        self.refs.iter().filter(|refs| **refs > 0).count()
+    }
+
+    /// Transactions written so far.
+    pub fn transactions(&self) -> u64 {
+        self.written
+    }
+
+    /// Whether changes are written; takes effect with the next transaction.
+    pub fn set_mode(&mut self, mode: AlMode) {
+        self.mode = mode;
+    }
+
+    /// Serves a queue from its head; says whether it stopped before the end.
+    fn serve(&mut self, queue: &mut VecDeque<Waiter<W>>, ready: &mut Vec<W>) -> bool {
+        while let Some(waiter) = queue.front_mut() {
+            while waiter.next <= waiter.last {
+                let extent = AlExtent(waiter.next);
+                let Some(pending) = self.acquire(extent) else {
+                    return true;
+                };
+                waiter.uses_pending |= pending;
+                waiter.next += 1;
+            }
+            if waiter.uses_pending {
+                self.granted.push(waiter.owner);
+            } else {
+                ready.push(waiter.owner);
+            }
+            queue.pop_front();
+        }
+        false
+    }
+
+    /// A reference to one extent: says whether it needs the transaction; none without a slot.
+    fn acquire(&mut self, extent: AlExtent) -> Option<bool> {
+        if let Some(slot) = self.index.get(&extent).copied() {
+            self.take_ref(slot);
+            return Some(false);
+        }
+        if let Some(slot) = self.pending.get(&extent).copied() {
+            self.refs[usize::from(slot)] += 1;
+            return Some(true);
+        }
+        if self.updates.len() == UPDATES_PER_TRANSACTION {
+            return None;
+        }
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None => {
+                let Some(((_, slot), ())) = self.idle.pop_first() else {
+                    self.starving = true;
+                    return None;
+                };
+                self.index.remove(&self.slots[usize::from(slot)]);
+                slot
+            }
+        };
+        self.refs[usize::from(slot)] = 1;
+        self.updates.push(SlotUpdate { slot, extent });
+        self.pending.insert(extent, slot);
+        Some(true)
+    }
+
+    fn take_ref(&mut self, slot: u16) {
+        let at = usize::from(slot);
+        if self.refs[at] == 0 {
+            self.idle.remove(&(self.last_use[at], slot));
+        }
+        self.refs[at] += 1;
+    }
+
+    fn put_one(&mut self, extent: AlExtent) {
+        let slot = self
+            .index
+            .get(&extent)
+            .or_else(|| self.pending.get(&extent));
+        let slot = *slot.expect("an extent with references is in the log");
+        let at = usize::from(slot);
+        assert!(self.refs[at] > 0, "references are given back once");
+        self.refs[at] -= 1;
+        if self.refs[at] == 0 && self.index.contains_key(&extent) {
+            self.make_idle(slot);
+        }
+    }
+
+    fn make_idle(&mut self, slot: u16) {
+        self.clock += 1;
+        self.last_use[usize::from(slot)] = self.clock;
+        self.idle.insert((self.clock, slot), ());
+    }
+
+    fn encode(&self, evicted: Vec<AlExtent>) -> Prepared {
+        let mut block = vec![0; BLOCK_BYTES];
+        let transaction = Transaction {
+            number: self.number,
+            context_start: self.context_start,
+            updates: &self.updates,
+            slots: &self.slots,
+        };
+        let out: &mut [u8; BLOCK_BYTES] = block
+            .as_mut_slice()
+            .try_into()
+            .expect("the block has its size");
+        transaction.encode(out);
+        Prepared {
+            block_index: self.geometry.block_of(self.number),
+            block,
+            evicted,
+        }
+    }
+
+    fn finish(&mut self, ready: &mut Vec<W>) {
+        self.in_flight = false;
+        self.pending.clear();
+        for update in core::mem::take(&mut self.updates) {
+            let at = usize::from(update.slot);
+            self.slots[at] = update.extent;
+            self.index.insert(update.extent, update.slot);
+            if self.refs[at] == 0 {
+                self.make_idle(update.slot);
+            }
+        }
+        ready.append(&mut self.granted);
+        // What the head of a queue holds already is committed now.
+        for queue in [&mut self.peers, &mut self.locals] {
+            if let Some(waiter) = queue.front_mut() {
+                waiter.uses_pending = false;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_format::disk::al::Update;
+
+    fn log(extents: u32) -> ActivityLog<u32> {
+        ActivityLog::new(extents, AlGeometry::DEFAULT, AlMode::Logged)
+    }
+
+    fn one(extent: u32) -> Extents {
+        Extents {
+            first: extent,
+            last: extent,
+        }
+    }
+
+    #[test]
+    fn a_cold_extent_waits_for_its_transaction_and_a_hot_one_does_not() {
+        let mut al = log(67);
+        let mut ready = Vec::new();
+        assert!(!al.get(one(5), 1, AlPriority::Local));
+        let prepared = al.prepare(&mut ready).expect("a transaction");
+        assert!(ready.is_empty());
+        assert_eq!((prepared.block_index, prepared.evicted.len()), (0, 0));
+        let block: [u8; BLOCK_BYTES] = prepared.block.try_into().unwrap();
+        let format = lockstep_format::disk::al::Block::decode(&block).unwrap();
+        let lockstep_format::disk::al::Block::Update(Update { number, .. }) = format else {
+            panic!("an update");
+        };
+        assert_eq!(number, 0);
+        assert!(!al.get(one(5), 2, AlPriority::Local), "not durable yet");
+        assert!(
+            al.prepare(&mut ready).is_none(),
+            "one transaction at a time"
+        );
+        al.committed(&mut ready);
+        assert_eq!(ready, [1]);
+        assert!(al.prepare(&mut ready).is_none());
+        assert_eq!(ready, [1, 2]);
+        assert!(al.get(one(5), 3, AlPriority::Local));
+        assert!(al.is_referenced(AlExtent(5)));
+        for _ in 0..3 {
+            al.put(one(5));
+        }
+        assert!(!al.is_referenced(AlExtent(5)));
+        assert_eq!(al.referenced(), 0);
+    }
+
+    #[test]
+    fn requests_that_arrive_meanwhile_share_the_next_transaction() {
+        let mut al = log(100);
+        let mut ready = Vec::new();
+        al.get(one(0), 0, AlPriority::Local);
+        al.prepare(&mut ready).unwrap();
+        for extent in 1..=70 {
+            al.get(one(extent), extent, AlPriority::Local);
+        }
+        al.committed(&mut ready);
+        let second = al.prepare(&mut ready).unwrap();
+        assert_eq!(second.block_index, 1);
+        ready.clear();
+        al.committed(&mut ready);
+        assert_eq!(ready.len(), 64);
+        al.prepare(&mut ready).unwrap();
+        al.committed(&mut ready);
+        assert_eq!(ready.len(), 70);
+        assert_eq!(al.transactions(), 3);
+    }
+
+    #[test]
+    fn only_the_least_recently_used_idle_extent_is_evicted() {
+        let mut al = log(67);
+        let mut ready = Vec::new();
+        for extent in 0..67 {
+            al.get(one(extent), extent, AlPriority::Local);
+        }
+        while al.prepare(&mut ready).is_some() {
+            al.committed(&mut ready);
+        }
+        assert!(!al.get(one(100), 100, AlPriority::Local));
+        assert!(al.prepare(&mut ready).is_none());
+        assert!(al.is_starving());
+        assert!(
+            !al.get(one(3), 101, AlPriority::Local),
+            "nobody overtakes a starving request"
+        );
+        al.put(one(8));
+        al.put(one(7));
+        let prepared = al.prepare(&mut ready).expect("a slot is idle");
+        assert_eq!(prepared.evicted, [AlExtent(8)]);
+        ready.clear();
+        al.committed(&mut ready);
+        assert_eq!(ready, [100]);
+    }
+
+    #[test]
+    fn peers_go_first_and_a_request_over_two_extents_needs_both() {
+        let mut al = log(67);
+        let mut ready = Vec::new();
+        let two = Extents::of(Sector(8191), 1024);
+        assert_eq!(two, Extents { first: 0, last: 1 });
+        assert_eq!(Extents::of(Sector(8184), 4096), one(0));
+        al.get(one(9), 1, AlPriority::Local);
+        al.get(two, 2, AlPriority::Peer);
+        al.prepare(&mut ready).unwrap();
+        al.committed(&mut ready);
+        assert_eq!(ready, [2, 1]);
+        al.put(two);
+        assert_eq!(al.referenced(), 1);
+    }
+
+    #[test]
+    fn without_updates_extents_are_tracked_and_nothing_is_written() {
+        let mut al: ActivityLog<u32> = ActivityLog::new(67, AlGeometry::DEFAULT, AlMode::Unlogged);
+        let mut ready = Vec::new();
+        for extent in 0..67 {
+            al.get(one(extent), extent, AlPriority::Local);
+        }
+        assert!(al.prepare(&mut ready).is_none());
+        assert_eq!(ready.len(), 67);
+        al.get(one(70), 70, AlPriority::Local);
+        assert!(al.prepare(&mut ready).is_none());
+        assert!(al.is_starving());
+        al.put(one(0));
+        assert!(al.prepare(&mut ready).is_none());
+        assert_eq!(ready.last(), Some(&70));
+        assert_eq!(al.transactions(), 0);
+    }
+}
