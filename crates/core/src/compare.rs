@@ -1,0 +1,1190 @@
+//! The sync decision (semantics.md, 13): from two exchanged UUID sets to "who is source".
+//!
+//! A pure function of what both sides sent, so that both ends reach mirrored results. It changes
+//! nothing: what has to be done along with a result is in the [`Verdict`].
+//!
+//! Between two Lockstep nodes there is one more rule, **marked-blocks**: if everything says "no
+//! resync" (equal UUIDs, both disks UpToDate) but blocks are marked on either side, then the marked
+//! blocks of both sides are resynced instead of being forgotten. The source is chosen so that no
+//! write that protocol C acknowledged is lost. Any node that lived through the loss of the
+//! connection holds all of them; only a node that came back (no RECONNECT flag, or being attached)
+//! *and* has marks may lack some, because its disk may have lost its volatile cache. Call that
+//! node stale. In this order:
+//!
+//! 1. exactly one side is stale: the other is source (also if the stale one is Primary by now:
+//!    then `rr-conflict` decides);
+//! 2. exactly one side is Primary: it is source;
+//! 3. exactly one side crashed as Primary: the other is source with protocol C, the crashed one
+//!    with A and B (it may hold acknowledged writes that the survivor never got);
+//! 4. only one side has marks: it is source, its marks are writes that the other did not confirm;
+//! 5. both are Primary and both have marks: no side may lose, split brain;
+//! 6. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
+//!    lost power together, and only flushed writes are promised; or none is, and both have all.)
+
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, Uuid};
+use lockstep_format::wire::{DiskState, Features, ReplState, Role, UuidFlags};
+
+use crate::options::{AfterSplitBrain, NetOptions, Protocol};
+use crate::uuids::{PeerUuids, is_real};
+
+/// One side of a handshake, as it told the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Side {
+    /// Node id.
+    pub node: NodeId,
+    /// UUID set as sent.
+    pub uuids: PeerUuids,
+    /// Disk; Negotiating counts as what the INCONSISTENT flag says.
+    pub disk: DiskState,
+    /// Role.
+    pub role: Role,
+    /// Has quorum (the bit of its state word).
+    pub quorate: bool,
+}
+
+/// When the comparison takes place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// While the connection is being established.
+    Connect,
+    /// While Established, because one side attached its disk (13.7).
+    Attach,
+    /// While Established, because a node became stable (14.2).
+    AfterUnstable,
+}
+
+/// What both know of a Primary that both lost (`P_PEER_DAGTAG`, semantics.md 13.5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LostPrimary {
+    /// The node that was lost.
+    pub node: NodeId,
+    /// Last dagtag seen from it.
+    pub dagtag: Dagtag,
+}
+
+/// Everything that the decision depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct Handshake<'a> {
+    /// This side, as sent.
+    pub own: &'a Side,
+    /// The peer, as received.
+    pub peer: &'a Side,
+    /// When.
+    pub phase: Phase,
+    /// Agreed protocol version.
+    pub protocol_version: u32,
+    /// Agreed features.
+    pub features: Features,
+    /// This side is the conflict resolver of the connection (wire.md 2.4).
+    pub resolver: bool,
+    /// `net` options.
+    pub net: &'a NetOptions,
+    /// `quorum` is not off.
+    pub quorum_configured: bool,
+    /// The lost Primary that this side named to the peer.
+    pub own_lost: Option<LostPrimary>,
+    /// The lost Primary that the peer named.
+    pub peer_lost: Option<LostPrimary>,
+}
+
+/// What to do (semantics.md, 13.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strategy {
+    /// No resync.
+    NoSync,
+    /// Source, bitmap based.
+    SourceUseBitmap,
+    /// Target, bitmap based.
+    TargetUseBitmap,
+    /// Source, full.
+    SourceSetBitmap,
+    /// Target, full.
+    TargetSetBitmap,
+    /// Source, with the bitmap of the slot of that node.
+    SourceCopyBitmap(NodeId),
+    /// Target, sends an empty bitmap; the source uses its slot of that node.
+    TargetClearBitmap(NodeId),
+    /// Source by an arbitrary choice; a Primary overrides it.
+    SourceIfBothFailed,
+    /// Target by an arbitrary choice; a Primary overrides it.
+    TargetIfBothFailed,
+    /// Split brain, for which the after-sb policies hold.
+    SplitBrainAutoRecover,
+    /// Split brain, which only always-asbp or discard-my-data solve.
+    SplitBrainDisconnect,
+    /// The data have nothing in common.
+    UnrelatedData,
+    /// Needs at least that protocol version.
+    RequiresProtocol(u32),
+    /// A Primary would be target: disconnect.
+    SyncTargetPrimaryDisconnect,
+    /// A Primary would be target: try again later.
+    SyncTargetPrimaryReconnect,
+    /// Try again later.
+    RetryConnect,
+}
+
+/// Direction of the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// This side sends.
+    Source,
+    /// This side receives.
+    Target,
+}
+
+impl Direction {
+    /// The direction seen from the other side.
+    #[must_use]
+    pub const fn mirrored(self) -> Direction {
+        match self {
+            Direction::Source => Direction::Target,
+            Direction::Target => Direction::Source,
+        }
+    }
+
+    const fn use_bitmap(self) -> Strategy {
+        match self {
+            Direction::Source => Strategy::SourceUseBitmap,
+            Direction::Target => Strategy::TargetUseBitmap,
+        }
+    }
+
+    const fn set_bitmap(self) -> Strategy {
+        match self {
+            Direction::Source => Strategy::SourceSetBitmap,
+            Direction::Target => Strategy::TargetSetBitmap,
+        }
+    }
+
+    const fn if_both_failed(self) -> Strategy {
+        match self {
+            Direction::Source => Strategy::SourceIfBothFailed,
+            Direction::Target => Strategy::TargetIfBothFailed,
+        }
+    }
+}
+
+impl Strategy {
+    /// Direction of a resync, none if there is none.
+    pub const fn direction(self) -> Option<Direction> {
+        match self {
+            Strategy::SourceUseBitmap
+            | Strategy::SourceSetBitmap
+            | Strategy::SourceCopyBitmap(_)
+            | Strategy::SourceIfBothFailed => Some(Direction::Source),
+            Strategy::TargetUseBitmap
+            | Strategy::TargetSetBitmap
+            | Strategy::TargetClearBitmap(_)
+            | Strategy::TargetIfBothFailed => Some(Direction::Target),
+            Strategy::NoSync
+            | Strategy::SplitBrainAutoRecover
+            | Strategy::SplitBrainDisconnect
+            | Strategy::UnrelatedData
+            | Strategy::RequiresProtocol(_)
+            | Strategy::SyncTargetPrimaryDisconnect
+            | Strategy::SyncTargetPrimaryReconnect
+            | Strategy::RetryConnect => None,
+        }
+    }
+
+    /// Whether the direction is arbitrary.
+    pub const fn is_arbitrary(self) -> bool {
+        matches!(
+            self,
+            Strategy::SourceIfBothFailed | Strategy::TargetIfBothFailed
+        )
+    }
+
+    /// Whether it is an unresolved split brain.
+    pub const fn is_split_brain(self) -> bool {
+        matches!(
+            self,
+            Strategy::SplitBrainAutoRecover | Strategy::SplitBrainDisconnect
+        )
+    }
+
+    /// Whether the connection cannot be established with it: disconnect and stay apart.
+    pub const fn disconnects(self) -> bool {
+        matches!(
+            self,
+            Strategy::SplitBrainAutoRecover
+                | Strategy::SplitBrainDisconnect
+                | Strategy::UnrelatedData
+                | Strategy::RequiresProtocol(_)
+                | Strategy::SyncTargetPrimaryDisconnect
+        )
+    }
+
+    /// Whether the connection shall be tried again.
+    pub const fn retries(self) -> bool {
+        matches!(
+            self,
+            Strategy::RetryConnect | Strategy::SyncTargetPrimaryReconnect
+        )
+    }
+
+    /// The same strategy in the other direction, none if it has no reverse.
+    pub const fn reversed(self) -> Option<Strategy> {
+        match self {
+            Strategy::SourceUseBitmap => Some(Strategy::TargetUseBitmap),
+            Strategy::TargetUseBitmap => Some(Strategy::SourceUseBitmap),
+            Strategy::SourceSetBitmap => Some(Strategy::TargetSetBitmap),
+            Strategy::TargetSetBitmap => Some(Strategy::SourceSetBitmap),
+            Strategy::SourceIfBothFailed => Some(Strategy::TargetIfBothFailed),
+            Strategy::TargetIfBothFailed => Some(Strategy::SourceIfBothFailed),
+            Strategy::NoSync
+            | Strategy::SourceCopyBitmap(_)
+            | Strategy::TargetClearBitmap(_)
+            | Strategy::SplitBrainAutoRecover
+            | Strategy::SplitBrainDisconnect
+            | Strategy::UnrelatedData
+            | Strategy::RequiresProtocol(_)
+            | Strategy::SyncTargetPrimaryDisconnect
+            | Strategy::SyncTargetPrimaryReconnect
+            | Strategy::RetryConnect => None,
+        }
+    }
+
+    /// What the other side has to decide if this side decides this.
+    #[must_use]
+    pub const fn mirrored(self) -> Strategy {
+        match self {
+            Strategy::SourceCopyBitmap(node) => Strategy::TargetClearBitmap(node),
+            Strategy::TargetClearBitmap(node) => Strategy::SourceCopyBitmap(node),
+            other => match other.reversed() {
+                Some(reverse) => reverse,
+                None => other,
+            },
+        }
+    }
+
+    /// Replication state that follows; none if the connection is not established.
+    pub const fn to_repl_state(self, own: Role, peer: Role) -> Option<ReplState> {
+        let primary = (matches!(own, Role::Primary), matches!(peer, Role::Primary));
+        if self.is_arbitrary() {
+            match primary {
+                (true, false) => return Some(ReplState::WfBitmapS),
+                (false, true) => return Some(ReplState::WfBitmapT),
+                (true, true) => return Some(ReplState::Established),
+                (false, false) => {}
+            }
+        }
+        match self.direction() {
+            Some(Direction::Source) => Some(ReplState::WfBitmapS),
+            Some(Direction::Target) => Some(ReplState::WfBitmapT),
+            None if matches!(self, Strategy::NoSync) => Some(ReplState::Established),
+            None => None,
+        }
+    }
+
+    /// Name as logged.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Strategy::NoSync => "no-sync",
+            Strategy::SourceUseBitmap => "source-use-bitmap",
+            Strategy::TargetUseBitmap => "target-use-bitmap",
+            Strategy::SourceSetBitmap => "source-set-bitmap",
+            Strategy::TargetSetBitmap => "target-set-bitmap",
+            Strategy::SourceCopyBitmap(_) => "source-copy-other-bitmap",
+            Strategy::TargetClearBitmap(_) => "target-clear-bitmap",
+            Strategy::SourceIfBothFailed => "source-if-both-failed",
+            Strategy::TargetIfBothFailed => "target-if-both-failed",
+            Strategy::SplitBrainAutoRecover => "split-brain-auto-recover",
+            Strategy::SplitBrainDisconnect => "split-brain-disconnect",
+            Strategy::UnrelatedData => "unrelated-data",
+            Strategy::RequiresProtocol(_) => "requires-newer-protocol",
+            Strategy::SyncTargetPrimaryDisconnect => "sync-target-primary-disconnect",
+            Strategy::SyncTargetPrimaryReconnect => "sync-target-primary-reconnect",
+            Strategy::RetryConnect => "retry-connect",
+        }
+    }
+}
+
+/// The row of the table that decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the rows of semantics.md 13.4 by their names")]
+pub enum Rule {
+    JustCreatedBoth,
+    JustCreatedSelf,
+    JustCreatedPeer,
+    SyncSourceMissedFinish,
+    SyncSourcePeerMissedFinish,
+    SyncTargetMissedFinish,
+    SyncTargetPeerMissedFinish,
+    Reconnected,
+    CrashedPrimary,
+    LostQuorum,
+    BothOff,
+    BitmapPeer,
+    BitmapPeerOther,
+    SyncTargetMissedStart,
+    BitmapSelf,
+    BitmapSelfOther,
+    SyncSourceMissedStart,
+    HistoryPeer,
+    HistorySelf,
+    BitmapBoth,
+    HistoryBoth,
+    NoRelation,
+    /// Both sides say that they are the older one: no true pair of sets does.
+    Contradiction,
+    /// Equal-UUID reconcile, direction by marks on one side only.
+    ReconcileOneSided,
+    /// Equal-UUID reconcile, direction by dagtag or node id.
+    ReconcileDagtag,
+    /// Lockstep's own rule, see the module's head.
+    MarkedBlocks,
+}
+
+impl Rule {
+    /// Name as logged.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Rule::JustCreatedBoth => "just-created-both",
+            Rule::JustCreatedSelf => "just-created-self",
+            Rule::JustCreatedPeer => "just-created-peer",
+            Rule::SyncSourceMissedFinish => "sync-source-missed-finish",
+            Rule::SyncSourcePeerMissedFinish => "sync-source-peer-missed-finish",
+            Rule::SyncTargetMissedFinish => "sync-target-missed-finish",
+            Rule::SyncTargetPeerMissedFinish => "sync-target-peer-missed-finish",
+            Rule::Reconnected => "reconnected",
+            Rule::CrashedPrimary => "crashed-primary",
+            Rule::LostQuorum => "lost-quorum",
+            Rule::BothOff => "both-off",
+            Rule::BitmapPeer => "bitmap-peer",
+            Rule::BitmapPeerOther => "bitmap-peer-other",
+            Rule::SyncTargetMissedStart => "sync-target-missed-start",
+            Rule::BitmapSelf => "bitmap-self",
+            Rule::BitmapSelfOther => "bitmap-self-other",
+            Rule::SyncSourceMissedStart => "sync-source-missed-start",
+            Rule::HistoryPeer => "history-peer",
+            Rule::HistorySelf => "history-self",
+            Rule::BitmapBoth => "bitmap-both",
+            Rule::HistoryBoth => "history-both",
+            Rule::NoRelation => "unrelated-data",
+            Rule::Contradiction => "contradiction",
+            Rule::ReconcileOneSided => "reconcile-one-sided",
+            Rule::ReconcileDagtag => "reconcile-dagtag",
+            Rule::MarkedBlocks => "marked-blocks",
+        }
+    }
+}
+
+/// Correction of a UUID set that goes with a rule for protocols below 110 (13.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fixup {
+    /// This side missed the end of the resync that it was source of: the bitmap UUID goes to the
+    /// history and becomes 0.
+    OwnMissedFinish,
+    /// The peer missed it: the same in the copy of the peer's set.
+    PeerMissedFinish,
+    /// The peer started as source, but its UUID never arrived here: undo it in the copy of its set.
+    PeerMissedStart,
+    /// The start as source did not get through: undo it in the own set.
+    OwnMissedStart,
+}
+
+/// A handler to run, in DRBD's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Handler {
+    /// A split brain was found; policies come next.
+    InitialSplitBrain,
+    /// A split brain that no policy solved.
+    SplitBrain,
+    /// `rr-conflict call-pri-lost`: this Primary would be target.
+    PriLost,
+}
+
+impl Handler {
+    /// Name of the handler in the configuration.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Handler::InitialSplitBrain => "initial-split-brain",
+            Handler::SplitBrain => "split-brain",
+            Handler::PriLost => "pri-lost",
+        }
+    }
+}
+
+/// The decision and what goes with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// What to do.
+    pub strategy: Strategy,
+    /// The row that decided.
+    pub rule: Rule,
+    /// The table said split brain; `strategy` tells whether it was resolved.
+    pub split_brain: bool,
+    /// Handlers to run, in this order.
+    pub handlers: Vec<Handler>,
+    /// This Primary has to be demoted first (`call-pri-lost-after-sb`). If that fails: run the
+    /// handler `pri-lost-after-sb` and disconnect.
+    pub demote_first: bool,
+    /// Resync between survivors of a lost Primary: checksums are forced (13.5).
+    pub reconciliation: bool,
+    /// The own slot for the peer is outdated knowledge: its UUID goes to the history, then 0.
+    pub clear_own_slot: bool,
+    /// Correction of a UUID set (protocol below 110).
+    pub fixup: Option<Fixup>,
+}
+
+impl Handshake<'_> {
+    /// The same handshake as the peer sees it, for tests and for the simulator's checker.
+    /// `net` are the peer's options.
+    #[must_use]
+    pub fn mirrored<'b>(&'b self, net: &'b NetOptions) -> Handshake<'b> {
+        Handshake {
+            own: self.peer,
+            peer: self.own,
+            resolver: !self.resolver,
+            net,
+            own_lost: self.peer_lost,
+            peer_lost: self.own_lost,
+            ..*self
+        }
+    }
+
+    const fn is_old(&self) -> bool {
+        self.protocol_version < 110
+    }
+
+    fn is_lockstep(&self) -> bool {
+        self.features.contains(Features::LOCKSTEP)
+    }
+
+    fn has_dirty_bits(&self) -> bool {
+        self.own.uuids.dirty_bits != 0 || self.peer.uuids.dirty_bits != 0
+    }
+
+    fn own_slot(&self) -> Uuid {
+        self.own.uuids.slot(self.peer.node)
+    }
+
+    fn peer_slot(&self) -> Uuid {
+        self.peer.uuids.slot(self.own.node)
+    }
+}
+
+impl Side {
+    fn flag(&self, flag: UuidFlags) -> bool {
+        self.uuids.flags.contains(flag)
+    }
+
+    fn is_primary(&self) -> bool {
+        self.role == Role::Primary
+    }
+
+    /// Disk for the decision. Both ends use the flag for a Negotiating disk, because the flag is
+    /// all that the peer knows.
+    fn effective_disk(&self) -> DiskState {
+        match self.disk {
+            DiskState::Negotiating if self.flag(UuidFlags::INCONSISTENT) => DiskState::Inconsistent,
+            DiskState::Negotiating => DiskState::UpToDate,
+            disk => disk,
+        }
+    }
+
+    /// Came back with marks, so its disk may have lost acknowledged writes (module's head).
+    fn may_be_stale(&self) -> bool {
+        let came_back = !self.flag(UuidFlags::RECONNECT) || self.disk == DiskState::Negotiating;
+        came_back && self.uuids.dirty_bits != 0
+    }
+}
+
+/// Decides: comparison table, disk states, reconcile, split brain policies, discard-my-data and
+/// rr-conflict. Only for two sides with disks; diskless nodes have no sync decision (13.8).
+pub fn compare(handshake: &Handshake<'_>) -> Verdict {
+    let row = table(handshake);
+    let mut verdict = Verdict {
+        strategy: row.strategy,
+        rule: row.rule,
+        split_brain: false,
+        handlers: Vec::new(),
+        demote_first: false,
+        reconciliation: false,
+        clear_own_slot: row.clear_own_slot,
+        fixup: row.fixup,
+    };
+    apply_disk_states(handshake, &mut verdict);
+    apply_marks(handshake, &mut verdict);
+    apply_split_brain(handshake, &mut verdict);
+    apply_discard_my_data(handshake, &mut verdict);
+    apply_primary_conflict(handshake, &mut verdict);
+    verdict
+}
+
+struct Row {
+    strategy: Strategy,
+    rule: Rule,
+    fixup: Option<Fixup>,
+    clear_own_slot: bool,
+}
+
+const fn row(strategy: Strategy, rule: Rule) -> Row {
+    Row {
+        strategy,
+        rule,
+        fixup: None,
+        clear_own_slot: false,
+    }
+}
+
+const fn row_with(strategy: Strategy, rule: Rule, fixup: Option<Fixup>) -> Row {
+    Row {
+        strategy,
+        rule,
+        fixup,
+        clear_own_slot: false,
+    }
+}
+
+/// Rows 1..=24 of 13.4.
+fn table(h: &Handshake<'_>) -> Row {
+    let own = h.own.uuids.current_or_created();
+    let peer = h.peer.uuids.current_or_created();
+    match (own == Uuid::JUST_CREATED, peer == Uuid::JUST_CREATED) {
+        (true, true) => row(Strategy::NoSync, Rule::JustCreatedBoth),
+        (true, false) => row(Strategy::TargetSetBitmap, Rule::JustCreatedSelf),
+        (false, true) => row(Strategy::SourceSetBitmap, Rule::JustCreatedPeer),
+        (false, false) if own == peer => equal_row(h),
+        (false, false) => different_row(h, own, peer),
+    }
+}
+
+/// Rows 4..=13: equal current UUIDs.
+fn equal_row(h: &Handshake<'_>) -> Row {
+    let missed = if h.is_old() {
+        missed_finish_84(h)
+    } else {
+        missed_finish(h)
+    };
+    if let Some(missed) = missed {
+        return missed;
+    }
+    let reconnect = (
+        h.own.flag(UuidFlags::RECONNECT),
+        h.peer.flag(UuidFlags::RECONNECT),
+    );
+    let crashed = (
+        h.own.flag(UuidFlags::CRASHED_PRIMARY),
+        h.peer.flag(UuidFlags::CRASHED_PRIMARY),
+    );
+    let quorum_lost = (
+        h.own.flag(UuidFlags::PRIMARY_LOST_QUORUM),
+        h.peer.flag(UuidFlags::PRIMARY_LOST_QUORUM),
+    );
+
+    if h.protocol_version >= 120 && reconnect == (true, true) {
+        return row(Strategy::NoSync, Rule::Reconnected);
+    }
+    if h.protocol_version >= 121 && h.net.protocol != Protocol::C {
+        match crashed {
+            (true, false) => return row(Strategy::SourceUseBitmap, Rule::CrashedPrimary),
+            (false, true) => return row(Strategy::TargetUseBitmap, Rule::CrashedPrimary),
+            (true, true) | (false, false) => {}
+        }
+    }
+    match quorum_lost {
+        (false, true) => return row(Strategy::TargetIfBothFailed, Rule::LostQuorum),
+        (true, false) => return row(Strategy::SourceIfBothFailed, Rule::LostQuorum),
+        (true, true) => {
+            return row(
+                resolver_is(h, Direction::Source).if_both_failed(),
+                Rule::LostQuorum,
+            );
+        }
+        (false, false) => {}
+    }
+    if reconnect == (true, true) {
+        return row(Strategy::NoSync, Rule::Reconnected);
+    }
+    let rule = if h.protocol_version >= 120 {
+        Rule::LostQuorum
+    } else {
+        Rule::Reconnected
+    };
+    if crashed.1 && reconnect.0 {
+        return row(Strategy::SourceIfBothFailed, rule);
+    }
+    if crashed.0 && reconnect.1 {
+        return row(Strategy::TargetIfBothFailed, rule);
+    }
+    if reconnect.0 || reconnect.1 {
+        return row(Strategy::NoSync, rule);
+    }
+    let strategy = match crashed {
+        (true, false) => Strategy::SourceIfBothFailed,
+        (false, true) => Strategy::TargetIfBothFailed,
+        (true, true) => resolver_is(h, Direction::Target).if_both_failed(),
+        (false, false) => Strategy::NoSync,
+    };
+    row(strategy, Rule::BothOff)
+}
+
+const fn resolver_is(h: &Handshake<'_>, direction: Direction) -> Direction {
+    if h.resolver {
+        direction
+    } else {
+        direction.mirrored()
+    }
+}
+
+/// Rows 5 and 6: one side did not hear that the resync had ended (12.11).
+fn missed_finish(h: &Handshake<'_>) -> Option<Row> {
+    let any_target = h.own.flag(UuidFlags::SYNC_TARGET) || h.peer.flag(UuidFlags::SYNC_TARGET);
+    if h.phase != Phase::Connect || any_target {
+        return None;
+    }
+    let current = h.own.uuids.current;
+    let left_over = |slot: Uuid| is_real(slot) && !slot.same_generation(current);
+    let own_missed = left_over(h.own_slot()) && h.peer_slot().is_zero();
+    let peer_missed = left_over(h.peer_slot()) && h.own_slot().is_zero();
+    if !own_missed && !peer_missed {
+        return None;
+    }
+    let (rule, strategy, source) = if own_missed {
+        (
+            Rule::SyncSourceMissedFinish,
+            Strategy::SourceUseBitmap,
+            h.own,
+        )
+    } else {
+        (
+            Rule::SyncTargetPeerMissedFinish,
+            Strategy::TargetUseBitmap,
+            h.peer,
+        )
+    };
+    if !h.has_dirty_bits() {
+        if h.protocol_version >= 124 {
+            // Nothing to transfer: the slot is cleared when the sets are learned (12.11).
+            return None;
+        }
+        if own_missed {
+            return Some(row(Strategy::RetryConnect, rule));
+        }
+        if h.own.is_primary() {
+            return Some(row(Strategy::RequiresProtocol(124), rule));
+        }
+    }
+    if source.effective_disk() != DiskState::UpToDate {
+        let clear_own_slot = own_missed;
+        return Some(Row {
+            clear_own_slot,
+            ..row(Strategy::NoSync, rule)
+        });
+    }
+    Some(row(strategy, rule))
+}
+
+/// Row 4: the same for protocols below 110, rules 34 to 37 of 13.3.
+fn missed_finish_84(h: &Handshake<'_>) -> Option<Row> {
+    let (own_slot, peer_slot) = (h.own_slot(), h.peer_slot());
+    let (own_history, peer_history) = (&h.own.uuids.history, &h.peer.uuids.history);
+    if peer_slot.is_zero() && is_real(own_slot) {
+        let stored = own_slot.same_generation(peer_history[0])
+            && own_history[0].same_generation(peer_history[1]);
+        if stored && h.protocol_version < 91 {
+            let strategy = Strategy::RequiresProtocol(91);
+            return Some(row(strategy, Rule::SyncSourceMissedFinish));
+        }
+        let (rule, fixup) = if stored {
+            (Rule::SyncSourceMissedFinish, Some(Fixup::OwnMissedFinish))
+        } else {
+            (Rule::SyncSourcePeerMissedFinish, None)
+        };
+        return Some(row_with(Strategy::SourceUseBitmap, rule, fixup));
+    }
+    if own_slot.is_zero() && is_real(peer_slot) {
+        let stored = own_history[0].same_generation(peer_slot)
+            && own_history[1].same_generation(peer_history[0]);
+        if stored && h.protocol_version < 91 {
+            let strategy = Strategy::RequiresProtocol(91);
+            return Some(row(strategy, Rule::SyncTargetPeerMissedFinish));
+        }
+        let (rule, fixup) = if stored {
+            (
+                Rule::SyncTargetPeerMissedFinish,
+                Some(Fixup::PeerMissedFinish),
+            )
+        } else {
+            (Rule::SyncTargetMissedFinish, None)
+        };
+        return Some(row_with(Strategy::TargetUseBitmap, rule, fixup));
+    }
+    None
+}
+
+/// Rows 14..=24: different current UUIDs, neither just created.
+fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
+    let peer_newer = find_slot(h, h.peer, h.own.node, own);
+    let own_newer = find_slot(h, h.own, h.peer.node, peer);
+    let peer_started = started_84(h, h.peer, h.own, own);
+    let own_started = started_84(h, h.own, h.peer, peer);
+    if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {
+        return row(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+    }
+    match peer_newer {
+        Some(SlotOf::Receiver) => return row(Strategy::TargetUseBitmap, Rule::BitmapPeer),
+        Some(SlotOf::Other(node)) => {
+            return row(Strategy::TargetClearBitmap(node), Rule::BitmapPeerOther);
+        }
+        None => {}
+    }
+    if peer_started {
+        let fixup = Some(Fixup::PeerMissedStart);
+        return row_with(
+            Strategy::TargetUseBitmap,
+            Rule::SyncTargetMissedStart,
+            fixup,
+        );
+    }
+    match own_newer {
+        Some(SlotOf::Receiver) => return row(Strategy::SourceUseBitmap, Rule::BitmapSelf),
+        Some(SlotOf::Other(node)) => {
+            return row(Strategy::SourceCopyBitmap(node), Rule::BitmapSelfOther);
+        }
+        None => {}
+    }
+    if own_started {
+        let fixup = Some(Fixup::OwnMissedStart);
+        return row_with(
+            Strategy::SourceUseBitmap,
+            Rule::SyncSourceMissedStart,
+            fixup,
+        );
+    }
+    match (h.peer.uuids.history_has(own), h.own.uuids.history_has(peer)) {
+        (true, false) => return row(Strategy::TargetSetBitmap, Rule::HistoryPeer),
+        (false, true) => return row(Strategy::SourceSetBitmap, Rule::HistorySelf),
+        (true, true) | (false, false) => {}
+    }
+    if is_real(h.own_slot())
+        && is_real(h.peer_slot())
+        && h.own_slot().same_generation(h.peer_slot())
+    {
+        return row(Strategy::SplitBrainAutoRecover, Rule::BitmapBoth);
+    }
+    if h.own.uuids.shares_history(&h.peer.uuids) {
+        return row(Strategy::SplitBrainDisconnect, Rule::HistoryBoth);
+    }
+    row(Strategy::UnrelatedData, Rule::NoRelation)
+}
+
+#[derive(Clone, Copy)]
+enum SlotOf {
+    Receiver,
+    Other(NodeId),
+}
+
+/// The slot of `side` that holds `uuid`: that of `receiver` first, else the lowest other one.
+/// Zero is never found, and the own slot of `side` means nothing.
+fn find_slot(h: &Handshake<'_>, side: &Side, receiver: NodeId, uuid: Uuid) -> Option<SlotOf> {
+    if !is_real(uuid) {
+        return None;
+    }
+    let holds =
+        |node: NodeId| side.uuids.slot_is_real(node) && side.uuids.slot(node).same_generation(uuid);
+    if holds(receiver) {
+        return Some(SlotOf::Receiver);
+    }
+    if h.is_old() {
+        return None;
+    }
+    (0..NodeId::COUNT)
+        .map(NodeId)
+        .find(|&node| node != receiver && node != side.node && holds(node))
+        .map(SlotOf::Other)
+}
+
+/// Rules 51 and 71 of 13.3: `source` started a resync, but `target`, which still is at `current`,
+/// never heard of it. Only below protocol 110.
+fn started_84(h: &Handshake<'_>, source: &Side, target: &Side, current: Uuid) -> bool {
+    if !h.is_old() || !current.same_generation(source.uuids.history[0]) {
+        return false;
+    }
+    if h.protocol_version < 96 {
+        target.uuids.history[0].same_generation(source.uuids.history[1])
+    } else {
+        let started = Uuid(source.uuids.history[0].0.wrapping_add(Uuid::NEW_BM_OFFSET));
+        started.same_generation(source.uuids.slot(target.node))
+    }
+}
+
+/// 13.5: if the table has no reason to prefer a side, the better disk is source.
+fn apply_disk_states(h: &Handshake<'_>, verdict: &mut Verdict) {
+    let (own, peer) = (h.own.effective_disk(), h.peer.effective_disk());
+    let known = |disk: DiskState| disk >= DiskState::Inconsistent && disk != DiskState::DUnknown;
+    if own == peer || !known(own) || !known(peer) {
+        return;
+    }
+    let one_inconsistent = own == DiskState::Inconsistent || peer == DiskState::Inconsistent;
+    let no_sync = verdict.strategy == Strategy::NoSync && one_inconsistent;
+    let applies = if h.protocol_version >= 119 {
+        let by_rule = matches!(
+            verdict.rule,
+            Rule::Reconnected | Rule::LostQuorum | Rule::BothOff
+        );
+        (by_rule && verdict.strategy.is_arbitrary()) || no_sync
+    } else {
+        one_inconsistent && (verdict.rule == Rule::BothOff || no_sync)
+    };
+    if !applies {
+        return;
+    }
+    let direction = if own > peer {
+        Direction::Source
+    } else {
+        Direction::Target
+    };
+    let (source, target) = match direction {
+        Direction::Source => (h.own, h.peer),
+        Direction::Target => (h.peer, h.own),
+    };
+    verdict.strategy = bitmap_choice(h, direction, source, target);
+}
+
+/// Which bitmap covers what a target with equal UUIDs lacks (13.5).
+fn bitmap_choice(
+    h: &Handshake<'_>,
+    direction: Direction,
+    source: &Side,
+    target: &Side,
+) -> Strategy {
+    let slot = target.uuids.slot(source.node);
+    let settled = is_real(slot) && slot.same_generation(target.uuids.current);
+    if h.is_old() || !target.flag(UuidFlags::SYNC_TARGET) || settled {
+        return direction.use_bitmap();
+    }
+    match (find_slot(h, source, target.node, slot), direction) {
+        (Some(SlotOf::Receiver), _) => direction.use_bitmap(),
+        (Some(SlotOf::Other(node)), Direction::Source) => Strategy::SourceCopyBitmap(node),
+        (Some(SlotOf::Other(node)), Direction::Target) => Strategy::TargetClearBitmap(node),
+        (None, _) => direction.set_bitmap(),
+    }
+}
+
+/// Equal UUIDs and both UpToDate, but marked blocks: reconcile (13.5) or the rule marked-blocks.
+fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
+    let both_up_to_date = h.own.effective_disk() == DiskState::UpToDate
+        && h.peer.effective_disk() == DiskState::UpToDate;
+    let equal = !matches!(verdict.rule, Rule::JustCreatedBoth);
+    if verdict.strategy != Strategy::NoSync || !both_up_to_date || !h.has_dirty_bits() || !equal {
+        return;
+    }
+    if let Some((direction, rule)) = reconcile(h) {
+        verdict.strategy = direction.use_bitmap();
+        verdict.rule = rule;
+        verdict.reconciliation = true;
+    } else if h.is_lockstep() {
+        verdict.rule = Rule::MarkedBlocks;
+        verdict.strategy = match marked_blocks_source(h) {
+            Some(direction) => direction.use_bitmap(),
+            None => Strategy::SplitBrainDisconnect,
+        };
+    }
+}
+
+fn reconcile(h: &Handshake<'_>) -> Option<(Direction, Rule)> {
+    let troubled = UuidFlags::CRASHED_PRIMARY | UuidFlags::PRIMARY_LOST_QUORUM;
+    if !h.features.contains(Features::RECONCILE_RECONNECT)
+        || h.phase != Phase::Connect
+        || h.own.uuids.flags.intersects(troubled)
+        || h.peer.uuids.flags.intersects(troubled)
+    {
+        return None;
+    }
+    if h.is_lockstep() && h.own.may_be_stale() != h.peer.may_be_stale() {
+        // The rule "the side with marks is source" would spread stale blocks.
+        return None;
+    }
+    match (h.own.uuids.dirty_bits != 0, h.peer.uuids.dirty_bits != 0) {
+        (own, peer) if own != peer => {
+            if h.own_lost.is_none() && h.peer_lost.is_none() {
+                return None;
+            }
+            let direction = if own {
+                Direction::Source
+            } else {
+                Direction::Target
+            };
+            Some((direction, Rule::ReconcileOneSided))
+        }
+        _ => {
+            let (own, peer) = (h.own_lost?, h.peer_lost?);
+            if own.node != peer.node {
+                return None;
+            }
+            let ahead = if own.dagtag == peer.dagtag {
+                h.own.node < h.peer.node
+            } else {
+                own.dagtag.is_newer_than(peer.dagtag)
+            };
+            let direction = if ahead {
+                Direction::Source
+            } else {
+                Direction::Target
+            };
+            Some((direction, Rule::ReconcileDagtag))
+        }
+    }
+}
+
+/// Source of the rule marked-blocks, none if both sides are Primary with marks (module's head).
+fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
+    let prefer = |own: bool, peer: bool| match (own, peer) {
+        (true, false) => Some(Direction::Source),
+        (false, true) => Some(Direction::Target),
+        (true, true) | (false, false) => None,
+    };
+    let crashed = prefer(
+        h.own.flag(UuidFlags::CRASHED_PRIMARY),
+        h.peer.flag(UuidFlags::CRASHED_PRIMARY),
+    );
+    let by_crash = match h.net.protocol {
+        Protocol::C => crashed.map(Direction::mirrored),
+        Protocol::A | Protocol::B => crashed,
+    };
+    let marks = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
+    let decided = prefer(h.peer.may_be_stale(), h.own.may_be_stale())
+        .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
+        .or(by_crash)
+        .or_else(|| prefer(marks.0 != 0, marks.1 != 0));
+    if decided.is_some() {
+        return decided;
+    }
+    if h.own.is_primary() && h.peer.is_primary() {
+        return None;
+    }
+    prefer(marks.0 > marks.1, marks.1 > marks.0)
+        .or_else(|| prefer(h.own.node < h.peer.node, h.peer.node < h.own.node))
+}
+
+/// 13.6, steps 1 to 5.
+fn apply_split_brain(h: &Handshake<'_>, verdict: &mut Verdict) {
+    let found = verdict.strategy;
+    if !found.is_split_brain() {
+        return;
+    }
+    verdict.split_brain = true;
+    let auto = found == Strategy::SplitBrainAutoRecover;
+    if auto && h.phase == Phase::AfterUnstable {
+        if let Some(direction) = by_disks_after_unstable(h) {
+            verdict.strategy = direction.use_bitmap();
+            return;
+        }
+    } else if auto && !(h.own.flag(UuidFlags::STABLE) && h.peer.flag(UuidFlags::STABLE)) {
+        verdict.strategy = Strategy::NoSync;
+        return;
+    }
+    verdict.handlers.push(Handler::InitialSplitBrain);
+    let decision = if auto || h.net.always_asbp {
+        by_quorum(h).or_else(|| by_policies(h, verdict))
+    } else {
+        None
+    };
+    let resolved = decision.or_else(|| by_discard_flag(h));
+    match resolved {
+        Some(direction) if auto => verdict.strategy = direction.use_bitmap(),
+        Some(direction) => verdict.strategy = direction.set_bitmap(),
+        None => {
+            verdict.strategy = Strategy::SplitBrainDisconnect;
+            verdict.handlers.push(Handler::SplitBrain);
+        }
+    }
+}
+
+/// 14.2. If both are UpToDate a kernel peer always chooses to be target, so this side is source;
+/// between two Lockstep nodes the lower node id is.
+fn by_disks_after_unstable(h: &Handshake<'_>) -> Option<Direction> {
+    let own = h.own.effective_disk() == DiskState::UpToDate;
+    let peer = h.peer.effective_disk() == DiskState::UpToDate;
+    match (own, peer) {
+        (true, true) if !h.is_lockstep() || h.own.node < h.peer.node => Some(Direction::Source),
+        (_, true) => Some(Direction::Target),
+        (true, false) => Some(Direction::Source),
+        (false, false) => None,
+    }
+}
+
+fn by_quorum(h: &Handshake<'_>) -> Option<Direction> {
+    if !h.quorum_configured || h.protocol_version < 113 || h.phase == Phase::Attach {
+        return None;
+    }
+    match (h.own.quorate, h.peer.quorate) {
+        (true, false) => Some(Direction::Source),
+        (false, true) => Some(Direction::Target),
+        (true, true) | (false, false) => None,
+    }
+}
+
+fn by_discard_flag(h: &Handshake<'_>) -> Option<Direction> {
+    if h.phase == Phase::Attach {
+        return None;
+    }
+    discard_wish(h)
+}
+
+/// Direction that discard-my-data on exactly one side asks for.
+fn discard_wish(h: &Handshake<'_>) -> Option<Direction> {
+    match (
+        h.own.flag(UuidFlags::DISCARD_MY_DATA),
+        h.peer.flag(UuidFlags::DISCARD_MY_DATA),
+    ) {
+        (true, false) => Some(Direction::Target),
+        (false, true) => Some(Direction::Source),
+        (true, true) | (false, false) => None,
+    }
+}
+
+fn by_policies(h: &Handshake<'_>, verdict: &mut Verdict) -> Option<Direction> {
+    match (h.own.is_primary(), h.peer.is_primary()) {
+        (false, false) => policy_without_primary(h),
+        (true, true) => match h.net.after_sb_2pri {
+            AfterSplitBrain::ViolentlyAs0p => policy_without_primary(h),
+            AfterSplitBrain::CallPriLostAfterSb => {
+                let direction = policy_without_primary(h)?;
+                verdict.demote_first = direction == Direction::Target;
+                Some(direction)
+            }
+            _ => None,
+        },
+        (own, _) => policy_with_one_primary(h, own, verdict),
+    }
+}
+
+fn policy_with_one_primary(
+    h: &Handshake<'_>,
+    own_is_primary: bool,
+    verdict: &mut Verdict,
+) -> Option<Direction> {
+    let secondary_loses = if own_is_primary {
+        Direction::Source
+    } else {
+        Direction::Target
+    };
+    match h.net.after_sb_1pri {
+        AfterSplitBrain::Consensus => {
+            policy_without_primary(h).filter(|direction| *direction == secondary_loses)
+        }
+        AfterSplitBrain::ViolentlyAs0p => policy_without_primary(h),
+        AfterSplitBrain::DiscardSecondary => Some(secondary_loses),
+        AfterSplitBrain::CallPriLostAfterSb => {
+            let direction = policy_without_primary(h)?;
+            verdict.demote_first = own_is_primary && direction == Direction::Target;
+            Some(direction)
+        }
+        _ => None,
+    }
+}
+
+fn policy_without_primary(h: &Handshake<'_>) -> Option<Direction> {
+    let was_primary = |slot: Uuid| is_real(slot) && slot.0 & Uuid::PRIMARY_BIT != 0;
+    let wrote = (was_primary(h.own_slot()), was_primary(h.peer_slot()));
+    let (own_bits, peer_bits) = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
+    let equal = resolver_is(h, Direction::Target);
+    let least_changes = match own_bits.cmp(&peer_bits) {
+        core::cmp::Ordering::Less => Direction::Target,
+        core::cmp::Ordering::Greater => Direction::Source,
+        core::cmp::Ordering::Equal => equal,
+    };
+    match h.net.after_sb_0pri {
+        AfterSplitBrain::DiscardYoungerPrimary => Some(match wrote {
+            (false, true) => Direction::Target,
+            (true, false) => Direction::Source,
+            (true, true) | (false, false) => least_changes,
+        }),
+        AfterSplitBrain::DiscardOlderPrimary => Some(match wrote {
+            (false, true) => Direction::Source,
+            (true, false) => Direction::Target,
+            (true, true) | (false, false) => least_changes,
+        }),
+        AfterSplitBrain::DiscardZeroChanges => match (own_bits, peer_bits) {
+            (0, 0) => Some(equal),
+            (_, 0) => Some(Direction::Source),
+            (0, _) => Some(Direction::Target),
+            (_, _) => None,
+        },
+        AfterSplitBrain::DiscardLeastChanges => Some(least_changes),
+        AfterSplitBrain::DiscardLocal => Some(Direction::Target),
+        AfterSplitBrain::DiscardRemote => Some(Direction::Source),
+        _ => None,
+    }
+}
+
+/// 13.6, step 6: discard-my-data without a split brain turns the direction.
+fn apply_discard_my_data(h: &Handshake<'_>, verdict: &mut Verdict) {
+    if verdict.split_brain || h.protocol_version < 121 || h.phase == Phase::Attach {
+        return;
+    }
+    let (Some(wish), Some(direction)) = (discard_wish(h), verdict.strategy.direction()) else {
+        return;
+    };
+    let new_source = match wish {
+        Direction::Source => h.own,
+        Direction::Target => h.peer,
+    };
+    if wish != direction
+        && new_source.effective_disk() > DiskState::Inconsistent
+        && let Some(reverse) = verdict.strategy.reversed()
+    {
+        verdict.strategy = reverse;
+    }
+}
+
+/// `rr-conflict`: a Primary with good data shall be target.
+fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
+    let Some(direction) = verdict.strategy.direction() else {
+        return;
+    };
+    let loser = match direction {
+        Direction::Target => h.own,
+        Direction::Source => h.peer,
+    };
+    // Marks on one side only, both Primary: they are writes in flight of the other Primary, which
+    // this one gets late. Nothing of its own is given up.
+    let late_writes = verdict.rule == Rule::MarkedBlocks
+        && h.own.is_primary()
+        && h.peer.is_primary()
+        && loser.uuids.dirty_bits == 0;
+    if !loser.is_primary()
+        || loser.effective_disk() < DiskState::Consistent
+        || verdict.strategy.is_arbitrary()
+        || !h.has_dirty_bits()
+        || verdict.demote_first
+        || late_writes
+    {
+        return;
+    }
+    let auto_discard = h.net.rr_conflict == AfterSplitBrain::AutoDiscard
+        && verdict.rule == Rule::CrashedPrimary
+        && matches!(
+            verdict.strategy,
+            Strategy::TargetUseBitmap | Strategy::SourceUseBitmap
+        );
+    if auto_discard && let Some(reverse) = verdict.strategy.reversed() {
+        verdict.strategy = reverse;
+        return;
+    }
+    if direction == Direction::Source {
+        return;
+    }
+    match h.net.rr_conflict {
+        AfterSplitBrain::ViolentlyAs0p => {}
+        AfterSplitBrain::RetryConnect => {
+            verdict.strategy = Strategy::SyncTargetPrimaryReconnect;
+        }
+        AfterSplitBrain::CallPriLostAfterSb => {
+            verdict.handlers.push(Handler::PriLost);
+            verdict.strategy = Strategy::SyncTargetPrimaryDisconnect;
+        }
+        _ => verdict.strategy = Strategy::SyncTargetPrimaryDisconnect,
+    }
+}
+
+#[cfg(test)]
+#[path = "compare_tests.rs"]
+mod tests;
