@@ -6,15 +6,25 @@
 //! a packet says `payload_len`, and the driver moves the bytes.
 
 pub mod command;
+pub mod decode;
+pub mod encode;
+pub mod error;
 pub mod flags;
+pub mod header;
 pub mod packet;
 pub mod state;
+pub mod transport;
+pub mod vli;
 
 pub use command::{Command, Stream};
+pub use decode::decode;
+pub use encode::{encode, encode_with};
+pub use error::WireError;
 pub use flags::{
     AfterSb, ConnFlags, DataFlags, DeviceDescFlags, Features, OvResultCode, ReplicationProtocol,
     TwopcFlags, UuidFlags,
 };
+pub use header::{Dialect, Header, HeaderKind, decode_header, decode_initial};
 pub use packet::{BlockId, Digest, Packet};
 pub use state::{
     ConnState, DiskNumbering, DiskState, PeerState, ReplState, Role, StateChange, StateWord,
@@ -58,6 +68,8 @@ pub const DIGEST_LEN_MAX: usize = 64;
 pub const CHALLENGE_LEN: usize = 64;
 /// Size of an algorithm name field, terminating NUL included.
 pub const ALG_NAME_LEN: usize = 64;
+/// Code number of the run-length code in a compressed bitmap; there is no other.
+pub(crate) const RLE_VLI_BITS: u8 = 2;
 /// History UUIDs that a 9.x peer sends and that a receiver keeps.
 pub const HISTORY_UUIDS_MAX: usize = 32;
 

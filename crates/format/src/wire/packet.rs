@@ -598,7 +598,7 @@ pub struct SyncParam89 {
 }
 
 /// Parameters of the dynamic resync rate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DynamicRate {
     /// Length of the plan in 0.1 s.
     pub plan_ahead_ds: u32,
