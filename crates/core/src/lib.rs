@@ -11,6 +11,7 @@ pub mod bitmap;
 pub mod command;
 pub mod compare;
 pub mod event;
+pub mod generation;
 pub mod interval;
 pub mod options;
 pub mod report;

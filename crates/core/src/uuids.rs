@@ -144,7 +144,8 @@ impl PeerUuids {
 
 /// Whether `uuid` names a generation: neither zero nor "draw no conclusion".
 pub const fn is_real(uuid: Uuid) -> bool {
-    uuid.without_primary_bit().0 != 0 && uuid.0 != Uuid::ALL_ONES.0
+    let generation = uuid.without_primary_bit();
+    !generation.is_zero() && !generation.same_generation(Uuid::ALL_ONES)
 }
 
 #[cfg(test)]
