@@ -8,10 +8,14 @@
 //! data before them. [`layout::Layout`] says where each part is.
 
 pub mod al;
+pub mod any;
 pub mod bitmap;
 mod crc32c;
+pub mod dump;
 mod error;
+pub mod gi;
 pub mod layout;
+pub mod v08;
 pub mod v09;
 
 pub use error::{DiskError, LayoutError, Magic};

@@ -61,6 +61,11 @@ bitflags! {
 impl PeerFlags {
     /// In-core bit of the original; ignored on disk and never written.
     const IN_CORE: u32 = 0x8000_0000;
+
+    /// Flags from the value on disk.
+    pub const fn from_disk(bits: u32) -> Self {
+        Self::from_bits_retain(bits & !Self::IN_CORE)
+    }
 }
 
 /// Entry of one node id.
@@ -301,7 +306,7 @@ impl SuperBlock {
             .rfind(|peer| peer.is_day0())
     }
 
-    fn check_slots(&self) -> Result<(), DiskError> {
+    pub(super) fn check_slots(&self) -> Result<(), DiskError> {
         let mut owner = [None; MAX_BITMAP_SLOTS as usize];
         for (id, peer) in (0u8..).zip(&self.peers) {
             let Some(index) = peer.bitmap_index else {
@@ -407,7 +412,7 @@ impl RawPeer {
         Ok(Peer {
             bitmap_uuid: Uuid(self.bitmap_uuid.get()),
             bitmap_dagtag: Dagtag(self.bitmap_dagtag.get()),
-            flags: PeerFlags::from_bits_retain(self.flags.get() & !PeerFlags::IN_CORE),
+            flags: PeerFlags::from_disk(self.flags.get()),
             bitmap_index,
         })
     }
