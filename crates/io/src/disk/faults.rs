@@ -1,0 +1,87 @@
+//! Faults on purpose: tests make operations of a disk fail with a chosen error.
+//!
+//! Plans are kept per path for the process and looked up when a disk is opened, so a disk without
+//! a plan costs one comparison per operation.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::ring::Errno;
+
+/// What fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultOn {
+    /// Reads of data and metadata.
+    Read,
+    /// Writes of data and metadata.
+    Write,
+    /// Flushes, also those within a durable write.
+    Flush,
+    /// Discards and zero-outs.
+    Discard,
+}
+
+/// Which operations of one disk fail, and how.
+#[derive(Debug, Default)]
+pub struct FaultPlan {
+    rules: Mutex<Vec<Rule>>,
+}
+
+#[derive(Debug)]
+struct Rule {
+    on: FaultOn,
+    skip: u64,
+    times: u64,
+    errno: Errno,
+}
+
+static PLANS: Mutex<Option<HashMap<String, Arc<FaultPlan>>>> = Mutex::new(None);
+
+impl FaultPlan {
+    /// The plan of a path, empty at first. Take it before the disk is opened.
+    pub fn of_path(path: &str) -> Arc<FaultPlan> {
+        let mut plans = PLANS.lock().unwrap_or_else(PoisonError::into_inner);
+        plans
+            .get_or_insert_default()
+            .entry(path.into())
+            .or_default()
+            .clone()
+    }
+
+    pub(super) fn find(path: &str) -> Option<Arc<FaultPlan>> {
+        let plans = PLANS.lock().unwrap_or_else(PoisonError::into_inner);
+        plans.as_ref()?.get(path).cloned()
+    }
+
+    /// After `skip` more operations of this sort, `times` of them fail.
+    pub fn fail(&self, on: FaultOn, skip: u64, times: u64, errno: Errno) {
+        let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
+        rules.push(Rule {
+            on,
+            skip,
+            times,
+            errno,
+        });
+    }
+
+    /// Everything works again.
+    pub fn clear(&self) {
+        self.rules
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
+    }
+
+    pub(super) fn check(&self, on: FaultOn) -> Result<(), Errno> {
+        let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
+        for rule in rules.iter_mut().filter(|rule| rule.on == on) {
+            if rule.skip > 0 {
+                rule.skip -= 1;
+            } else if rule.times > 0 {
+                rule.times -= 1;
+                return Err(rule.errno);
+            }
+        }
+        Ok(())
+    }
+}
