@@ -227,9 +227,7 @@ impl Generations {
         for uuid in retired {
             self.push_history(uuid);
         }
-        // A peer that missed the change and has no slot must find its generation in the history,
-        // else a later handshake ends in unrelated data.
-        self.push_history(old);
+        self.push_retired_current(old);
         self.others()
             .filter(|node| before[usize::from(node.0)] != *self.slot(*node))
             .collect()
@@ -329,7 +327,7 @@ impl Generations {
         for uuid in retired {
             self.push_history(uuid);
         }
-        self.push_history(old_current);
+        self.push_retired_current(old_current);
         behind
     }
 
@@ -543,6 +541,19 @@ impl Generations {
             *to = *from;
         }
         self.history = kept;
+    }
+
+    /// Retires an old current UUID, also one that a slot holds: slots that are not sent hold it,
+    /// too, and a peer that missed the change must find its generation in what it is sent, else a
+    /// later handshake ends in unrelated data (12.6).
+    fn push_retired_current(&mut self, uuid: Uuid) {
+        let uuid = uuid.without_primary_bit();
+        let known = self.history.contains(&uuid) || uuid.same_generation(self.current);
+        if known || !is_real(uuid) || uuid == Uuid::JUST_CREATED {
+            return;
+        }
+        self.history.rotate_right(1);
+        self.history[0] = uuid;
     }
 
     /// Puts `previous` into the slots of those that do not follow. Gives the nodes that count,
