@@ -5,3 +5,13 @@
 //! running tools belongs to its callers.
 
 pub mod options;
+
+pub mod dump;
+pub mod dump_xml;
+mod lex;
+pub mod model;
+pub mod parse;
+pub mod resolve;
+
+#[cfg(test)]
+mod tests;

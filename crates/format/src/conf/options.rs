@@ -18,6 +18,7 @@ pub use typed::{
     PeerDeviceOptions, Protocol, Quorum, ReadBalancing, ResourceOptions, ResyncAfter, RrConflict,
     SetError,
 };
+pub(in crate::conf) use value::quoted;
 pub use value::{OptionValue, ValueError};
 
 use alloc::string::String;

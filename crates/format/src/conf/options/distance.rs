@@ -4,13 +4,13 @@ use alloc::vec::Vec;
 
 /// The candidate nearest to `word`, if one is near enough to be worth showing.
 ///
-/// Near enough means: one edit per three letters, at least one. An edit is a letter inserted,
+/// Near enough means: one edit per three letters. An edit is a letter inserted,
 /// removed, replaced or swapped with its neighbour. The first of equally near candidates wins.
 pub fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    if word.is_empty() || word.len() > LONGEST_WORD_BYTES {
+    if word.len() < SHORTEST_WORD_BYTES || word.len() > LONGEST_WORD_BYTES {
         return None;
     }
-    let allowed = (word.len() / 3).max(1);
+    let allowed = word.len() / 3;
     let mut best: Option<(usize, &str)> = None;
     for candidate in candidates {
         let edits = edits(word.as_bytes(), candidate.as_bytes());
@@ -41,5 +41,7 @@ fn edits(left: &[u8], right: &[u8]) -> usize {
     last[right.len()]
 }
 
+/// In shorter words one edit changes too much to say anything.
+const SHORTEST_WORD_BYTES: usize = 3;
 /// Longer words are not compared: no known name comes near that length.
 const LONGEST_WORD_BYTES: usize = 64;

@@ -279,7 +279,7 @@ fn bounded(text: &str, max_len_bytes: usize) -> Result<OptionValue, ValueError> 
 }
 
 /// Text in double quotes with `"` and `\` escaped.
-pub(crate) fn quoted(text: &str) -> String {
+pub(in crate::conf) fn quoted(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 2);
     out.push('"');
     for c in text.chars() {
