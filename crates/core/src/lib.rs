@@ -7,13 +7,16 @@
 extern crate alloc;
 
 pub mod al;
+pub mod auth;
 pub mod bitmap;
 pub mod command;
 pub mod compare;
+pub mod compare84;
 pub mod event;
 pub mod generation;
 pub mod interval;
 pub mod options;
+pub mod rate;
 pub mod report;
 pub mod rng;
 pub mod state;

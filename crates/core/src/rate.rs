@@ -1,0 +1,323 @@
+//! How much a resync target (or the driver of an online verify) asks for next (semantics.md 19.10).
+//!
+//! Pure and deterministic. One promise above all options: while there is something to do, at least
+//! one request is in flight or being issued after each step. An application that keeps the disk
+//! busy for ever slows a resync down to that, but never stops it.
+
+use alloc::collections::VecDeque;
+
+use crate::options::PeerDeviceOptions;
+use crate::time::{Duration, Instant};
+
+/// How often [`RateController::step`] shall be called.
+pub const STEP: Duration = Duration::from_millis(100);
+/// Sectors of the smallest request.
+pub const BLOCK_SECTORS: u64 = 8;
+
+const SECTORS_PER_KIB: u64 = 2;
+const STEPS_PER_SECOND: u64 = 10;
+const MARK_SPACING: Duration = Duration::from_secs(3);
+/// Application sectors since the last check from which on the disk counts as busy.
+const BUSY_SECTORS: u64 = 64;
+
+/// What a step has to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RateInput {
+    /// Sectors that were asked for and have not come back.
+    pub in_flight_sectors: u64,
+    /// Sectors that came back since the last step.
+    pub received_sectors: u64,
+    /// Sectors that still have to be resynced, those in flight included.
+    pub left_sectors: u64,
+    /// Sectors that one bit of the bitmap stands for (8 with 4 KiB).
+    pub granule_sectors: u64,
+    /// `max-buffers` in 4 KiB pages.
+    pub max_buffers: u32,
+    /// Application I/O waits for the activity log.
+    pub application_waits: bool,
+    /// Sectors of the disk's traffic since the last step that the resync did not cause.
+    pub application_sectors: u64,
+}
+
+/// Controller of one peer device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RateController {
+    plan: VecDeque<i64>,
+    plan_total: i64,
+    last: Option<Instant>,
+    /// Times and sectors left, at least 3 s apart, oldest first.
+    marks: VecDeque<(Instant, u64)>,
+}
+
+impl RateController {
+    /// A controller for a resync that starts.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sectors to ask for now: a multiple of the granule. Not zero if nothing is in flight.
+    pub fn step(&mut self, now: Instant, options: &PeerDeviceOptions, input: &RateInput) -> u64 {
+        self.mark(now, input.left_sectors);
+        let elapsed = self.last.map_or(STEP, |last| now - last);
+        self.last = Some(now);
+        let wanted = if options.c_plan_ahead_tenths == 0 {
+            u64::from(options.resync_rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND
+        } else {
+            self.plan_step(elapsed, options, input)
+        };
+        let throttled = self.throttles(now, options, input);
+        let granule = input.granule_sectors.max(BLOCK_SECTORS);
+        let limit =
+            (u64::from(input.max_buffers) * BLOCK_SECTORS).saturating_sub(input.in_flight_sectors);
+        let granted = if throttled { 0 } else { wanted.min(limit) };
+        let sectors = (granted / BLOCK_SECTORS * BLOCK_SECTORS).next_multiple_of(granule);
+        if sectors == 0 && input.in_flight_sectors == 0 {
+            granule
+        } else {
+            sectors
+        }
+    }
+
+    fn plan_step(
+        &mut self,
+        elapsed: Duration,
+        options: &PeerDeviceOptions,
+        input: &RateInput,
+    ) -> u64 {
+        let steps = options.c_plan_ahead_tenths as usize;
+        self.resize(steps);
+        let elapsed_ns = elapsed.0.clamp(1, Duration::from_secs(1).0);
+        // A short step is scaled up to a whole one.
+        let window_ns = elapsed_ns.max(STEP.0);
+        let came_in = scale(input.received_sectors, window_ns, elapsed_ns);
+        let in_flight = clamp(input.in_flight_sectors);
+        let want = if in_flight + came_in == 0 {
+            let per_step =
+                u64::from(options.resync_rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND;
+            clamp(per_step) * steps as i64
+        } else if options.c_fill_target_sectors != 0 {
+            i64::from(options.c_fill_target_sectors)
+        } else {
+            let target_ns = Duration::from_tenths(u64::from(options.c_delay_target_tenths)).0;
+            scale(came_in.unsigned_abs(), target_ns, window_ns)
+        };
+        let correction = want - in_flight - self.plan_total;
+        let per_slot = correction / steps as i64;
+        for slot in &mut self.plan {
+            *slot += per_slot;
+        }
+        let due = self.plan.pop_front().unwrap_or(0);
+        self.plan.push_back(0);
+        self.plan_total = self.plan.iter().sum();
+        let wanted = (came_in + due).max(0).unsigned_abs();
+        if options.c_max_rate_kib_s == 0 {
+            return wanted;
+        }
+        let most = u64::from(options.c_max_rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND;
+        wanted.min(most)
+    }
+
+    /// A changed `c-plan-ahead` starts a new plan.
+    fn resize(&mut self, steps: usize) {
+        if self.plan.len() != steps {
+            self.plan.clear();
+            self.plan.resize(steps, 0);
+            self.plan_total = 0;
+        }
+    }
+
+    fn mark(&mut self, now: Instant, left: u64) {
+        let due = self
+            .marks
+            .back()
+            .is_none_or(|(at, _)| now - *at >= MARK_SPACING);
+        if due {
+            self.marks.push_back((now, left));
+            if self.marks.len() > 2 {
+                self.marks.pop_front();
+            }
+        }
+    }
+
+    /// `c-min-rate`: the application has priority as long as the resync is faster than that.
+    fn throttles(&self, now: Instant, options: &PeerDeviceOptions, input: &RateInput) -> bool {
+        let busy = input.application_waits || input.application_sectors > BUSY_SECTORS;
+        let Some((since, left)) = self.marks.front() else {
+            return false;
+        };
+        if options.c_min_rate_kib_s == 0 || !busy || *left <= input.left_sectors {
+            return false;
+        }
+        let elapsed_ns = (now - *since).0.max(1);
+        let done_kib = (left - input.left_sectors) / SECTORS_PER_KIB;
+        let rate_kib_s = u128::from(done_kib) * 1_000_000_000 / u128::from(elapsed_ns);
+        rate_kib_s > u128::from(options.c_min_rate_kib_s)
+    }
+}
+
+/// Largest number of sectors in a plan; far above every device.
+const PLAN_MAX: u64 = 1 << 42;
+
+fn clamp(sectors: u64) -> i64 {
+    sectors.min(PLAN_MAX) as i64
+}
+
+fn scale(sectors: u64, by: u64, per: u64) -> i64 {
+    let scaled = u128::from(sectors) * u128::from(by) / u128::from(per.max(1));
+    clamp(u64::try_from(scaled).unwrap_or(PLAN_MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::Rng;
+
+    fn input(in_flight_sectors: u64, received_sectors: u64) -> RateInput {
+        RateInput {
+            in_flight_sectors,
+            received_sectors,
+            left_sectors: 1 << 30,
+            granule_sectors: 8,
+            max_buffers: 8000,
+            application_waits: false,
+            application_sectors: 0,
+        }
+    }
+
+    /// Runs against a link and disk that return `rate` sectors per step; gives (total, in flight).
+    fn run(options: &PeerDeviceOptions, rate: u64, steps: u64, busy: bool) -> (u64, u64) {
+        let mut controller = RateController::new();
+        let (mut in_flight, mut left, mut done) = (0, 1 << 30, 0);
+        for step in 0..steps {
+            let received = rate.min(in_flight);
+            in_flight -= received;
+            left -= received;
+            done += received;
+            let input = RateInput {
+                left_sectors: left,
+                application_waits: busy,
+                application_sectors: if busy { 1000 } else { 0 },
+                ..input(in_flight, received)
+            };
+            in_flight += controller.step(Instant(step * STEP.0), options, &input);
+            assert!(
+                in_flight > 0,
+                "step {step}: nothing in flight and nothing issued"
+            );
+        }
+        (done, in_flight)
+    }
+
+    #[test]
+    fn a_fixed_rate_is_kept() {
+        let options = PeerDeviceOptions {
+            c_plan_ahead_tenths: 0,
+            resync_rate_kib_s: 4000,
+            ..PeerDeviceOptions::default()
+        };
+        let mut controller = RateController::new();
+        assert_eq!(controller.step(Instant(0), &options, &input(0, 0)), 800);
+        assert_eq!(
+            controller.step(Instant(STEP.0), &options, &input(800, 0)),
+            800
+        );
+    }
+
+    #[test]
+    fn the_fill_target_is_reached_and_the_link_used() {
+        let options = PeerDeviceOptions::default();
+        let (done, in_flight) = run(&options, 2000, 200, false);
+        assert!(done > 2000 * 180, "{done}");
+        let target = u64::from(options.c_fill_target_sectors);
+        assert!((target / 2..target * 3).contains(&in_flight), "{in_flight}");
+    }
+
+    #[test]
+    fn the_delay_target_keeps_that_much_in_flight() {
+        let options = PeerDeviceOptions {
+            c_fill_target_sectors: 0,
+            ..PeerDeviceOptions::default()
+        };
+        let (done, in_flight) = run(&options, 1000, 600, false);
+        assert!(done > 0);
+        // One second of what comes back.
+        assert!((1000..40_000).contains(&in_flight), "{in_flight}");
+    }
+
+    #[test]
+    fn the_maximal_rate_is_not_exceeded() {
+        let options = PeerDeviceOptions {
+            c_max_rate_kib_s: 1000,
+            ..PeerDeviceOptions::default()
+        };
+        let (done, _) = run(&options, 1 << 20, 100, false);
+        assert!(done <= 200 * 100, "{done}");
+        assert!(done > 200 * 50, "{done}");
+    }
+
+    #[test]
+    fn application_load_throttles_to_about_the_minimal_rate_but_never_stops() {
+        let options = PeerDeviceOptions::default();
+        let seconds = 120;
+        let (done, _) = run(&options, 1 << 20, seconds * 10, true);
+        let rate_kib_s = done / 2 / seconds;
+        assert!((100..2000).contains(&rate_kib_s), "{rate_kib_s}");
+        let (free, _) = run(&options, 1 << 20, seconds * 10, false);
+        assert!(free > done * 10);
+        let off = PeerDeviceOptions {
+            c_min_rate_kib_s: 0,
+            ..options
+        };
+        assert_eq!(run(&off, 1 << 20, seconds * 10, true).0, free);
+    }
+
+    #[test]
+    fn with_any_options_and_load_something_is_in_flight_after_each_step() {
+        let mut rng = Rng::new(3);
+        for _ in 0..300 {
+            let mut pick = |from: &[u32]| from[rng.below(from.len() as u64) as usize];
+            let options = PeerDeviceOptions {
+                resync_rate_kib_s: pick(&[1, 250, 4_194_304]),
+                c_plan_ahead_tenths: pick(&[0, 1, 20, 300]),
+                c_delay_target_tenths: pick(&[1, 10, 100]),
+                c_fill_target_sectors: pick(&[0, 1, 100, 2048, 1_048_576]),
+                c_max_rate_kib_s: pick(&[0, 250, 102_400]),
+                c_min_rate_kib_s: pick(&[0, 1, 250, 4_194_304]),
+                ..PeerDeviceOptions::default()
+            };
+            let mut controller = RateController::new();
+            let (mut now, mut in_flight, mut left) = (0, 0u64, 1u64 << 40);
+            let max_buffers = pick(&[32, 2048, 131_072]);
+            let granule_sectors = u64::from(pick(&[8, 32, 2048]));
+            for step in 0..200 {
+                now += rng.below(3 * STEP.0);
+                let received = rng.below(in_flight + 1);
+                let received = if rng.below(3) == 0 {
+                    in_flight
+                } else {
+                    received
+                };
+                in_flight -= received;
+                left -= received;
+                let issued = controller.step(
+                    Instant(now),
+                    &options,
+                    &RateInput {
+                        in_flight_sectors: in_flight,
+                        received_sectors: received,
+                        left_sectors: left,
+                        granule_sectors,
+                        max_buffers,
+                        application_waits: true,
+                        application_sectors: 1 << 20,
+                    },
+                );
+                assert_eq!(issued % granule_sectors, 0);
+                assert!(in_flight + issued > 0, "step {step} of {options:?}");
+                let most = u64::from(max_buffers) * 8 + granule_sectors;
+                assert!(issued == 0 || in_flight + issued <= most);
+                in_flight += issued;
+            }
+        }
+    }
+}
