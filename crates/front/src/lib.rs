@@ -1,1 +1,9 @@
-//! Placeholder of the crate's root; its modules follow.
+//! What gives a volume to its users: the NBD server and the mountable device.
+//!
+//! Front ends decide nothing about replication. They turn their protocol's requests into requests
+//! of `lockstep_io::port` and completions into replies.
+
+#![deny(unsafe_code)]
+
+pub mod nbd;
+pub mod ram;
