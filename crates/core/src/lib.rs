@@ -13,6 +13,7 @@ pub mod command;
 pub mod compare;
 pub mod compare84;
 pub mod event;
+pub mod exposed;
 pub mod generation;
 pub mod interval;
 pub mod options;
