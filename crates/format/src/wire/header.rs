@@ -66,7 +66,8 @@ impl Dialect {
     /// Whether the command belongs to the agreed version and features.
     ///
     /// Checked is what makes a command possible, not what made it superfluous: a peer that sends
-    /// an older form than it had to does no harm.
+    /// an older form than it had to does no harm. `P_ENABLE_REPLICATION` is let through without
+    /// its feature, because DRBD 9.3.3 sends it to peers of every version when a resync ends.
     pub const fn speaks(&self, command: Command) -> bool {
         let version = match command {
             Command::InitialMeta | Command::InitialData | Command::ConnectionFeatures => 0,
@@ -98,9 +99,6 @@ impl Dialect {
             Command::RsDagtagReq | Command::RsCsumDagtagReq => Features::RESYNC_DAGTAG,
             Command::RsThinDagtagReq => Features::RESYNC_DAGTAG.union(Features::THIN_RESYNC),
             Command::OvDagtagReq | Command::OvDagtagReply => Features::RESYNC_DAGTAG,
-            Command::EnableReplication | Command::EnableReplicationNext => {
-                Features::RESYNC_WITHOUT_REPLICATION
-            }
             _ => Features::empty(),
         };
         let refused = match command {

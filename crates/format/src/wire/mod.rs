@@ -5,6 +5,7 @@
 //! take memory before it was checked. Payload of application and resync data is never owned here:
 //! a packet says `payload_len`, and the driver moves the bytes.
 
+pub mod alg;
 pub mod command;
 pub mod decode;
 pub mod encode;

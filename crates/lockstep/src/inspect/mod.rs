@@ -1,0 +1,40 @@
+//! `lockstep inspect`: shows files and traffic in the formats that Lockstep reads and writes.
+
+mod fields;
+mod pcap;
+mod session;
+mod tcp;
+mod wire;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+Usage: lockstep inspect wire [--json | --summary] FILE...
+
+  wire   lists the replication packets in captures (pcap, plain or gzip)
+
+Options of wire:
+  --json      one JSON object per packet; the summary goes to standard error
+  --summary   no packets, only problems and the summary
+
+Exit code: 0 if every packet decodes and encodes to the same bytes, 1 if one does not or a file
+cannot be read, 2 for wrong usage.";
+
+/// Runs `lockstep inspect ARGS`.
+pub(crate) fn run(args: &[String]) -> ExitCode {
+    match args.split_first() {
+        Some((command, rest)) if command == "wire" => wire::run(rest),
+        Some((flag, _)) if flag == "--help" || flag == "-h" => {
+            println!("{USAGE}");
+            ExitCode::SUCCESS
+        }
+        Some((other, _)) => usage_error(&format!("lockstep inspect: unknown format '{other}'")),
+        None => usage_error("lockstep inspect: say what to inspect"),
+    }
+}
+
+/// Prints what was wrong and how it would be right.
+fn usage_error(problem: &str) -> ExitCode {
+    eprintln!("{problem}\n\n{USAGE}");
+    ExitCode::from(2)
+}
