@@ -59,6 +59,21 @@ impl AuthError {
     }
 }
 
+/// Bytes of a digest of `data-integrity-alg`, `csums-alg` or `verify-alg`; 0 for an unknown name.
+pub fn digest_len(name: &str) -> u8 {
+    match name {
+        "crc32c" | "crc32" => 4,
+        "xxhash64" => 8,
+        "md5" => 16,
+        "sha1" => 20,
+        "sha224" => 28,
+        "sha256" => 32,
+        "sha384" => 48,
+        "sha512" => 64,
+        _ => 0,
+    }
+}
+
 impl HmacAlg {
     /// The algorithm of a `cram-hmac-alg` value.
     pub fn from_name(name: &str) -> Result<HmacAlg, AuthError> {

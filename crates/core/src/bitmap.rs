@@ -157,6 +157,16 @@ impl Bitmap {
         self.changed.add(pages);
     }
 
+    /// Sets in slot `to` what is set in slot `from`.
+    pub fn merge_slot(&mut self, from: u8, to: u8) {
+        let mut at = 0;
+        while let Some(start) = self.next_set(from, at) {
+            let end = self.next_clear(from, start).min(self.shape.bits());
+            self.set_bits(to, start..end);
+            at = end;
+        }
+    }
+
     /// The first set bit at or behind `from`.
     pub fn next_set(&self, slot: u8, from: u64) -> Option<u64> {
         self.slots[usize::from(slot)].next(from, self.shape.bits(), true)

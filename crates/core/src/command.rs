@@ -16,7 +16,7 @@ pub enum MetaIndex {
     /// `flexible-meta-disk`: a device of its own, from byte 0.
     FlexExternal,
     /// `meta-disk … [index]`: one of several 128 MiB areas of a device.
-    Indexed(u32),
+    Indexed(u8),
 }
 
 /// A command. Every command gets exactly one `Output::Answer`; some only after a while.

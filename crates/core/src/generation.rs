@@ -513,7 +513,8 @@ impl Generations {
             .filter(move |node| *node != own)
     }
 
-    fn slot_mut(&mut self, node: NodeId) -> &mut Peer {
+    /// Entry of a node, to be changed.
+    pub(crate) fn slot_mut(&mut self, node: NodeId) -> &mut Peer {
         &mut self.slots[usize::from(node.0) % UUID_SLOTS]
     }
 
@@ -523,7 +524,8 @@ impl Generations {
         slot.bitmap_dagtag = dagtag;
     }
 
-    fn retire_slot(&mut self, node: NodeId) {
+    /// The slot names no generation any more; what it named goes to the history.
+    pub(crate) fn retire_slot(&mut self, node: NodeId) {
         let old = self.slot(node).bitmap_uuid;
         self.set_slot(node, Uuid::ZERO, Dagtag(0));
         self.push_history(old);

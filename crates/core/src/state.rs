@@ -167,7 +167,7 @@ impl PeerDeviceState {
 }
 
 /// Sets of replication states with a name in semantics.md, 2.1.
-pub trait ReplSets {
+pub trait ReplSets: Copy {
     /// SyncSource or PausedSyncS.
     fn is_sync_source(self) -> bool;
     /// SyncTarget or PausedSyncT.

@@ -302,7 +302,6 @@ fn problem_text(problem: &Problem) -> String {
             hex(captured),
             hex(encoded)
         ),
-        Problem::BitmapCode { what } => format!("P_COMPRESSED_BITMAP: {what}"),
         Problem::CutOff {
             command: Some(command),
             missing,

@@ -1,0 +1,1209 @@
+//! The operator's commands (semantics.md, 6 and 7).
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
+
+use crate::command::{Answer, Command, CommandError, ErrorCode};
+use crate::connection::Connection;
+use crate::data::BitmapThen;
+use crate::device::{AfterMeta, Device, PeerDevice};
+use crate::event::CommandId;
+use crate::generation::Rotation;
+use crate::options::{Fencing, NetOptions, PeerDeviceOptions, Quorum};
+use crate::report::{Event, Object};
+use crate::resource::Resource;
+use crate::state::{ConnectionState, DeviceState, PeerDeviceState, ReplSets};
+use crate::time::{Duration, Instant};
+use crate::timers::Timer;
+use crate::transition::Change;
+use crate::twopc::{WishKind, command_error};
+use crate::validity::Refusal;
+
+/// How often a waiting command looks again.
+const RETRY: Duration = Duration::from_millis(100);
+/// Tries of a promotion (semantics.md, 7.1).
+const PROMOTE_TRIES: u32 = 4;
+
+/// A command that waits for something.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) id: CommandId,
+    pub(crate) what: Wait,
+    pub(crate) until: Instant,
+}
+
+/// What it waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// Things to settle before a promotion is tried.
+    Promote {
+        force: bool,
+        force_up_to_date: bool,
+        outdate_absent: bool,
+        tries: u32,
+    },
+    /// A two-phase commit under way for a promotion.
+    Promoting {
+        force: bool,
+        force_up_to_date: bool,
+        outdate_absent: bool,
+        tries: u32,
+    },
+    /// A connection to be StandAlone.
+    StandAlone(NodeId),
+    /// A disk to be gone.
+    Diskless(VolumeNr),
+    /// A disconnect under way.
+    Disconnecting(NodeId),
+    /// All connections StandAlone and all disks gone.
+    Down,
+    /// No IO in flight, for `suspend-io`.
+    Quiet,
+}
+
+pub(crate) fn no_peer(peer: NodeId) -> CommandError {
+    CommandError {
+        code: ErrorCode::ERR_INVALID_REQUEST,
+        text: format!("there is no connection to node {peer}"),
+    }
+}
+
+pub(crate) fn no_volume(volume: VolumeNr) -> CommandError {
+    CommandError {
+        code: ErrorCode::ERR_MINOR_INVALID,
+        text: format!("there is no volume {volume}"),
+    }
+}
+
+fn fail<T>(code: ErrorCode, text: impl Into<alloc::string::String>) -> Result<T, CommandError> {
+    Err(CommandError {
+        code,
+        text: text.into(),
+    })
+}
+
+impl Resource {
+    pub(crate) fn run_command(&mut self, id: CommandId, command: Command) {
+        let result = match command {
+            Command::NewPeer { peer, net } => self.new_peer(peer, net),
+            Command::DelPeer { peer } => self.del_peer(peer),
+            Command::NetOptions { peer, net } => self.net_options(peer, net),
+            Command::Connect {
+                peer,
+                discard_my_data,
+                tentative,
+            } => self.command_connect(peer, discard_my_data, tentative),
+            Command::Disconnect { peer, force } => {
+                self.command_disconnect(id, peer, force);
+                return;
+            }
+            Command::NewVolume {
+                volume,
+                minor,
+                diskless,
+            } => self.new_volume(volume, minor, diskless),
+            Command::DelVolume { volume } => self.del_volume(volume),
+            Command::Attach {
+                volume,
+                data_path,
+                meta_path,
+                index,
+                options,
+            } => {
+                self.command_attach(id, volume, data_path, meta_path, index, options);
+                return;
+            }
+            Command::Detach {
+                volume,
+                force,
+                diskless,
+            } => {
+                self.command_detach(id, volume, force, diskless);
+                return;
+            }
+            Command::DiskOptions { volume, options } => match self.devices.get_mut(&volume) {
+                Some(device) => match device.disk.as_mut() {
+                    Some(disk) => {
+                        let same_log = options.al_extents == disk.options.al_extents
+                            && options.al_updates == disk.options.al_updates;
+                        if same_log {
+                            disk.options = options;
+                            Ok(Answer::Done)
+                        } else {
+                            fail(
+                                ErrorCode::ERR_INVALID_REQUEST,
+                                "al-extents and al-updates take effect at the next attach; \
+                                 detach first",
+                            )
+                        }
+                    }
+                    None => fail(
+                        ErrorCode::ERR_NO_DISK,
+                        format!("volume {volume} has no disk"),
+                    ),
+                },
+                None => Err(no_volume(volume)),
+            },
+            Command::PeerDeviceOptions {
+                peer,
+                volume,
+                options,
+            } => self.peer_device_options(peer, volume, options),
+            Command::ResourceOptions { options } => {
+                self.options = options;
+                // Quorum and suspension follow the options.
+                self.recalculate();
+                Ok(Answer::Done)
+            }
+            Command::Primary { force } => {
+                self.command_primary(id, force);
+                return;
+            }
+            Command::Secondary { force } => {
+                self.explicit_primary = false;
+                self.wish(WishKind::Demote { force }, Some(id));
+                return;
+            }
+            Command::Open {
+                volume,
+                open,
+                write,
+            } => self.opener(volume, open, write),
+            Command::Outdate { volume } => {
+                let change = Change::new().disk(volume, DiskState::Outdated);
+                self.simple_change(volume, change)
+            }
+            Command::Invalidate {
+                volume,
+                from,
+                reset_bitmap,
+            } => {
+                self.command_invalidate(id, volume, from, reset_bitmap);
+                return;
+            }
+            Command::InvalidateRemote {
+                peer,
+                volume,
+                reset_bitmap,
+            } => {
+                self.command_invalidate_remote(id, peer, volume, reset_bitmap);
+                return;
+            }
+            Command::PauseSync { peer, volume } => self.pause(peer, volume, true),
+            Command::ResumeSync { peer, volume } => self.pause(peer, volume, false),
+            Command::NewCurrentUuid {
+                volume,
+                clear_bitmap,
+                force_resync,
+            } => match self.command_new_current_uuid(id, volume, clear_bitmap, force_resync) {
+                Ok(()) => return,
+                Err(error) => Err(error),
+            },
+            Command::SuspendIo => {
+                self.hard_change(Change::new().susp_user(true));
+                let until = Instant(u64::MAX);
+                self.waiting.push(Waiting {
+                    id,
+                    what: Wait::Quiet,
+                    until,
+                });
+                return;
+            }
+            Command::ResumeIo => {
+                self.hard_change(Change::new().susp_user(false).susp_nod(false));
+                Ok(Answer::Done)
+            }
+            Command::Verify { .. } => fail(
+                ErrorCode::NOT_SUPPORTED,
+                "online verify is not supported by this version",
+            ),
+            Command::Resize { .. } => fail(
+                ErrorCode::NOT_SUPPORTED,
+                "online resize is not supported by this version; detach on all nodes, enlarge \
+                 the disks and attach again",
+            ),
+            Command::ForgetPeer { peer } => self.forget_peer(peer),
+            Command::Down => {
+                self.command_down(id);
+                return;
+            }
+        };
+        self.answer(id, result);
+    }
+
+    // Objects.
+
+    fn new_peer(&mut self, peer: NodeId, net: NetOptions) -> Result<Answer, CommandError> {
+        if peer == self.node_id || peer.0 >= NodeId::COUNT {
+            return fail(
+                ErrorCode::ERR_INVALID_PEER_NODE_ID,
+                format!("node id {peer} cannot be a peer of node {}", self.node_id),
+            );
+        }
+        if self.connections.contains_key(&peer) {
+            return fail(
+                ErrorCode::ERR_ALREADY_EXISTS,
+                format!("there is a connection to node {peer} already"),
+            );
+        }
+        check_net(&net)?;
+        self.connections.insert(peer, Connection::new(peer, net));
+        self.state
+            .connections
+            .insert(peer, ConnectionState::default());
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            self.add_peer_device(volume, peer);
+        }
+        self.event(Event::Created(Object::Connection(peer)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    fn add_peer_device(&mut self, volume: VolumeNr, peer: NodeId) {
+        let options = PeerDeviceOptions::default();
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        device.peers.insert(peer, PeerDevice::new(options));
+        let mut outdated = false;
+        if let Some(disk) = device.attached_mut() {
+            let index = disk.generations.allocate_slot(peer);
+            let index = index.or(disk.generations.slot(peer).bitmap_index);
+            disk.io.set_slot(peer, index);
+            outdated = disk
+                .generations
+                .slot(peer)
+                .flags
+                .contains(lockstep_format::disk::v09::PeerFlags::OUTDATED);
+        }
+        if let Some(state) = self.state.devices.get_mut(&volume) {
+            let mut p = PeerDeviceState::default();
+            if outdated {
+                p.disk = DiskState::Outdated;
+            }
+            state.peers.insert(peer, p);
+        }
+        self.write_superblock(volume);
+    }
+
+    fn del_peer(&mut self, peer: NodeId) -> Result<Answer, CommandError> {
+        match self.state.connections.get(&peer) {
+            None => return Err(no_peer(peer)),
+            Some(c) if c.conn != ConnState::StandAlone => {
+                return fail(
+                    ErrorCode::ERR_NET_CONFIGURED,
+                    format!(
+                        "the connection to node {peer} is {:?}; disconnect first",
+                        c.conn
+                    ),
+                );
+            }
+            Some(_) => {}
+        }
+        self.connections.remove(&peer);
+        self.state.connections.remove(&peer);
+        self.timers.clear_peer(peer);
+        for device in self.devices.values_mut() {
+            device.peers.remove(&peer);
+        }
+        for device in self.state.devices.values_mut() {
+            device.peers.remove(&peer);
+        }
+        self.event(Event::Destroyed(Object::Connection(peer)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    fn net_options(&mut self, peer: NodeId, net: NetOptions) -> Result<Answer, CommandError> {
+        check_net(&net)?;
+        let connected = self.is_established(peer);
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return Err(no_peer(peer));
+        };
+        let frozen = (
+            conn.net.protocol,
+            conn.net.allow_two_primaries,
+            conn.net.data_integrity_alg.clone(),
+            conn.net.csums_alg.clone(),
+        );
+        let wanted = (
+            net.protocol,
+            net.allow_two_primaries,
+            net.data_integrity_alg.clone(),
+            net.csums_alg.clone(),
+        );
+        if connected && frozen != wanted {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                "protocol, allow-two-primaries, data-integrity-alg and csums-alg can be changed \
+                 only while the connection is StandAlone; disconnect first",
+            );
+        }
+        conn.net = net;
+        self.restart_ping_timer(peer);
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    fn peer_device_options(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        options: PeerDeviceOptions,
+    ) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let attached = device.attached().is_some();
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return Err(no_peer(peer));
+        };
+        if attached && pd.options.bitmap != options.bitmap {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                "bitmap can be changed only while the volume has no disk; detach first",
+            );
+        }
+        pd.options = options;
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    fn new_volume(
+        &mut self,
+        volume: VolumeNr,
+        minor: u32,
+        diskless: bool,
+    ) -> Result<Answer, CommandError> {
+        if self.devices.contains_key(&volume) || volume.is_none() {
+            return fail(
+                ErrorCode::ERR_MINOR_OR_VOLUME_EXISTS,
+                format!("there is a volume {volume} already"),
+            );
+        }
+        self.devices
+            .insert(volume, Device::new(volume, minor, diskless));
+        self.state.devices.insert(volume, DeviceState::default());
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        for peer in peers {
+            self.add_peer_device(volume, peer);
+        }
+        self.event(Event::Created(Object::Device(volume)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    fn del_volume(&mut self, volume: VolumeNr) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get(&volume) else {
+            return Err(no_volume(volume));
+        };
+        if device.disk.is_some() || self.state.disk(volume) != DiskState::Diskless {
+            return fail(
+                ErrorCode::ERR_MINOR_INVALID,
+                format!("volume {volume} has a disk; detach it first"),
+            );
+        }
+        if self.state.role == Role::Primary {
+            return fail(
+                ErrorCode::DEVICE_IN_USE,
+                format!("volume {volume} belongs to a Primary; demote it first"),
+            );
+        }
+        self.devices.remove(&volume);
+        self.state.devices.remove(&volume);
+        self.event(Event::Destroyed(Object::Device(volume)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    fn opener(
+        &mut self,
+        volume: VolumeNr,
+        open: bool,
+        write: bool,
+    ) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let count = if write {
+            &mut device.openers.writers
+        } else {
+            &mut device.openers.readers
+        };
+        *count = if open {
+            *count + 1
+        } else {
+            count.saturating_sub(1)
+        };
+        self.event(Event::Device(volume));
+        let nobody = self
+            .devices
+            .values()
+            .all(|d| d.openers.readers + d.openers.writers == 0);
+        if nobody && self.state.fail_io {
+            self.hard_change(Change::new().fail_io(false));
+        }
+        Ok(Answer::Done)
+    }
+
+    /// Derived state (quorum, suspension) after options or objects changed.
+    pub(crate) fn recalculate(&mut self) {
+        self.hard_change(Change::new());
+        self.admission_changed();
+    }
+
+    fn simple_change(&mut self, volume: VolumeNr, change: Change) -> Result<Answer, CommandError> {
+        if !self.devices.contains_key(&volume) {
+            return Err(no_volume(volume));
+        }
+        match self.soft_change(change) {
+            Ok(true) => Ok(Answer::Done),
+            Ok(false) => Ok(Answer::NothingToDo),
+            Err(refusal) => Err(command_error(refusal)),
+        }
+    }
+
+    // Roles.
+
+    fn command_primary(&mut self, id: CommandId, force: bool) {
+        for peer in self.established_peers().iter() {
+            self.ping(peer);
+        }
+        self.explicit_primary = true;
+        let patience = self.settle_patience();
+        let what = Wait::Promote {
+            force,
+            force_up_to_date: false,
+            outdate_absent: false,
+            tries: PROMOTE_TRIES,
+        };
+        let until = self.now + patience;
+        self.waiting.push(Waiting { id, what, until });
+    }
+
+    fn settle_patience(&self) -> Duration {
+        let ping = self
+            .connections
+            .values()
+            .map(|c| c.net.ping_timeout_tenths)
+            .max();
+        let tenths = u64::from(self.options.auto_promote_timeout_tenths);
+        Duration::from_tenths(tenths + u64::from(ping.unwrap_or(0)))
+    }
+
+    /// Primary-lost events have settled (semantics.md, 7.1).
+    fn settled(&self) -> bool {
+        let pings = self
+            .connections
+            .values()
+            .any(|c| c.link.as_ref().is_some_and(|l| l.ping_outstanding));
+        let unclear = self.state.devices.iter().any(|(volume, d)| {
+            d.disk == DiskState::Consistent
+                || d.peers.iter().any(|(_, p)| {
+                    p.disk == DiskState::Consistent && p.repl > ReplState::Off && !p.repl.is_sync()
+                })
+                || self.reconcile_hold(*volume)
+        });
+        !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
+    }
+
+    /// Looks at every waiting command; called after each input.
+    pub(crate) fn settle_commands(&mut self) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let now = self.now;
+        let waiting = core::mem::take(&mut self.waiting);
+        for item in waiting {
+            let expired = now >= item.until;
+            match item.what {
+                Wait::Promote {
+                    force,
+                    force_up_to_date,
+                    outdate_absent,
+                    tries,
+                } if self.settled() || expired => {
+                    let kind = WishKind::Promote {
+                        force_up_to_date,
+                        outdate_absent,
+                    };
+                    let what = Wait::Promoting {
+                        force,
+                        force_up_to_date,
+                        outdate_absent,
+                        tries,
+                    };
+                    self.waiting.push(Waiting { what, ..item });
+                    self.wish(kind, Some(item.id));
+                }
+                Wait::StandAlone(peer) if self.state.conn(peer) == ConnState::StandAlone => {
+                    self.answer(item.id, Ok(Answer::Done));
+                }
+                Wait::Diskless(volume)
+                    if self.state.disk(volume) == DiskState::Diskless
+                        && self.devices.get(&volume).is_none_or(|d| d.disk.is_none()) =>
+                {
+                    self.answer(item.id, Ok(Answer::Done));
+                }
+                Wait::Down if self.down_step() => {
+                    self.answer(item.id, Ok(Answer::Done));
+                }
+                Wait::Quiet if self.io_is_quiet() => {
+                    self.answer(item.id, Ok(Answer::Done));
+                }
+                _ => self.waiting.push(item),
+            }
+        }
+        if !self.waiting.is_empty() {
+            let at = self.now + RETRY;
+            self.timers.set_earliest(Timer::CommandRetry, at);
+        }
+    }
+
+    pub(crate) fn retry_commands(&mut self) {
+        // `settle` looks at them after every timer.
+    }
+
+    /// A two-phase commit that a command waits for has ended.
+    pub(crate) fn wish_answered(
+        &mut self,
+        id: CommandId,
+        kind: &WishKind,
+        result: Result<Answer, Refusal>,
+    ) {
+        let position = self.waiting.iter().position(|w| w.id == id);
+        let waiting = position.map(|i| self.waiting.swap_remove(i));
+        match (waiting.map(|w| (w.what, w.until)), result) {
+            (
+                Some((
+                    Wait::Promoting {
+                        force,
+                        force_up_to_date,
+                        outdate_absent,
+                        tries,
+                    },
+                    until,
+                )),
+                Err(refusal),
+            ) => {
+                let retry =
+                    self.next_promotion(force, force_up_to_date, outdate_absent, tries, &refusal);
+                match retry {
+                    Some(what) => {
+                        let again = self.now + RETRY.times(2);
+                        let until = if until < again { again } else { until };
+                        self.waiting.push(Waiting { id, what, until });
+                        let at = self.now + RETRY;
+                        self.timers.set_earliest(Timer::CommandRetry, at);
+                    }
+                    None => self.answer(id, Err(command_error(refusal))),
+                }
+            }
+            (Some((Wait::Disconnecting(peer), _)), Err(refusal)) => {
+                self.disconnect_failed(id, peer, refusal);
+            }
+            (Some((Wait::Disconnecting(peer), until)), Ok(_)) => {
+                let what = Wait::StandAlone(peer);
+                self.waiting.push(Waiting { id, what, until });
+            }
+            (_, Err(refusal)) => self.answer(id, Err(command_error(refusal))),
+            (_, Ok(answer)) => match kind {
+                WishKind::Detach(volume) => {
+                    let until = Instant(u64::MAX);
+                    self.waiting.push(Waiting {
+                        id,
+                        what: Wait::Diskless(*volume),
+                        until,
+                    });
+                }
+                _ => self.answer(id, Ok(answer)),
+            },
+        }
+    }
+
+    /// What the next try of a promotion does differently (semantics.md, 7.1).
+    fn next_promotion(
+        &mut self,
+        force: bool,
+        force_up_to_date: bool,
+        outdate_absent: bool,
+        tries: u32,
+        refusal: &Refusal,
+    ) -> Option<Wait> {
+        let tries = tries.checked_sub(1).filter(|t| *t > 0)?;
+        let same = Wait::Promote {
+            force,
+            force_up_to_date,
+            outdate_absent,
+            tries,
+        };
+        match refusal.code {
+            ErrorCode::TIMEOUT
+            | ErrorCode::CONCURRENT_ST_CHG
+            | ErrorCode::IN_TRANSIENT_STATE
+            | ErrorCode::TWO_PRIMARIES => Some(same),
+            ErrorCode::NO_UP_TO_DATE_DISK if force && !force_up_to_date => Some(Wait::Promote {
+                force,
+                force_up_to_date: true,
+                outdate_absent,
+                tries,
+            }),
+            ErrorCode::NO_UP_TO_DATE_DISK if !force && !self.settled() => Some(same),
+            ErrorCode::PRIMARY_NOP | ErrorCode::NO_QUORUM if force && !outdate_absent => {
+                Some(Wait::Promote {
+                    force,
+                    force_up_to_date,
+                    outdate_absent: true,
+                    tries,
+                })
+            }
+            _ => None,
+        }
+    }
+
+    // Connections.
+
+    fn command_disconnect(&mut self, id: CommandId, peer: NodeId, force: bool) {
+        let Some(c) = self.state.connections.get(&peer).copied() else {
+            self.answer(id, Err(no_peer(peer)));
+            return;
+        };
+        if c.conn == ConnState::StandAlone {
+            self.answer(id, Ok(Answer::NothingToDo));
+            return;
+        }
+        let until = Instant(u64::MAX);
+        if force || c.conn != ConnState::Connected {
+            self.hard_disconnect(peer, !force);
+            self.waiting.push(Waiting {
+                id,
+                what: Wait::StandAlone(peer),
+                until,
+            });
+            return;
+        }
+        let fences = self
+            .connections
+            .get(&peer)
+            .is_some_and(|x| x.net.fencing >= Fencing::ResourceOnly)
+            || self.options.quorum != Quorum::Off;
+        let own = self.state.role;
+        let outdate_peer = fences && own == Role::Primary && c.peer_role != Role::Primary;
+        let outdate_self = fences && own != Role::Primary && c.peer_role == Role::Primary;
+        self.waiting.push(Waiting {
+            id,
+            what: Wait::Disconnecting(peer),
+            until,
+        });
+        self.wish(
+            WishKind::Disconnect {
+                peer,
+                outdate_self,
+                outdate_peer,
+            },
+            Some(id),
+        );
+    }
+
+    fn hard_disconnect(&mut self, peer: NodeId, graceful: bool) {
+        match self.state.conn(peer) {
+            ConnState::StandAlone | ConnState::Disconnecting => {}
+            _ => {
+                let mut change = Change::new().conn(peer, ConnState::Disconnecting);
+                change.graceful = graceful;
+                self.hard_change(change);
+            }
+        }
+    }
+
+    fn disconnect_failed(&mut self, id: CommandId, peer: NodeId, refusal: Refusal) {
+        let until = Instant(u64::MAX);
+        match refusal.code {
+            ErrorCode::CW_FAILED_BY_PEER
+            | ErrorCode::NEED_CONNECTION
+            | ErrorCode::IS_DISKLESS
+            | ErrorCode::LOWER_THAN_OUTDATED
+            | ErrorCode::CONCURRENT_ST_CHG
+            | ErrorCode::IN_TRANSIENT_STATE
+            | ErrorCode::TIMEOUT => {
+                let lost = self.state.conn(peer) != ConnState::Connected;
+                if lost || refusal.code != ErrorCode::CW_FAILED_BY_PEER {
+                    self.hard_disconnect(peer, true);
+                    self.waiting.push(Waiting {
+                        id,
+                        what: Wait::StandAlone(peer),
+                        until,
+                    });
+                } else {
+                    self.answer(id, Err(command_error(refusal)));
+                }
+            }
+            ErrorCode::ALREADY_STANDALONE => self.answer(id, Ok(Answer::Done)),
+            _ => self.answer(id, Err(command_error(refusal))),
+        }
+    }
+
+    /// A connection has reached StandAlone.
+    pub(crate) fn connection_is_down(&mut self, _peer: NodeId) {
+        self.settle_commands();
+    }
+
+    fn pause(&mut self, peer: NodeId, volume: VolumeNr, on: bool) -> Result<Answer, CommandError> {
+        let Some(device) = self.state.devices.get(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let Some(p) = device.peers.get(&peer) else {
+            return Err(no_peer(peer));
+        };
+        if p.susp_user == on {
+            return if on {
+                fail(
+                    ErrorCode::ERR_PAUSE_IS_SET,
+                    "the sync-pause flag is set already",
+                )
+            } else {
+                fail(
+                    ErrorCode::ERR_PAUSE_IS_CLEAR,
+                    "the sync-pause flag is not set",
+                )
+            };
+        }
+        self.hard_change(Change::new().pause_user(volume, peer, on));
+        Ok(Answer::Done)
+    }
+
+    // Disks.
+
+    fn command_detach(&mut self, id: CommandId, volume: VolumeNr, force: bool, diskless: bool) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            self.answer(id, Err(no_volume(volume)));
+            return;
+        };
+        if diskless {
+            device.intentional_diskless = true;
+        }
+        let own = self.state.disk(volume);
+        if own == DiskState::Diskless {
+            self.answer(id, Ok(Answer::NothingToDo));
+            return;
+        }
+        let until = Instant(u64::MAX);
+        if force {
+            self.hard_change(Change::new().disk(volume, DiskState::Failed));
+            self.waiting.push(Waiting {
+                id,
+                what: Wait::Diskless(volume),
+                until,
+            });
+            return;
+        }
+        let connected = self
+            .state
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.peers.values().any(|p| p.repl >= ReplState::Established));
+        if connected {
+            self.wish(WishKind::Detach(volume), Some(id));
+            return;
+        }
+        let mut change = Change::new().disk(volume, DiskState::Detaching);
+        change.graceful = true;
+        match self.soft_change(change) {
+            Ok(_) => self.waiting.push(Waiting {
+                id,
+                what: Wait::Diskless(volume),
+                until,
+            }),
+            Err(refusal) => self.answer(id, Err(command_error(refusal))),
+        }
+    }
+
+    fn command_invalidate(
+        &mut self,
+        id: CommandId,
+        volume: VolumeNr,
+        from: Option<NodeId>,
+        reset_bitmap: bool,
+    ) {
+        if self
+            .devices
+            .get(&volume)
+            .is_none_or(|d| d.attached().is_none())
+        {
+            let text = format!("volume {volume} has no disk");
+            self.answer(id, fail(ErrorCode::ERR_NO_DISK, text));
+            return;
+        }
+        let peers: Vec<NodeId> = self
+            .state
+            .devices
+            .get(&volume)
+            .map(|d| {
+                d.peers
+                    .iter()
+                    .filter(|(n, p)| {
+                        from.is_none_or(|f| f == **n)
+                            && p.repl >= ReplState::Established
+                            && p.disk >= DiskState::Inconsistent
+                    })
+                    .map(|(n, _)| *n)
+                    .collect()
+            })
+            .unwrap_or_default();
+        let best = peers
+            .iter()
+            .copied()
+            .max_by_key(|n| self.state.peer_device(volume, *n).disk);
+        if let Some(peer) = best {
+            let repl = if reset_bitmap {
+                ReplState::StartingSyncT
+            } else {
+                ReplState::WfBitmapT
+            };
+            self.wish(WishKind::Resync { volume, peer, repl }, Some(id));
+            return;
+        }
+        if from.is_some() {
+            let text = "the given peer is not connected or has no disk";
+            self.answer(id, fail(ErrorCode::NEED_CONNECTION, text));
+            return;
+        }
+        let change = Change::new().disk(volume, DiskState::Inconsistent);
+        match self.soft_change(change) {
+            Ok(_) => {
+                self.set_all_slots(volume);
+                self.write_bitmap(volume, BitmapThen::Nothing);
+                self.after_superblock(volume, AfterMeta::Answer(id));
+            }
+            Err(refusal) => self.answer(id, Err(command_error(refusal))),
+        }
+    }
+
+    fn command_invalidate_remote(
+        &mut self,
+        id: CommandId,
+        peer: NodeId,
+        volume: VolumeNr,
+        reset_bitmap: bool,
+    ) {
+        if !self.connections.contains_key(&peer) {
+            self.answer(id, Err(no_peer(peer)));
+            return;
+        }
+        let repl = if reset_bitmap {
+            ReplState::StartingSyncS
+        } else {
+            ReplState::WfBitmapS
+        };
+        if self.state.peer_device(volume, peer).repl >= ReplState::Established {
+            self.wish(WishKind::Resync { volume, peer, repl }, Some(id));
+            return;
+        }
+        let text = format!("node {peer} is not connected");
+        self.answer(id, fail(ErrorCode::NEED_CONNECTION, text));
+    }
+
+    fn command_new_current_uuid(
+        &mut self,
+        id: CommandId,
+        volume: VolumeNr,
+        clear_bitmap: bool,
+        force_resync: bool,
+    ) -> Result<(), CommandError> {
+        let created = lockstep_format::units::Uuid::JUST_CREATED;
+        let Some(device) = self.devices.get(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let Some(disk) = device.attached() else {
+            return fail(
+                ErrorCode::ERR_NO_DISK,
+                format!("volume {volume} has no disk"),
+            );
+        };
+        let fresh = disk.generations.current == created;
+        let option = clear_bitmap || force_resync;
+        let mut qualifying = Vec::new();
+        for (peer, p) in &self
+            .state
+            .devices
+            .get(&volume)
+            .map(|d| d.peers.clone())
+            .unwrap_or_default()
+        {
+            if p.repl == ReplState::Off {
+                continue;
+            }
+            if !(option && p.repl == ReplState::Established && fresh) {
+                return fail(
+                    ErrorCode::ERR_CONNECTED,
+                    format!(
+                        "volume {volume} is connected to node {peer}; a new current UUID needs \
+                         all peers disconnected, or --clear-bitmap on disks that were just created"
+                    ),
+                );
+            }
+            qualifying.push(*peer);
+        }
+        let views = self.peer_views(volume);
+        let dagtag = self.io.dagtag;
+        let role = self.state.role;
+        let mut rng = self.rng.clone();
+        if clear_bitmap {
+            for peer in self.connections.keys().copied().collect::<Vec<_>>() {
+                self.clear_slot(volume, peer);
+            }
+        }
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return Err(no_volume(volume));
+        };
+        let rotation = Rotation {
+            peers: &views,
+            weak: lockstep_format::units::NodeMask::EMPTY,
+            dagtag,
+        };
+        if disk
+            .generations
+            .new_current_by_command(&rotation, role, &mut rng)
+            .is_none()
+        {
+            disk.generations.current = rng.uuid();
+            disk.generations.set_primary_bit(role);
+        }
+        let mut change = Change::new();
+        if clear_bitmap {
+            let all = qualifying.iter().copied().collect();
+            disk.generations.zero_slots(all);
+            change = change.disk(volume, DiskState::UpToDate);
+            for peer in &qualifying {
+                change = change.peer_disk(volume, *peer, DiskState::UpToDate);
+            }
+        } else if force_resync {
+            change = change.disk(volume, DiskState::UpToDate);
+        }
+        self.rng = rng;
+        self.write_bitmap(volume, BitmapThen::Nothing);
+        let flags = if clear_bitmap {
+            UuidFlags::SKIP_INITIAL_SYNC
+        } else {
+            UuidFlags::RESYNC
+        };
+        for peer in qualifying {
+            self.send_uuids(peer, volume, flags);
+            if force_resync {
+                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                    pd.consider_resync = true;
+                }
+            }
+        }
+        self.hard_change(change);
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.exposed_uuid = device.current_uuid();
+        }
+        self.after_superblock(volume, AfterMeta::Answer(id));
+        Ok(())
+    }
+
+    /// The peer skipped the initial sync: so does this just created node (12.8).
+    pub(crate) fn skip_initial_sync(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        current: lockstep_format::units::Uuid,
+    ) {
+        let role = self.state.role;
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        for other in peers {
+            self.clear_slot(volume, other);
+        }
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.generations.adopt_without_resync(current, peer, role);
+        self.write_superblock(volume);
+        self.write_bitmap(volume, BitmapThen::Nothing);
+        let change = Change::new().disk(volume, DiskState::UpToDate).peer_disk(
+            volume,
+            peer,
+            DiskState::UpToDate,
+        );
+        self.hard_change(change);
+        for other in self.established_peers().iter() {
+            self.send_uuids(other, volume, UuidFlags::empty());
+        }
+    }
+
+    fn forget_peer(&mut self, peer: NodeId) -> Result<Answer, CommandError> {
+        if self.connections.contains_key(&peer) {
+            return fail(
+                ErrorCode::ERR_NET_CONFIGURED,
+                format!("there is a connection to node {peer}; delete it first"),
+            );
+        }
+        if peer == self.node_id || peer.0 >= NodeId::COUNT {
+            return fail(
+                ErrorCode::ERR_INVALID_PEER_NODE_ID,
+                format!("node id {peer} is not a peer"),
+            );
+        }
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+                continue;
+            };
+            if let Some(forgotten) = disk.generations.forget_peer(peer, false) {
+                match forgotten.copy_from {
+                    Some(from) => disk.io.bitmap.copy_slot(from, forgotten.freed),
+                    None => disk.io.bitmap.fill(forgotten.freed, true),
+                }
+            }
+            disk.io.set_slot(peer, None);
+            self.write_superblock(volume);
+            self.write_bitmap(volume, BitmapThen::Nothing);
+        }
+        Ok(Answer::Done)
+    }
+
+    // Down.
+
+    fn command_down(&mut self, id: CommandId) {
+        if self.state.role == Role::Primary {
+            let open = self.devices.values().any(|d| d.openers.writers > 0);
+            if open {
+                let text = "a volume is held open; unmount it first";
+                self.answer(id, fail(ErrorCode::DEVICE_IN_USE, text));
+                return;
+            }
+            self.explicit_primary = false;
+            self.wish(WishKind::Demote { force: false }, None);
+        }
+        let until = Instant(u64::MAX);
+        self.waiting.push(Waiting {
+            id,
+            what: Wait::Down,
+            until,
+        });
+    }
+
+    /// One step of `down`; true when everything is gone.
+    fn down_step(&mut self) -> bool {
+        if self.state.role == Role::Primary {
+            if self.twopc.current.is_none() {
+                self.wish(WishKind::Demote { force: false }, None);
+            }
+            return false;
+        }
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        let mut all = true;
+        for peer in peers {
+            match self.state.conn(peer) {
+                ConnState::StandAlone => {}
+                ConnState::Connected => {
+                    all = false;
+                    let peer_primary = self
+                        .state
+                        .connections
+                        .get(&peer)
+                        .is_some_and(|c| c.peer_role == Role::Primary);
+                    let outdate_self = peer_primary && self.options.quorum != Quorum::Off;
+                    self.wish(
+                        WishKind::Disconnect {
+                            peer,
+                            outdate_self,
+                            outdate_peer: false,
+                        },
+                        None,
+                    );
+                }
+                ConnState::Disconnecting => all = false,
+                _ => {
+                    all = false;
+                    self.hard_disconnect(peer, true);
+                }
+            }
+        }
+        if !all {
+            return false;
+        }
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            match self.state.disk(volume) {
+                DiskState::Diskless => {
+                    all &= self.devices.get(&volume).is_none_or(|d| d.disk.is_none());
+                }
+                DiskState::Detaching | DiskState::Failed | DiskState::Attaching => all = false,
+                _ => {
+                    all = false;
+                    let mut change = Change::new().disk(volume, DiskState::Detaching);
+                    change.graceful = true;
+                    self.hard_change(change);
+                }
+            }
+        }
+        all
+    }
+
+    /// Something on a disk failed: what `on-io-error` says (semantics.md, 8.4).
+    pub(crate) fn disk_failed(&mut self, volume: VolumeNr, fault: crate::data::DiskFault) {
+        let own = self.state.disk(volume);
+        if own <= DiskState::Failed {
+            return;
+        }
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let pass_on = disk.options.on_io_error == crate::options::OnIoError::PassOn;
+        let path = disk.data_path.clone();
+        self.log(
+            crate::report::Level::Error,
+            None,
+            Some(volume),
+            format!("{path}: {fault:?} error on the disk"),
+        );
+        let to = if pass_on && fault == crate::data::DiskFault::Data {
+            if own <= DiskState::Inconsistent {
+                return;
+            }
+            DiskState::Inconsistent
+        } else {
+            DiskState::Failed
+        };
+        self.hard_change(Change::new().disk(volume, to));
+    }
+}
+
+/// Combinations of net options that cannot work (semantics.md, 6.2).
+fn check_net(net: &NetOptions) -> Result<(), CommandError> {
+    use crate::options::Protocol;
+    if net.allow_two_primaries && net.protocol != Protocol::C {
+        return fail(ErrorCode(139), "allow-two-primaries needs protocol C");
+    }
+    if net.fencing == Fencing::ResourceAndStonith && net.protocol == Protocol::A {
+        return fail(
+            ErrorCode(154),
+            "fencing resource-and-stonith does not go with protocol A",
+        );
+    }
+    if let Some(alg) = &net.cram_hmac_alg {
+        if crate::auth::HmacAlg::from_name(alg).is_err() {
+            return fail(
+                ErrorCode::ERR_AUTH_ALG,
+                format!("cram-hmac-alg {alg} is not supported; use sha1 or sha256"),
+            );
+        }
+        if net
+            .shared_secret
+            .as_ref()
+            .is_none_or(alloc::string::String::is_empty)
+        {
+            return fail(
+                ErrorCode::ERR_AUTH_ALG,
+                "cram-hmac-alg needs a shared-secret",
+            );
+        }
+    }
+    Ok(())
+}

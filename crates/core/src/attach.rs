@@ -1,0 +1,875 @@
+//! Attach and detach: reading and checking the metadata, recovery after a crash, the size of a
+//! volume (semantics.md, 8.3 and 22; metadata.md, 14).
+//!
+//! An unclean activity log is applied here, in an order that a second crash does not hurt: bits,
+//! then the emptied log, then the superblock.
+
+use alloc::format;
+use alloc::string::String;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use lockstep_format::disk::BLOCK_BYTES;
+use lockstep_format::disk::al::{self, Coverage};
+use lockstep_format::disk::layout::{self, Layout, Placement};
+use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, Uuid, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
+
+use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
+use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
+use crate::device::{Device, DiskPhase, LocalDisk, MetaWriter};
+use crate::event::{CommandId, DiskError, DiskInfo, MetaOp, Output};
+use crate::generation::Generations;
+use crate::options::DiskOptions;
+use crate::report::Level;
+use crate::resource::{Pending, Resource};
+use crate::transition::Change;
+use crate::twopc::WishKind;
+
+/// Largest single read of the bitmap in bytes.
+const BITMAP_READ_BYTES: u64 = 1 << 20;
+
+/// An operation of an attach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttachIo {
+    /// The superblock is read.
+    Superblock,
+    /// The activity log is read.
+    Al,
+    /// A part of the bitmap is read, from this byte of its area on.
+    Bitmap(u64),
+    /// Recovered bits or the emptied log are written.
+    Recover,
+}
+
+/// What is on its way.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ReadStep {
+    outstanding: u32,
+    al: Vec<u8>,
+    bitmap: Vec<(u64, Vec<u8>)>,
+    recovered: bool,
+    log_emptied: bool,
+}
+
+/// How far a detach has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaving {
+    /// Operations in flight end.
+    Drain {
+        /// The metadata are left clean.
+        graceful: bool,
+    },
+    /// The bitmap is written.
+    Bitmap,
+    /// The superblock is written.
+    Superblock,
+}
+
+impl LocalDisk {
+    /// Largest size that this disk could give the volume, in sectors.
+    pub fn usable_sectors(&self) -> u64 {
+        self.layout
+            .as_ref()
+            .map_or(0, |l| l.usable_sectors(self.info.data_bytes / 512))
+    }
+
+    /// The superblock's place and its bytes with everything that is in memory.
+    pub(crate) fn encode_superblock(
+        &mut self,
+        size_sectors: u64,
+        members: NodeMask,
+        persist_size: bool,
+    ) -> Option<(u64, Vec<u8>)> {
+        let offset = self.layout.as_ref()?.superblock_byte();
+        let block = self.superblock.as_mut()?;
+        self.generations.store(block);
+        block.members = members;
+        if persist_size && size_sectors != 0 {
+            block.effective_size = Sector(size_sectors);
+        }
+        block.al_extents = self.options.al_extents;
+        let mut bytes = [0u8; BLOCK_BYTES];
+        block.encode(&mut bytes);
+        Some((offset, bytes.to_vec()))
+    }
+}
+
+fn placement(index: MetaIndex) -> Placement {
+    match index {
+        MetaIndex::Internal => Placement::Internal,
+        MetaIndex::FlexExternal => Placement::FlexExternal,
+        MetaIndex::Indexed(slot) => Placement::Indexed(slot),
+    }
+}
+
+fn error(code: ErrorCode, text: String) -> CommandError {
+    CommandError { code, text }
+}
+
+impl Resource {
+    /// `attach`.
+    #[expect(clippy::too_many_arguments, reason = "the command has so many parts")]
+    pub(crate) fn command_attach(
+        &mut self,
+        id: CommandId,
+        volume: VolumeNr,
+        data_path: String,
+        meta_path: Option<String>,
+        index: MetaIndex,
+        options: DiskOptions,
+    ) {
+        let Some(device) = self.devices.get(&volume) else {
+            self.answer(id, Err(crate::admin::no_volume(volume)));
+            return;
+        };
+        if device.disk.is_some() || self.state.disk(volume) != DiskState::Diskless {
+            let text = format!("volume {volume} has a disk already; detach it first");
+            self.answer(id, Err(error(ErrorCode::ERR_DISK_CONFIGURED, text)));
+            return;
+        }
+        if let Err(refusal) = self.soft_change(Change::new().disk(volume, DiskState::Attaching)) {
+            self.answer(id, Err(crate::twopc::command_error(refusal)));
+            return;
+        }
+        let generations = Generations::just_created(self.node_id, 1);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let geometry = lockstep_format::disk::layout::Geometry::for_peers(1);
+        device.disk = Some(LocalDisk {
+            data_path: data_path.clone(),
+            meta_path: meta_path.clone(),
+            index,
+            io: DiskIo::new(
+                DiskIoGeometry {
+                    al_offset_bytes: 0,
+                    al: geometry.al,
+                    bitmap_offset_bytes: 0,
+                    bitmap: lockstep_format::disk::bitmap::BitmapShape::new(
+                        0,
+                        1,
+                        geometry.bitmap_block,
+                    ),
+                },
+                options.al_extents,
+                options.al_updates,
+                options.disk_flushes,
+            ),
+            options,
+            info: DiskInfo {
+                data_bytes: 0,
+                meta_bytes: 0,
+                logical_block_bytes: 512,
+                physical_block_bytes: 4096,
+                discard: false,
+                discard_zeroes: false,
+                discard_granularity_bytes: 0,
+                max_discard_bytes: 0,
+                write_through: false,
+            },
+            phase: DiskPhase::Opening { command: id },
+            superblock: None,
+            layout: None,
+            generations,
+            crashed_primary: false,
+            primary_lost_quorum: false,
+            restore_quorum: false,
+            leaving: None,
+            writer: MetaWriter::default(),
+        });
+        let tag = self.tags.insert(Pending::Open(volume));
+        self.output(Output::OpenDisk {
+            tag,
+            volume,
+            data_path,
+            meta_path,
+        });
+    }
+
+    pub(crate) fn disk_opened(&mut self, volume: VolumeNr, result: Result<DiskInfo, String>) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let DiskPhase::Opening { command } = disk.phase else {
+            return;
+        };
+        let info = match result {
+            Ok(info) => info,
+            Err(text) => {
+                if let Some(device) = self.devices.get_mut(&volume) {
+                    device.disk = None;
+                }
+                self.hard_change(Change::new().disk(volume, DiskState::Diskless));
+                self.answer(command, Err(error(ErrorCode::ERR_OPEN_DISK, text)));
+                return;
+            }
+        };
+        disk.info = info;
+        let Some(sector) = layout::superblock_sector(placement(disk.index), info.meta_bytes) else {
+            let text = format!(
+                "{}: {} bytes are too few for metadata",
+                disk.meta_path.as_ref().unwrap_or(&disk.data_path),
+                info.meta_bytes
+            );
+            self.attach_failed(volume, error(ErrorCode::ERR_MD_DISK_TOO_SMALL, text));
+            return;
+        };
+        disk.phase = DiskPhase::Reading {
+            command,
+            step: ReadStep {
+                outstanding: 1,
+                ..ReadStep::default()
+            },
+        };
+        self.meta(
+            volume,
+            MetaOp::Read {
+                offset: sector * 512,
+                len: BLOCK_BYTES as u32,
+            },
+            Pending::AttachRead(volume, AttachIo::Superblock),
+        );
+    }
+
+    /// An attach cannot go on: the disk is closed, the command gets the cause.
+    fn attach_failed(&mut self, volume: VolumeNr, cause: CommandError) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let command = match &disk.phase {
+            DiskPhase::Opening { command } | DiskPhase::Reading { command, .. } => Some(*command),
+            DiskPhase::Attached { command } | DiskPhase::Closing { command } => *command,
+        };
+        disk.phase = DiskPhase::Closing { command: None };
+        if let Some(command) = command {
+            self.answer(command, Err(cause));
+        }
+        let tag = self.tags.insert(Pending::Close(volume));
+        self.output(Output::CloseDisk { tag, volume });
+    }
+
+    /// A metadata operation of an attach is done.
+    pub(crate) fn attach_io_done(
+        &mut self,
+        volume: VolumeNr,
+        io: AttachIo,
+        result: Result<Vec<u8>, DiskError>,
+    ) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let path = disk
+            .meta_path
+            .clone()
+            .unwrap_or_else(|| disk.data_path.clone());
+        let DiskPhase::Reading { step, .. } = &mut disk.phase else {
+            return;
+        };
+        let bytes = match result {
+            Ok(bytes) => bytes,
+            Err(cause) => {
+                let text = format!("{path}: metadata IO failed: {cause:?}");
+                self.attach_failed(volume, error(ErrorCode::ERR_IO_MD_DISK, text));
+                return;
+            }
+        };
+        step.outstanding -= 1;
+        match io {
+            AttachIo::Superblock => {
+                if let Err(cause) = self.superblock_read(volume, &path, &bytes) {
+                    self.attach_failed(volume, cause);
+                }
+                return;
+            }
+            AttachIo::Al => step.al = bytes,
+            AttachIo::Bitmap(at) => step.bitmap.push((at, bytes)),
+            AttachIo::Recover => {}
+        }
+        if step.outstanding > 0 {
+            return;
+        }
+        let next = if step.recovered {
+            if step.log_emptied {
+                self.metadata_ready(volume);
+                return;
+            }
+            self.empty_log(volume)
+        } else {
+            self.recover(volume, &path)
+        };
+        if let Err(cause) = next {
+            self.attach_failed(volume, cause);
+        }
+    }
+
+    fn superblock_read(
+        &mut self,
+        volume: VolumeNr,
+        path: &str,
+        bytes: &[u8],
+    ) -> Result<(), CommandError> {
+        let node_id = self.node_id;
+        let invalid = |text: String| error(ErrorCode::ERR_MD_INVALID, text);
+        let block: &[u8; BLOCK_BYTES] = bytes
+            .try_into()
+            .map_err(|_| invalid(format!("{path}: the superblock could not be read whole")))?;
+        let superblock = SuperBlock::decode(block).map_err(|e| {
+            invalid(format!(
+                "{path}: {e}; create metadata with `drbdadm create-md`"
+            ))
+        })?;
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return Ok(());
+        };
+        let layout = superblock
+            .layout(placement(disk.index), disk.info.meta_bytes)
+            .map_err(|e| invalid(format!("{path}: {e}")))?;
+        if superblock.node_id.is_some_and(|n| n != node_id) {
+            return Err(error(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!(
+                    "{path}: the metadata belong to node {}, but this is node {node_id}",
+                    superblock.node_id.unwrap_or(node_id)
+                ),
+            ));
+        }
+        let usable = layout.usable_sectors(disk.info.data_bytes / 512);
+        if superblock.flags.contains(DeviceFlags::CONSISTENT)
+            && usable < superblock.effective_size.0
+            && disk.options.size_sectors.is_none_or(|s| s > usable)
+        {
+            return Err(error(
+                ErrorCode::ERR_IMPLICIT_SHRINK,
+                format!(
+                    "{}: {usable} usable sectors, but the volume has {} with good data",
+                    disk.data_path, superblock.effective_size.0
+                ),
+            ));
+        }
+        let generations = Generations::from_superblock(&superblock, node_id);
+        let geometry = layout.geometry();
+        let shape = layout.bitmap_shape(superblock.effective_size.0.min(usable));
+        disk.io = DiskIo::new(
+            DiskIoGeometry {
+                al_offset_bytes: layout.al_byte(),
+                al: geometry.al,
+                bitmap_offset_bytes: layout.bitmap_byte(),
+                bitmap: shape,
+            },
+            disk.options.al_extents,
+            disk.options.al_updates,
+            disk.options.disk_flushes && !disk.info.write_through,
+        );
+        disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY);
+        disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM);
+        disk.restore_quorum = superblock
+            .flags
+            .contains(DeviceFlags::HAVE_QUORUM | DeviceFlags::WAS_UP_TO_DATE)
+            && superblock.members == NodeMask::of(node_id);
+        disk.generations = generations;
+        disk.superblock = Some(superblock);
+        let al_byte = layout.al_byte();
+        let al_len = geometry.al.bytes() as u32;
+        let bitmap_byte = layout.bitmap_byte();
+        let bitmap_len = shape.used_bytes().next_multiple_of(BLOCK_BYTES as u64);
+        let bitmap_len = if shape.bits() == 0 { 0 } else { bitmap_len };
+        disk.layout = Some(layout);
+        let mut reads = vec![(
+            MetaOp::Read {
+                offset: al_byte,
+                len: al_len,
+            },
+            AttachIo::Al,
+        )];
+        let mut at = 0;
+        while at < bitmap_len {
+            let len = (bitmap_len - at).min(BITMAP_READ_BYTES);
+            reads.push((
+                MetaOp::Read {
+                    offset: bitmap_byte + at,
+                    len: len as u32,
+                },
+                AttachIo::Bitmap(at),
+            ));
+            at += len;
+        }
+        if let DiskPhase::Reading { step, .. } = &mut disk.phase {
+            step.outstanding = reads.len() as u32;
+        }
+        for (op, io) in reads {
+            self.meta(volume, op, Pending::AttachRead(volume, io));
+        }
+        Ok(())
+    }
+
+    /// Everything is read: bits are loaded, an unclean log is applied, new space is marked.
+    fn recover(&mut self, volume: VolumeNr, path: &str) -> Result<(), CommandError> {
+        let peers: Vec<(NodeId, bool)> = self
+            .devices
+            .get(&volume)
+            .map(|d| {
+                d.peers
+                    .iter()
+                    .map(|(n, pd)| (*n, pd.options.bitmap))
+                    .collect()
+            })
+            .unwrap_or_default();
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return Ok(());
+        };
+        let DiskPhase::Reading { step, .. } = &mut disk.phase else {
+            return Ok(());
+        };
+        let (Some(layout), Some(superblock)) = (disk.layout.as_ref(), disk.superblock.as_ref())
+        else {
+            return Ok(());
+        };
+        step.recovered = true;
+        for (at, bytes) in core::mem::take(&mut step.bitmap) {
+            disk.io.bitmap.load(at, &bytes);
+        }
+        let al_area = core::mem::take(&mut step.al);
+        if !superblock.is_clean() {
+            let replay = al::replay(&al_area, layout.geometry().al).map_err(|e| {
+                error(
+                    ErrorCode::ERR_MD_UNCLEAN,
+                    format!("{path}: the activity log cannot be applied: {e}"),
+                )
+            })?;
+            if matches!(replay.coverage, Coverage::Complete) {
+                let size = disk.io.bitmap.shape().bits();
+                for extent in &replay.active {
+                    let bits = disk.io.bitmap.extent_bits(*extent);
+                    let bits = bits.start.min(size)..bits.end.min(size);
+                    for slot in 0..disk.io.bitmap.shape().slots() {
+                        disk.io.bitmap.set_bits(slot, bits.clone());
+                    }
+                }
+            } else {
+                for slot in 0..disk.io.bitmap.shape().slots() {
+                    disk.io.bitmap.fill(slot, true);
+                }
+            }
+            let no_log = superblock.flags.contains(
+                DeviceFlags::CRASHED_PRIMARY | DeviceFlags::PRIMARY_IND | DeviceFlags::AL_DISABLED,
+            );
+            if no_log {
+                for slot in 0..disk.io.bitmap.shape().slots() {
+                    disk.io.bitmap.fill(slot, true);
+                }
+            }
+        }
+        for (peer, wants) in peers {
+            let slot = if wants {
+                disk.generations.allocate_slot(peer)
+            } else {
+                None
+            };
+            let held = disk.generations.slot(peer).bitmap_index;
+            if wants && slot.is_none() && held.is_none() {
+                return Err(error(
+                    ErrorCode::ERR_INVALID_REQUEST,
+                    format!(
+                        "{path}: the metadata have {} bitmap slots, all taken; node {peer} needs \
+                         one; run `drbdadm create-md --max-peers` after a backup, or forget-peer",
+                        disk.generations.max_peers
+                    ),
+                ));
+            }
+            let index = slot.or(held);
+            disk.io.set_slot(peer, index);
+            if let Some(slot) = index {
+                if disk
+                    .generations
+                    .slot(peer)
+                    .flags
+                    .contains(PeerFlags::FULL_SYNC)
+                {
+                    disk.io.bitmap.fill(slot, true);
+                }
+            }
+        }
+        self.write_recovered(volume)
+    }
+
+    /// Writes the bits that the recovery has set.
+    fn write_recovered(&mut self, volume: VolumeNr) -> Result<(), CommandError> {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return Ok(());
+        };
+        let DiskPhase::Reading { step, .. } = &mut disk.phase else {
+            return Ok(());
+        };
+        let Some(layout) = disk.layout.as_ref() else {
+            return Ok(());
+        };
+        let base = layout.bitmap_byte();
+        let mut writes = Vec::new();
+        let all = disk.io.bitmap.all_pages();
+        while let Some(write) = disk.io.bitmap.next_write(all.clone()) {
+            disk.io.bitmap.written(write.first_page);
+            writes.push(MetaOp::Write {
+                offset: base + write.first_page * BLOCK_BYTES as u64,
+                bytes: write.bytes,
+                flush_data: false,
+            });
+        }
+        step.outstanding = writes.len() as u32;
+        let none = writes.is_empty();
+        for op in writes {
+            self.meta(volume, op, Pending::AttachRead(volume, AttachIo::Recover));
+        }
+        if none { self.empty_log(volume) } else { Ok(()) }
+    }
+
+    /// Writes an empty log: what it held is in the bitmap now.
+    fn empty_log(&mut self, volume: VolumeNr) -> Result<(), CommandError> {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return Ok(());
+        };
+        let DiskPhase::Reading { step, .. } = &mut disk.phase else {
+            return Ok(());
+        };
+        let Some(layout) = disk.layout.as_ref() else {
+            return Ok(());
+        };
+        step.log_emptied = true;
+        step.outstanding = 1;
+        let blocks = layout.geometry().al.blocks() as usize;
+        let mut bytes = vec![0u8; blocks * BLOCK_BYTES];
+        for chunk in bytes.chunks_exact_mut(BLOCK_BYTES) {
+            if let Ok(block) = chunk.try_into() {
+                al::encode_initialised(block);
+            }
+        }
+        let op = MetaOp::Write {
+            offset: layout.al_byte(),
+            bytes,
+            flush_data: false,
+        };
+        self.meta(volume, op, Pending::AttachRead(volume, AttachIo::Recover));
+        Ok(())
+    }
+
+    /// The metadata are in memory and recovered: the disk takes part from now on.
+    fn metadata_ready(&mut self, volume: VolumeNr) {
+        let node_id = self.node_id;
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let DiskPhase::Reading { command, .. } = disk.phase else {
+            return;
+        };
+        disk.phase = DiskPhase::Attached {
+            command: Some(command),
+        };
+        if let Some(block) = disk.superblock.as_mut() {
+            block.node_id = Some(node_id);
+        }
+        disk.generations.flags.remove(DeviceFlags::AL_CLEAN);
+        disk.generations
+            .flags
+            .set(DeviceFlags::AL_DISABLED, !disk.options.al_updates);
+        let highest = (0..NodeId::COUNT)
+            .map(|n| *disk.generations.slot(NodeId(n)))
+            .filter(|slot| !slot.bitmap_uuid.is_zero())
+            .map(|slot| slot.bitmap_dagtag)
+            .max_by_key(|d| d.0)
+            .unwrap_or(Dagtag(0));
+        if highest.is_newer_than(self.io.dagtag) {
+            self.io.dagtag = highest;
+        }
+        let old_size = disk
+            .superblock
+            .as_ref()
+            .map_or(0, |b| b.effective_size.0)
+            .min(disk.usable_sectors());
+        if let Some(size) = self.new_size(volume) {
+            self.apply_size(volume, old_size, size);
+        }
+        self.write_superblock(volume);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        for pd in device.peers.values_mut() {
+            pd.negotiation = None;
+        }
+        let with_disk = self.state.devices.get(&volume).is_some_and(|d| {
+            d.peers
+                .values()
+                .any(|p| p.repl > ReplState::Off && p.disk > DiskState::Diskless)
+        });
+        if with_disk {
+            self.wish(WishKind::Attach(volume), None);
+        } else {
+            self.attach_alone(volume);
+        }
+    }
+
+    /// No connected peer has a disk: the metadata say what this one is worth.
+    pub(crate) fn attach_alone(&mut self, volume: VolumeNr) {
+        let disk_state = self.disk_state_from_metadata(volume);
+        let mut change = Change::new().disk(volume, disk_state);
+        let outdated: Vec<NodeId> = self
+            .devices
+            .get(&volume)
+            .map(|d| {
+                d.peers
+                    .keys()
+                    .copied()
+                    .filter(|n| self.slot_is_outdated(volume, *n))
+                    .collect()
+            })
+            .unwrap_or_default();
+        for peer in outdated {
+            if self.state.peer_device(volume, peer).disk == DiskState::DUnknown {
+                change = change.peer_disk(volume, peer, DiskState::Outdated);
+            }
+        }
+        self.hard_change(change);
+        self.attach_finished(volume);
+    }
+
+    /// The disk's state is decided; the attach command is answered when it is durable.
+    pub(crate) fn attach_finished(&mut self, volume: VolumeNr) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let DiskPhase::Attached { command } = &mut disk.phase else {
+            return;
+        };
+        let Some(command) = command.take() else {
+            return;
+        };
+        match self.state.disk(volume) {
+            DiskState::Detaching | DiskState::Diskless | DiskState::Failed => {
+                let text = format!(
+                    "volume {volume}: every connected peer has data that have diverged from \
+                     this disk"
+                );
+                self.answer(command, Err(error(ErrorCode::ERR_DATA_NOT_CURRENT, text)));
+            }
+            _ => self.answer(command, Ok(Answer::Done)),
+        }
+    }
+
+    /// The two-phase commit of an attach ended in a refusal.
+    pub(crate) fn attach_refused(&mut self, volume: VolumeNr, cause: CommandError) {
+        self.attach_failed(volume, cause);
+    }
+
+    // Detach.
+
+    /// The disk state says that the disk goes.
+    pub(crate) fn begin_detach(&mut self, volume: VolumeNr) {
+        let graceful = self.state.disk(volume) == DiskState::Detaching;
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            self.hard_change(Change::new().disk(volume, DiskState::Diskless));
+            return;
+        };
+        if !matches!(disk.phase, DiskPhase::Attached { .. }) || disk.leaving.is_some() {
+            return;
+        }
+        disk.leaving = Some(Leaving::Drain { graceful });
+        self.detach_progress(volume);
+    }
+
+    /// Looks whether a detach can go one step on.
+    pub(crate) fn detach_progress(&mut self, volume: VolumeNr) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let pending = device.io.lower_pending;
+        let Some(disk) = device.disk.as_mut() else {
+            return;
+        };
+        let Some(leaving) = disk.leaving else { return };
+        let writer_idle = disk.writer.in_flight.is_none();
+        match leaving {
+            Leaving::Drain { graceful: true } => {
+                if pending > 0 || !disk.io.is_idle() || self.local_requests_open(volume) {
+                    return;
+                }
+                if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) {
+                    disk.leaving = Some(Leaving::Bitmap);
+                }
+                self.write_bitmap(volume, BitmapThen::Detach);
+            }
+            Leaving::Drain { graceful: false } => {
+                if pending == 0 && writer_idle && disk.io.is_idle() {
+                    self.close_disk(volume);
+                }
+            }
+            Leaving::Bitmap => {}
+            Leaving::Superblock => {
+                if writer_idle && disk.writer.durable == disk.writer.changed {
+                    self.close_disk(volume);
+                }
+            }
+        }
+    }
+
+    /// Bitmap pages that a procedure waits for are on disk.
+    pub(crate) fn bitmap_written(&mut self, volume: VolumeNr, then: BitmapThen) {
+        match then {
+            BitmapThen::Detach => {
+                let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+                    return;
+                };
+                if disk.leaving == Some(Leaving::Bitmap) {
+                    disk.leaving = Some(Leaving::Superblock);
+                    disk.generations.flags.insert(DeviceFlags::AL_CLEAN);
+                    self.write_superblock(volume);
+                    self.detach_progress(volume);
+                }
+            }
+            BitmapThen::FullSync(peer) => self.full_sync_written(volume, peer),
+            BitmapThen::Prepared(_) | BitmapThen::Nothing => {}
+        }
+    }
+
+    fn close_disk(&mut self, volume: VolumeNr) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        let command = match &mut disk.phase {
+            DiskPhase::Attached { command } => command.take(),
+            _ => None,
+        };
+        disk.phase = DiskPhase::Closing { command };
+        self.data_disk_gone(volume);
+        let tag = self.tags.insert(Pending::Close(volume));
+        self.output(Output::CloseDisk { tag, volume });
+    }
+
+    pub(crate) fn disk_closed(&mut self, volume: VolumeNr) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let exposed = device
+            .disk
+            .as_ref()
+            .map_or(Uuid::ZERO, |d| d.generations.current);
+        if device.exposed_uuid.is_zero() && exposed != Uuid::JUST_CREATED {
+            device.exposed_uuid = exposed;
+        }
+        let command = device.disk.take().and_then(|d| match d.phase {
+            DiskPhase::Closing { command } => command,
+            _ => None,
+        });
+        self.hard_change(Change::new().disk(volume, DiskState::Diskless));
+        if let Some(command) = command {
+            let text = format!("volume {volume}: the disk failed while it was being attached");
+            self.answer(command, Err(error(ErrorCode::ERR_IO_MD_DISK, text)));
+        }
+    }
+
+    // Size (semantics.md, 22).
+
+    /// The size that follows from what is known of all disks; none without any.
+    fn new_size(&self, volume: VolumeNr) -> Option<u64> {
+        let device = self.devices.get(&volume)?;
+        let disk = device.disk.as_ref();
+        let mine = disk.map_or(0, LocalDisk::usable_sectors);
+        let stored = disk
+            .and_then(|d| d.superblock.as_ref())
+            .map_or(0, |b| b.effective_size.0);
+        let wanted = disk.and_then(|d| d.options.size_sectors).unwrap_or(0);
+        let mut size = mine;
+        let mut all_known = true;
+        let mut wish = wanted;
+        for (peer, pd) in &device.peers {
+            match pd.sizes {
+                Some(sizes) => {
+                    size = min_nonzero(size, sizes.disk_sectors);
+                    wish = min_nonzero(wish, sizes.wanted_sectors);
+                    if mine == 0 {
+                        size = min_nonzero(size, sizes.current_sectors);
+                    }
+                }
+                None => all_known &= !self.slot_seen_with_disk(volume, *peer),
+            }
+        }
+        if !all_known {
+            size = min_nonzero(size, stored);
+        }
+        size = min_nonzero(size, wish);
+        (size != 0).then_some(size)
+    }
+
+    /// Sizes of a peer arrived: what does the volume become?
+    pub(crate) fn agree_on_size(&mut self, peer: NodeId, volume: VolumeNr) -> Result<(), String> {
+        let Some(size) = self.new_size(volume) else {
+            return Ok(());
+        };
+        let own = self.state.disk(volume);
+        let Some(device) = self.devices.get(&volume) else {
+            return Ok(());
+        };
+        let current = device.size_sectors;
+        if size == current {
+            return Ok(());
+        }
+        let usable = own >= DiskState::Outdated && own != DiskState::DUnknown;
+        let held = device.openers.readers + device.openers.writers > 0
+            || self.state.role == lockstep_format::wire::Role::Primary;
+        if size < current && (usable || held) {
+            return Err(format!(
+                "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
+                 use here; enlarge its disk"
+            ));
+        }
+        self.apply_size(volume, current, size);
+        Ok(())
+    }
+
+    /// Sets the size; what is new is out of sync towards everybody.
+    fn apply_size(&mut self, volume: VolumeNr, old: u64, size: u64) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        device.size_sectors = size;
+        if let Some(disk) = device.disk.as_mut() {
+            if let Some(layout) = disk.layout.as_ref() {
+                let shape = layout.bitmap_shape(size);
+                let loaded = disk.io.bitmap.shape().bits();
+                if shape.bits() != loaded {
+                    disk.io.bitmap.resize(shape, true);
+                }
+            }
+        }
+        self.log(
+            Level::Info,
+            None,
+            Some(volume),
+            format!("size: {old} -> {size} sectors"),
+        );
+        self.event(crate::report::Event::Device(volume));
+        self.write_superblock(volume);
+        for peer in self.established_peers().iter() {
+            self.send_sizes(peer, volume);
+        }
+    }
+
+    /// UUIDs and state for peers when one of them attaches.
+    pub(crate) fn answer_attaching_peer(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.send_uuids(peer, volume, UuidFlags::empty());
+        let state = self.state.clone();
+        self.send_state(peer, volume, &state);
+    }
+}
+
+fn min_nonzero(a: u64, b: u64) -> u64 {
+    match (a, b) {
+        (0, b) => b,
+        (a, 0) => a,
+        (a, b) => a.min(b),
+    }
+}
+
+/// A device's layout, for tools and tests.
+pub fn layout_of(device: &Device) -> Option<&Layout> {
+    device.disk.as_ref()?.layout.as_ref()
+}

@@ -1,0 +1,692 @@
+//! A connection: its link, the handshake up to `P_PROTOCOL`, authentication, pings, and its loss.
+//!
+//! What a connection means for volumes is decided in `handshake.rs` and `twopc.rs`.
+
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
+use lockstep_format::wire::packet::{AlgName, ConnectionFeatures, Protocol as ProtocolPacket};
+use lockstep_format::wire::{
+    self, AfterSb, ConnFlags, ConnState, Digest, Features, Packet, ReplicationProtocol, Role,
+};
+
+use crate::auth::{Authenticator, HmacAlg};
+use crate::command::{Answer, CommandError};
+use crate::data::ConnIo;
+use crate::event::{CommandId, LinkDownReason, LinkId, Output, Stream};
+use crate::options::{AfterSplitBrain, NetOptions, Protocol};
+use crate::report::Level;
+use crate::resource::Resource;
+use crate::time::{Duration, Instant};
+use crate::timers::Timer;
+use crate::transition::Change;
+
+/// Feature bits that this node offers to every peer.
+pub const FEATURES: Features = Features::TRIM
+    .union(Features::WSAME)
+    .union(Features::WZEROES)
+    .union(Features::RESYNC_DAGTAG)
+    .union(Features::TWOPC_V2)
+    .union(Features::LOCKSTEP);
+
+/// A connection to one peer node.
+#[derive(Debug)]
+pub struct Connection {
+    /// The peer.
+    pub peer: NodeId,
+    /// Options.
+    pub net: NetOptions,
+    /// The established streams, if any.
+    pub link: Option<Link>,
+    /// `connect --discard-my-data` is in force.
+    pub discard_my_data: bool,
+    /// `connect --tentative` is in force.
+    pub tentative: bool,
+    /// The driver was asked to connect and did not succeed yet.
+    pub connecting: bool,
+    /// Received writes of the lost link are still being written.
+    pub draining: bool,
+    /// Commands that wait for this connection to be StandAlone.
+    pub waiting_down: Vec<CommandId>,
+    /// Dagtag of the last write received from the peer.
+    pub last_dagtag: Dagtag,
+    /// `last_dagtag` is of the present link.
+    pub dagtag_fresh: bool,
+    /// The lost peer was Primary and the other survivors were not told yet (semantics.md, 18.5).
+    pub notify_lost_primary: bool,
+    /// What the peer said of a commonly lost Primary during the handshake.
+    pub peer_dagtag: Option<(NodeId, Dagtag)>,
+    /// Try the connect two-phase commit so many times already.
+    pub attempts: u32,
+    /// The data path's part.
+    pub io: ConnIo,
+}
+
+/// Two established streams and what was agreed on them.
+#[derive(Debug)]
+pub struct Link {
+    /// Its name at the driver.
+    pub id: LinkId,
+    /// This node accepted the control stream (wire.md, 2.4).
+    pub resolve_conflicts: bool,
+    /// When it came up.
+    pub since: Instant,
+    /// Where the handshake stands.
+    pub phase: Phase,
+    /// The authentication under way.
+    pub authenticator: Option<Authenticator>,
+    /// Agreed protocol version, 0 before.
+    pub protocol: u32,
+    /// Agreed features.
+    pub features: Features,
+    /// The peer's integrity digest length in bytes, for data it sends.
+    pub peer_integrity: Option<String>,
+    /// A ping was sent and not answered.
+    pub ping_outstanding: bool,
+    /// The peer's `P_PROTOCOL` wants a dry run.
+    pub dry_run: bool,
+    /// The peer announced `--discard-my-data`.
+    pub peer_discards: bool,
+}
+
+/// Steps of the handshake (wire.md, 5.1).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// `P_CONNECTION_FEATURES` was sent.
+    Features,
+    /// The challenge was sent.
+    Challenge,
+    /// The response was sent.
+    Response,
+    /// `P_PROTOCOL` was sent.
+    Protocol,
+    /// Waiting for the connect two-phase commit.
+    Ready,
+    /// Committed.
+    Established,
+}
+
+impl Connection {
+    /// A connection in StandAlone.
+    pub fn new(peer: NodeId, net: NetOptions) -> Self {
+        Connection {
+            peer,
+            net,
+            link: None,
+            discard_my_data: false,
+            tentative: false,
+            connecting: false,
+            draining: false,
+            waiting_down: Vec::new(),
+            last_dagtag: Dagtag(0),
+            dagtag_fresh: false,
+            notify_lost_primary: false,
+            peer_dagtag: None,
+            attempts: 0,
+            io: ConnIo::default(),
+        }
+    }
+
+    /// Agreed features; none without a link.
+    pub fn features(&self) -> Features {
+        self.link.as_ref().map_or(Features::empty(), |l| l.features)
+    }
+
+    /// Agreed protocol version; 0 without a link.
+    pub fn protocol(&self) -> u32 {
+        self.link.as_ref().map_or(0, |l| l.protocol)
+    }
+
+    /// Both ends are Lockstep nodes.
+    pub fn is_lockstep(&self) -> bool {
+        self.features().contains(Features::LOCKSTEP)
+    }
+
+    /// The time-out of one ping.
+    pub fn ping_timeout(&self) -> Duration {
+        Duration::from_tenths(u64::from(self.net.ping_timeout_tenths))
+    }
+}
+
+impl Resource {
+    /// The driver has both streams.
+    pub(crate) fn link_up(&mut self, peer: NodeId, link: LinkId, resolve_conflicts: bool) {
+        let now = self.now;
+        let node_id = self.node_id;
+        let usable = self.state.conn(peer) == ConnState::Connecting;
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            self.output(Output::CloseLink {
+                peer,
+                link,
+                flush: false,
+            });
+            return;
+        };
+        if !usable || conn.link.is_some() {
+            self.output(Output::CloseLink {
+                peer,
+                link,
+                flush: false,
+            });
+            return;
+        }
+        conn.connecting = false;
+        conn.link = Some(Link {
+            id: link,
+            resolve_conflicts,
+            since: now,
+            phase: Phase::Features,
+            authenticator: None,
+            protocol: 0,
+            features: Features::empty(),
+            peer_integrity: None,
+            ping_outstanding: false,
+            dry_run: false,
+            peer_discards: false,
+        });
+        let timeout = conn.ping_timeout().times(4);
+        self.timers.set(Timer::Handshake(peer), now + timeout);
+        self.restart_ping_timer(peer);
+        let features = ConnectionFeatures {
+            protocol_min: wire::PROTOCOL_MIN_9,
+            protocol_max: wire::PROTOCOL_MAX,
+            features: FEATURES,
+            sender_node_id: node_id,
+            receiver_node_id: peer,
+        };
+        self.send(
+            peer,
+            Stream::Data,
+            VolumeNr::NONE,
+            Packet::ConnectionFeatures(features),
+        );
+    }
+
+    /// The driver lost a link.
+    pub(crate) fn link_down(&mut self, peer: NodeId, link: LinkId, reason: LinkDownReason) {
+        let ours = self
+            .connections
+            .get(&peer)
+            .and_then(|c| c.link.as_ref())
+            .is_some_and(|l| l.id == link);
+        if !ours {
+            return;
+        }
+        let conn_state = match reason {
+            LinkDownReason::Closed | LinkDownReason::Broken => ConnState::NetworkFailure,
+            LinkDownReason::SendTimeout => ConnState::Timeout,
+            LinkDownReason::Protocol => ConnState::ProtocolError,
+        };
+        self.log(
+            Level::Warn,
+            Some(peer),
+            None,
+            format!("the connection was lost: {reason:?}"),
+        );
+        self.drop_connection(peer, conn_state);
+    }
+
+    /// Ends the link for a reason that retries; `StandAlone` is reached with `Disconnecting`.
+    pub(crate) fn drop_connection(&mut self, peer: NodeId, reason: ConnState) {
+        if self.state.conn(peer) < ConnState::Unconnected {
+            self.lose_link(peer, false);
+            return;
+        }
+        self.hard_change(Change::new().conn(peer, reason));
+    }
+
+    /// A refusal by policy: no retry until the operator says so.
+    pub(crate) fn go_standalone(&mut self, peer: NodeId, why: String) {
+        self.log(Level::Error, Some(peer), None, why);
+        self.drop_connection(peer, ConnState::Disconnecting);
+    }
+
+    /// Closes the streams, if any, and starts the cleanup.
+    pub(crate) fn lose_link(&mut self, peer: NodeId, flush: bool) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if let Some(link) = conn.link.take() {
+            self.output(Output::CloseLink {
+                peer,
+                link: link.id,
+                flush,
+            });
+        } else if conn.connecting {
+            conn.connecting = false;
+            self.output(Output::StopConnecting { peer });
+        }
+        self.timers.clear_peer(peer);
+    }
+
+    /// A packet of the handshake or of the link itself; others go on to volumes.
+    /// Returns the packet if it is not for this module.
+    pub(crate) fn connection_packet(
+        &mut self,
+        peer: NodeId,
+        stream: Stream,
+        packet: Packet,
+    ) -> Option<Packet> {
+        let phase = self.connections.get(&peer)?.link.as_ref()?.phase.clone();
+        match (packet, phase) {
+            (Packet::Ping, _) => {
+                self.send(peer, Stream::Control, VolumeNr::NONE, Packet::PingAck);
+            }
+            (Packet::PingAck, _) => self.ping_answered(peer),
+            (Packet::ConnectionFeatures(features), Phase::Features) => {
+                self.features_received(peer, features);
+            }
+            (Packet::AuthChallenge(challenge), Phase::Challenge) => {
+                self.challenge_received(peer, &challenge);
+            }
+            (Packet::AuthResponse(digest), Phase::Response) => {
+                self.response_received(peer, digest);
+            }
+            (Packet::Protocol(protocol), Phase::Protocol) => {
+                self.protocol_received(peer, protocol);
+            }
+            (Packet::ProtocolUpdate(protocol), Phase::Established) => {
+                self.protocol_updated(peer, &protocol);
+            }
+            (packet, Phase::Ready | Phase::Established) => return Some(packet),
+            (packet, Phase::Challenge) => {
+                let text = format!(
+                    "authentication is configured here, but the peer sent {:?}; set the same \
+                     cram-hmac-alg and shared-secret on both nodes",
+                    packet.command()
+                );
+                self.go_standalone(peer, text);
+            }
+            (packet, phase) => {
+                let text = format!(
+                    "unexpected {:?} on the {stream:?} stream in {phase:?}",
+                    packet.command()
+                );
+                self.log(Level::Warn, Some(peer), None, text);
+                self.drop_connection(peer, ConnState::ProtocolError);
+            }
+        }
+        None
+    }
+
+    fn features_received(&mut self, peer: NodeId, theirs: ConnectionFeatures) {
+        let own_min = wire::PROTOCOL_MIN_9;
+        let own_max = wire::PROTOCOL_MAX;
+        let peer_max = if theirs.protocol_max == 0 {
+            theirs.protocol_min
+        } else {
+            theirs.protocol_max
+        };
+        if peer_max < wire::PROTOCOL_MIN_9 || own_max < theirs.protocol_min || own_min > peer_max {
+            let text = format!(
+                "incompatible dialects: this node speaks protocol {own_min} to {own_max}, the peer \
+                 {} to {peer_max}",
+                theirs.protocol_min
+            );
+            self.go_standalone(peer, text);
+            return;
+        }
+        if theirs.sender_node_id != peer || theirs.receiver_node_id != self.node_id {
+            let text = format!(
+                "the peer says it is node {} and expects node {}; configured here are node {peer} \
+                 and node {}",
+                theirs.sender_node_id, theirs.receiver_node_id, self.node_id
+            );
+            self.log(Level::Error, Some(peer), None, text);
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
+        let features = FEATURES & theirs.features;
+        let protocol = own_max.min(peer_max);
+        if protocol == 121 && features.contains(Features::RESYNC_DAGTAG) {
+            let text = "protocol 121 with dagtag requests merges resync acks; update the peer";
+            self.go_standalone(peer, text.into());
+            return;
+        }
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let alg = conn.net.cram_hmac_alg.clone();
+        let secret = conn.net.shared_secret.clone().unwrap_or_default();
+        let Some(link) = conn.link.as_mut() else {
+            return;
+        };
+        link.protocol = protocol;
+        link.features = features;
+        let Some(alg) = alg else {
+            self.send_protocol(peer);
+            return;
+        };
+        let alg = match HmacAlg::from_name(&alg) {
+            Ok(alg) => alg,
+            Err(error) => {
+                self.go_standalone(peer, format!("{error}"));
+                return;
+            }
+        };
+        let mut own = [0u8; 64];
+        for chunk in own.chunks_exact_mut(8) {
+            chunk.copy_from_slice(&self.rng.next_u64().to_be_bytes());
+        }
+        let nodes = Some((self.node_id, peer));
+        if let Some(link) = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut())
+        {
+            link.authenticator = Some(Authenticator::new(alg, &secret, own, nodes));
+        }
+        self.set_phase(peer, Phase::Challenge);
+        self.send(
+            peer,
+            Stream::Data,
+            VolumeNr::NONE,
+            Packet::AuthChallenge(own),
+        );
+    }
+
+    fn authenticator(&self, peer: NodeId) -> Option<&Authenticator> {
+        self.connections
+            .get(&peer)?
+            .link
+            .as_ref()?
+            .authenticator
+            .as_ref()
+    }
+
+    fn challenge_received(&mut self, peer: NodeId, theirs: &[u8; 64]) {
+        let Some(answer) = self.authenticator(peer).map(|a| a.respond(theirs)) else {
+            return;
+        };
+        match answer {
+            Ok(digest) => {
+                self.set_phase(peer, Phase::Response);
+                self.send(
+                    peer,
+                    Stream::Data,
+                    VolumeNr::NONE,
+                    Packet::AuthResponse(digest),
+                );
+            }
+            Err(error) => self.go_standalone(peer, format!("{error}")),
+        }
+    }
+
+    fn response_received(&mut self, peer: NodeId, theirs: Digest) {
+        let Some(verdict) = self.authenticator(peer).map(|a| a.check(theirs.as_bytes())) else {
+            return;
+        };
+        match verdict {
+            Ok(()) => self.send_protocol(peer),
+            Err(error) if error.may_retry() => {
+                self.log(Level::Warn, Some(peer), None, format!("{error}"));
+                self.drop_connection(peer, ConnState::NetworkFailure);
+            }
+            Err(error) => self.go_standalone(peer, format!("{error}")),
+        }
+    }
+
+    fn send_protocol(&mut self, peer: NodeId) {
+        self.set_phase(peer, Phase::Protocol);
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let packet = Packet::Protocol(protocol_packet(conn));
+        self.send(peer, Stream::Data, VolumeNr::NONE, packet);
+    }
+
+    fn protocol_received(&mut self, peer: NodeId, theirs: ProtocolPacket) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let ours = protocol_packet(conn);
+        if let Some(text) = protocol_mismatch(&ours, &theirs) {
+            self.go_standalone(peer, text);
+            return;
+        }
+        let alg = theirs.integrity_alg.as_str().unwrap_or_default();
+        if let Some(link) = conn.link.as_mut() {
+            link.peer_integrity = (!alg.is_empty()).then(|| alg.into());
+            link.dry_run = theirs.conn_flags.contains(ConnFlags::DRY_RUN);
+            link.peer_discards = theirs.conn_flags.contains(ConnFlags::DISCARD_MY_DATA);
+        }
+        let patience = conn.ping_timeout().times(10);
+        self.set_phase(peer, Phase::Ready);
+        let now = self.now;
+        if self.node_id < peer {
+            self.timers.set(Timer::ConnectTwopc(peer), now);
+            self.timers.clear(Timer::Handshake(peer));
+        } else {
+            self.timers.set(Timer::Handshake(peer), now + patience);
+        }
+    }
+
+    fn protocol_updated(&mut self, peer: NodeId, theirs: &ProtocolPacket) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let alg = theirs.integrity_alg.as_str().unwrap_or_default();
+        if let Some(link) = conn.link.as_mut() {
+            link.peer_integrity = (!alg.is_empty()).then(|| alg.into());
+        }
+    }
+
+    pub(crate) fn set_phase(&mut self, peer: NodeId, phase: Phase) {
+        if let Some(link) = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut())
+        {
+            link.phase = phase;
+        }
+    }
+
+    /// The handshake's next packet did not come in time.
+    pub(crate) fn handshake_timeout(&mut self, peer: NodeId) {
+        if self.state.conn(peer) == ConnState::Connecting {
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        }
+    }
+
+    /// Bytes came on the control stream: the peer lives.
+    pub(crate) fn restart_ping_timer(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let Some(link) = conn.link.as_ref() else {
+            return;
+        };
+        let span = if link.ping_outstanding {
+            conn.ping_timeout()
+        } else {
+            Duration::from_secs(u64::from(conn.net.ping_int_s))
+        };
+        let at = self.now + span;
+        self.timers.set(Timer::Ping(peer), at);
+    }
+
+    pub(crate) fn ping_timer(&mut self, peer: NodeId) {
+        let Some(link) = self.connections.get(&peer).and_then(|c| c.link.as_ref()) else {
+            return;
+        };
+        if link.ping_outstanding {
+            self.log(
+                Level::Warn,
+                Some(peer),
+                None,
+                "the peer did not answer a ping".into(),
+            );
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        } else {
+            self.ping(peer);
+        }
+    }
+
+    /// Sends a ping unless one is under way; its answer is due within `ping-timeout`.
+    pub(crate) fn ping(&mut self, peer: NodeId) {
+        let Some(link) = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut())
+        else {
+            return;
+        };
+        if !link.ping_outstanding {
+            link.ping_outstanding = true;
+            self.send(peer, Stream::Control, VolumeNr::NONE, Packet::Ping);
+            self.restart_ping_timer(peer);
+        }
+    }
+
+    fn ping_answered(&mut self, peer: NodeId) {
+        if let Some(link) = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut())
+        {
+            link.ping_outstanding = false;
+        }
+        self.restart_ping_timer(peer);
+        self.pings_progress();
+    }
+
+    /// The driver connects again after a pause, when the lost link's writes have drained.
+    pub(crate) fn reconnect(&mut self, peer: NodeId) {
+        if self.state.conn(peer) == ConnState::Unconnected {
+            self.hard_change(Change::new().conn(peer, ConnState::Connecting));
+        }
+    }
+
+    /// Role of the conflict resolver (semantics.md, 9.1).
+    pub(crate) fn resolves_conflicts(&self, peer: NodeId) -> bool {
+        self.connections
+            .get(&peer)
+            .and_then(|c| c.link.as_ref())
+            .is_some_and(|l| l.resolve_conflicts)
+    }
+
+    /// `connect`.
+    pub(crate) fn command_connect(
+        &mut self,
+        peer: NodeId,
+        discard_my_data: bool,
+        tentative: bool,
+    ) -> Result<Answer, CommandError> {
+        let role = self.state.role;
+        let conn_state = self.state.conn(peer);
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return Err(crate::admin::no_peer(peer));
+        };
+        if conn_state != ConnState::StandAlone {
+            return Err(CommandError {
+                code: crate::command::ErrorCode::ERR_NET_CONFIGURED,
+                text: format!("the connection to node {peer} is {conn_state:?} already"),
+            });
+        }
+        if discard_my_data && role == Role::Primary {
+            return Err(CommandError {
+                code: crate::command::ErrorCode::ERR_DISCARD_IMPOSSIBLE,
+                text: "--discard-my-data is not possible on a Primary; demote it first".into(),
+            });
+        }
+        conn.discard_my_data = discard_my_data;
+        conn.tentative = tentative;
+        conn.attempts = 0;
+        self.hard_change(Change::new().conn(peer, ConnState::Unconnected));
+        Ok(Answer::Done)
+    }
+}
+
+/// `P_PROTOCOL` for this connection's options.
+pub(crate) fn protocol_packet(conn: &Connection) -> ProtocolPacket {
+    let net = &conn.net;
+    let mut conn_flags = ConnFlags::empty();
+    if conn.discard_my_data {
+        conn_flags |= ConnFlags::DISCARD_MY_DATA;
+    }
+    if conn.tentative {
+        conn_flags |= ConnFlags::DRY_RUN;
+    }
+    ProtocolPacket {
+        protocol: match net.protocol {
+            Protocol::A => ReplicationProtocol::A,
+            Protocol::B => ReplicationProtocol::B,
+            Protocol::C => ReplicationProtocol::C,
+        },
+        after_sb_0p: after_sb(net.after_sb_0pri),
+        after_sb_1p: after_sb(net.after_sb_1pri),
+        after_sb_2p: after_sb(net.after_sb_2pri),
+        conn_flags,
+        two_primaries: net.allow_two_primaries,
+        integrity_alg: net
+            .data_integrity_alg
+            .as_ref()
+            .and_then(|a| AlgName::new(a.as_bytes()))
+            .unwrap_or_default(),
+    }
+}
+
+fn after_sb(policy: AfterSplitBrain) -> AfterSb {
+    match policy {
+        AfterSplitBrain::Disconnect => AfterSb::Disconnect,
+        AfterSplitBrain::DiscardYoungerPrimary => AfterSb::DiscardYoungerPrimary,
+        AfterSplitBrain::DiscardOlderPrimary => AfterSb::DiscardOlderPrimary,
+        AfterSplitBrain::DiscardZeroChanges => AfterSb::DiscardZeroChanges,
+        AfterSplitBrain::DiscardLeastChanges => AfterSb::DiscardLeastChanges,
+        AfterSplitBrain::DiscardLocal => AfterSb::DiscardLocal,
+        AfterSplitBrain::DiscardRemote => AfterSb::DiscardRemote,
+        AfterSplitBrain::Consensus => AfterSb::Consensus,
+        AfterSplitBrain::DiscardSecondary => AfterSb::DiscardSecondary,
+        AfterSplitBrain::CallPriLostAfterSb => AfterSb::CallPriLostAfterSb,
+        AfterSplitBrain::ViolentlyAs0p => AfterSb::ViolentlyAs0p,
+        AfterSplitBrain::RetryConnect => AfterSb::RetryConnect,
+        AfterSplitBrain::AutoDiscard => AfterSb::AutoDiscard,
+    }
+}
+
+/// The first thing in which the two sides' settings do not go together (wire.md, 5.4).
+fn protocol_mismatch(ours: &ProtocolPacket, theirs: &ProtocolPacket) -> Option<String> {
+    let mirrored = |policy: AfterSb| match policy {
+        AfterSb::DiscardLocal => AfterSb::DiscardRemote,
+        AfterSb::DiscardRemote => AfterSb::DiscardLocal,
+        other => other,
+    };
+    let differs = |name: &str, ours: &dyn core::fmt::Debug, theirs: &dyn core::fmt::Debug| {
+        Some(format!(
+            "incompatible {name} settings: {ours:?} here, {theirs:?} at the peer"
+        ))
+    };
+    if ours.protocol != theirs.protocol {
+        return differs("protocol", &ours.protocol, &theirs.protocol);
+    }
+    for (name, mine, peer) in [
+        ("after-sb-0pri", ours.after_sb_0p, theirs.after_sb_0p),
+        ("after-sb-1pri", ours.after_sb_1p, theirs.after_sb_1p),
+        ("after-sb-2pri", ours.after_sb_2p, theirs.after_sb_2p),
+    ] {
+        if mine != mirrored(peer) {
+            return differs(name, &mine, &peer);
+        }
+    }
+    let discards = ConnFlags::DISCARD_MY_DATA;
+    if ours.conn_flags.contains(discards) && theirs.conn_flags.contains(discards) {
+        return Some("both sides were told to discard their data; connect one without".into());
+    }
+    if ours.two_primaries != theirs.two_primaries {
+        return differs(
+            "allow-two-primaries",
+            &ours.two_primaries,
+            &theirs.two_primaries,
+        );
+    }
+    if ours.integrity_alg != theirs.integrity_alg {
+        return differs(
+            "data-integrity-alg",
+            &ours.integrity_alg,
+            &theirs.integrity_alg,
+        );
+    }
+    None
+}

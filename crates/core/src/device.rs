@@ -1,0 +1,327 @@
+//! A volume: its disk, its metadata, and what is remembered of each peer's.
+
+use alloc::collections::BTreeMap;
+use alloc::collections::VecDeque;
+use alloc::string::String;
+
+use lockstep_format::units::{Dagtag, NodeId, Uuid, VolumeNr};
+use lockstep_format::wire::{ReplState, UuidFlags};
+
+use crate::command::MetaIndex;
+use crate::data::{DeviceIo, DiskIo, PeerIo};
+use crate::event::{CommandId, DiskInfo};
+use crate::generation::Generations;
+use crate::options::{DiskOptions, PeerDeviceOptions};
+use crate::uuids::PeerUuids;
+
+/// A volume of a resource.
+#[derive(Debug)]
+pub struct Device {
+    /// Its number.
+    pub volume: VolumeNr,
+    /// Its minor, for reports.
+    pub minor: u32,
+    /// It is meant to have no disk on this node.
+    pub intentional_diskless: bool,
+    /// Usable size in sectors as agreed with the peers; 0 if not known.
+    pub size_sectors: u64,
+    /// Its disk, from the start of an attach to the end of a detach.
+    pub disk: Option<LocalDisk>,
+    /// Generation of the data that this node has shown to applications; what a diskless node has
+    /// instead of a current UUID.
+    pub exposed_uuid: Uuid,
+    /// A new current UUID is due (semantics.md, 12.4).
+    pub new_uuid_pending: bool,
+    /// Openers for reading and for writing.
+    pub openers: Openers,
+    /// The volume towards each peer; one entry for every connection.
+    pub peers: BTreeMap<NodeId, PeerDevice>,
+    /// The data path's part.
+    pub io: DeviceIo,
+}
+
+/// How many front ends have a volume open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Openers {
+    /// For reading only.
+    pub readers: u32,
+    /// For writing.
+    pub writers: u32,
+}
+
+/// A volume's disk with its metadata in memory.
+#[derive(Debug)]
+pub struct LocalDisk {
+    /// Path of the data device, for messages.
+    pub data_path: String,
+    /// Path of the metadata device, for messages.
+    pub meta_path: Option<String>,
+    /// Where the metadata lies.
+    pub index: MetaIndex,
+    /// Options.
+    pub options: DiskOptions,
+    /// What the driver found.
+    pub info: DiskInfo,
+    /// Progress of the attach or detach.
+    pub phase: DiskPhase,
+    /// The superblock as read, with everything that is not in `generations`.
+    pub superblock: Option<lockstep_format::disk::v09::SuperBlock>,
+    /// Where the areas lie.
+    pub layout: Option<lockstep_format::disk::layout::Layout>,
+    /// UUIDs, slots and flags: the live copy.
+    pub generations: Generations,
+    /// The node was a Primary that went down without a graceful end (flag `CRASHED_PRIMARY`).
+    pub crashed_primary: bool,
+    /// It was a Primary that lost quorum (flag `PRIMARY_LOST_QUORUM`).
+    pub primary_lost_quorum: bool,
+    /// A last man standing keeps its quorum over a restart (semantics.md, 8.3).
+    pub restore_quorum: bool,
+    /// How far a detach has come.
+    pub leaving: Option<crate::attach::Leaving>,
+    /// Superblock writes in flight and waiting.
+    pub writer: MetaWriter,
+    /// Activity log and bitmap.
+    pub io: DiskIo,
+}
+
+/// Where an attach or detach stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskPhase {
+    /// The driver opens it.
+    Opening {
+        /// Who waits for the attach.
+        command: CommandId,
+    },
+    /// Superblock, activity log and bitmap are read.
+    Reading {
+        /// Who waits for the attach.
+        command: CommandId,
+        /// What is still on its way.
+        step: crate::attach::ReadStep,
+    },
+    /// Usable, as far as the disk state says.
+    Attached {
+        /// Who waits for the end of the negotiation.
+        command: Option<CommandId>,
+    },
+    /// The driver closes it.
+    Closing {
+        /// Who waits for the detach.
+        command: Option<CommandId>,
+    },
+}
+
+/// Writes the superblock: one write in flight, later changes go with the next one.
+#[derive(Debug, Default)]
+pub struct MetaWriter {
+    /// Counts changes; a write carries the count at its start.
+    pub changed: u64,
+    /// The count of the write in flight.
+    pub in_flight: Option<u64>,
+    /// The count that is durable.
+    pub durable: u64,
+    /// What waits for a count to be durable, in ascending order.
+    pub waiting: VecDeque<(u64, AfterMeta)>,
+}
+
+/// What happens once the superblock is durable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AfterMeta {
+    /// A new current UUID is durable on this volume; requests that wait for it go on.
+    NewUuid,
+    /// The generation of a forced promotion is durable.
+    ForcedUuid,
+    /// A followed generation is durable; everybody is told.
+    SpreadUuids,
+    /// A command of this volume is answered with success.
+    Answer(CommandId),
+    /// The disk is known to be Inconsistent: resync data of this peer may be written.
+    ResyncStart(NodeId),
+    /// The disk is known to be as good as this peer's: the resync ends.
+    ResyncEnd(NodeId),
+    /// Full sync with this peer is marked on disk; the bits may follow.
+    FullSync(NodeId),
+}
+
+/// A volume towards a peer.
+#[derive(Debug)]
+pub struct PeerDevice {
+    /// Options.
+    pub options: PeerDeviceOptions,
+    /// The peer's UUIDs as last reported; none before the first report on this link.
+    pub uuids: Option<PeerUuids>,
+    /// The current UUID last known of a diskless or vanished peer.
+    pub current_uuid: Uuid,
+    /// What the peer said of its size and limits.
+    pub sizes: Option<PeerSizes>,
+    /// The peer's last state word, in 9.x numbering.
+    pub last_state: Option<lockstep_format::wire::PeerState>,
+    /// The verdict of the handshake in progress; applied at the commit.
+    pub verdict: Option<ConnectVerdict>,
+    /// Why there will be no connection, known before the verdict.
+    pub refusal: Option<crate::validity::Refusal>,
+    /// This node's UUIDs as last sent on this link.
+    pub sent_uuids: Option<PeerUuids>,
+    /// The peer's last state word said that it was sync target.
+    pub peer_was_target: bool,
+    /// The peer has quorum.
+    pub quorate: bool,
+    /// This node sent its part of the handshake on this link.
+    pub sent_handshake: bool,
+    /// Result of the attach handshake with this peer; none while it is negotiating.
+    pub negotiation: Option<Option<ReplState>>,
+    /// Flags that go with the next UUIDs.
+    pub uuid_flags: UuidFlags,
+    /// The next state packet of the peer runs a comparison (semantics.md, 9.6).
+    pub consider_resync: bool,
+    /// The connection was up since this node started (UUID flag RECONNECT).
+    pub reconnect: bool,
+    /// A running resync has a source that is not stable (semantics.md, 14.2).
+    pub unstable_resync: bool,
+    /// Comparisons that hit a running resync.
+    pub resync_again: u32,
+    /// The superblock says Inconsistent: requests may be made.
+    pub resync_ready: bool,
+    /// Nodes that the source of the resync that ends knows to be behind.
+    pub behind: lockstep_format::units::NodeMask,
+    /// `rs_start_uuid` of a running resync as target (semantics.md, 12.10).
+    pub resync_start_uuid: Uuid,
+    /// Old generation in this peer's slot, until it reports the new one.
+    pub provisional: Option<Uuid>,
+    /// A reconciliation resync runs or is owed (semantics.md, 18.5).
+    pub reconcile: Reconcile,
+    /// The peer ended its resync while this node's was not yet started.
+    pub finished_early: Option<lockstep_format::wire::DiskState>,
+    /// The data path's part.
+    pub io: PeerIo,
+}
+
+/// Where the reconciliation after the loss of a Primary stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reconcile {
+    /// Nothing is owed.
+    #[default]
+    No,
+    /// The peer's dagtag is awaited.
+    Pending {
+        /// The lost Primary.
+        lost: NodeId,
+    },
+    /// The resync runs.
+    Running {
+        /// The lost Primary.
+        lost: NodeId,
+        /// The dagtag that both reach.
+        dagtag: Dagtag,
+    },
+}
+
+/// What the handshake decided for a volume; applied when the connect commits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConnectVerdict {
+    /// Replication state.
+    pub repl: ReplState,
+    /// The peer's role.
+    pub peer_role: lockstep_format::wire::Role,
+    /// The peer's disk.
+    pub peer_disk: lockstep_format::wire::DiskState,
+    /// The peer pauses resync.
+    pub susp_peer: bool,
+    /// This node's disk, if the handshake changes it.
+    pub own_disk: Option<lockstep_format::wire::DiskState>,
+    /// What to do with the bitmap before the exchange.
+    pub strategy: Option<crate::compare::Strategy>,
+    /// The resync reconciles survivors of a lost Primary.
+    pub reconciliation: bool,
+    /// This node's slot for the peer is outdated knowledge.
+    pub clear_own_slot: bool,
+    /// Why there will be no connection.
+    pub refusal: Option<crate::validity::Refusal>,
+}
+
+/// `P_SIZES` of a peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerSizes {
+    /// Backing disk in sectors.
+    pub disk_sectors: u64,
+    /// Size that its configuration wants, 0 for none.
+    pub wanted_sectors: u64,
+    /// Its current size in sectors.
+    pub current_sectors: u64,
+    /// Largest request in bytes.
+    pub max_bio_bytes: u32,
+    /// Bitmap block shift, 12 for 4 KiB.
+    pub bitmap_block_shift: u8,
+}
+
+impl PeerDevice {
+    /// A volume towards a peer that was never heard of.
+    pub fn new(options: PeerDeviceOptions) -> Self {
+        PeerDevice {
+            options,
+            uuids: None,
+            current_uuid: Uuid::ZERO,
+            sizes: None,
+            last_state: None,
+            verdict: None,
+            refusal: None,
+            sent_uuids: None,
+            peer_was_target: false,
+            quorate: false,
+            sent_handshake: false,
+            negotiation: None,
+            uuid_flags: UuidFlags::empty(),
+            consider_resync: false,
+            reconnect: false,
+            unstable_resync: false,
+            resync_again: 0,
+            resync_ready: false,
+            behind: lockstep_format::units::NodeMask::EMPTY,
+            resync_start_uuid: Uuid::ZERO,
+            provisional: None,
+            reconcile: Reconcile::No,
+            finished_early: None,
+            io: PeerIo::default(),
+        }
+    }
+}
+
+impl Device {
+    /// A diskless volume.
+    pub fn new(volume: VolumeNr, minor: u32, intentional_diskless: bool) -> Self {
+        Device {
+            volume,
+            minor,
+            intentional_diskless,
+            size_sectors: 0,
+            disk: None,
+            exposed_uuid: Uuid::ZERO,
+            new_uuid_pending: false,
+            openers: Openers::default(),
+            peers: BTreeMap::new(),
+            io: DeviceIo::default(),
+        }
+    }
+
+    /// The disk if its metadata are in memory.
+    pub fn attached(&self) -> Option<&LocalDisk> {
+        self.disk
+            .as_ref()
+            .filter(|d| matches!(d.phase, DiskPhase::Attached { .. }))
+    }
+
+    /// The disk if its metadata are in memory.
+    pub fn attached_mut(&mut self) -> Option<&mut LocalDisk> {
+        self.disk
+            .as_mut()
+            .filter(|d| matches!(d.phase, DiskPhase::Attached { .. }))
+    }
+
+    /// Generation of this node's data: of the disk, or what it has exposed.
+    pub fn current_uuid(&self) -> Uuid {
+        match self.attached() {
+            Some(disk) => disk.generations.current,
+            None => self.exposed_uuid,
+        }
+    }
+}

@@ -1,0 +1,1002 @@
+//! The per-volume part of a handshake: packets, the sync decision, and what a connect commits
+//! (semantics.md, 9.2, 9.6 and 13; wire.md, 5.5 and 5.6).
+
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
+use lockstep_format::wire::packet::{
+    AlgName, CurrentUuid, DeviceLimits, DynamicRate, EnableReplication, Sizes, SyncParam89,
+};
+use lockstep_format::wire::{
+    self, ConnState, DeviceDescFlags, DiskState, Features, Packet, PeerState, ReplState, Role,
+    UuidFlags,
+};
+
+use crate::command::ErrorCode;
+use crate::compare::{self, Handshake, LostPrimary, Side, Strategy};
+use crate::connection::{Link, Phase};
+use crate::device::{ConnectVerdict, PeerSizes};
+use crate::event::Stream;
+use crate::options::Quorum;
+use crate::report::Level;
+use crate::resource::Resource;
+use crate::state::{ReplSets, State};
+use crate::time::Duration;
+use crate::timers::Timer;
+use crate::transition::Change;
+use crate::twopc::WishKind;
+use crate::validity::Refusal;
+
+/// Largest request that this node takes, in bytes.
+const MAX_BIO_BYTES: u32 = wire::BIO_LEN_MAX;
+
+impl Resource {
+    pub(crate) fn dialect_of(&self, link: Option<&Link>) -> wire::Dialect {
+        let Some(link) = link else {
+            return wire::Dialect::INITIAL;
+        };
+        wire::Dialect {
+            protocol: link.protocol,
+            features: link.features,
+            integrity_len: link
+                .peer_integrity
+                .as_deref()
+                .map_or(0, crate::auth::digest_len),
+        }
+    }
+
+    /// The lower node id starts the connect two-phase commit, again and again if need be.
+    pub(crate) fn start_connect_twopc(&mut self, peer: NodeId) {
+        let ready = self.state.conn(peer) == ConnState::Connecting
+            && self
+                .connections
+                .get(&peer)
+                .and_then(|c| c.link.as_ref())
+                .is_some_and(|l| l.phase == Phase::Ready);
+        if !ready {
+            return;
+        }
+        if !self.may_connect_now(peer) || self.twopc.current.is_some() {
+            let at = self.now + Duration::from_millis(50);
+            self.timers.set(Timer::ConnectTwopc(peer), at);
+            return;
+        }
+        self.wish(WishKind::Connect(peer), None);
+    }
+
+    /// Nothing is under way here that the handshake's packets could miss.
+    pub(crate) fn may_connect_now(&self, peer: NodeId) -> bool {
+        self.new_uuid.is_none()
+            && self.steps.is_empty()
+            && !self.unsettled_requests(peer)
+            && self.connections.get(&peer).is_some_and(|c| !c.draining)
+            && self
+                .state
+                .devices
+                .values()
+                .all(|d| !matches!(d.disk, DiskState::Attaching | DiskState::Detaching))
+            && self.devices.values().all(|d| {
+                d.disk.as_ref().is_none_or(|disk| {
+                    matches!(disk.phase, crate::device::DiskPhase::Attached { .. })
+                })
+            })
+    }
+
+    /// An attempt failed for a reason that may pass.
+    pub(crate) fn connect_attempt_failed(&mut self, peer: NodeId, pause: Duration) {
+        self.handshake_aborted(peer);
+        let links = self.state.connections.len().max(1) as u64;
+        let jitter = Duration::from_millis(self.rng.below(50 * links));
+        let at = self.now + pause + jitter;
+        if self.state.conn(peer) == ConnState::Connecting {
+            self.timers.set(Timer::ConnectTwopc(peer), at);
+        }
+    }
+
+    /// A handshake that does not come to a commit: its packets do not count.
+    pub(crate) fn handshake_aborted(&mut self, peer: NodeId) {
+        for device in self.devices.values_mut() {
+            if let Some(pd) = device.peers.get_mut(&peer) {
+                pd.verdict = None;
+                pd.sent_handshake = false;
+            }
+        }
+        let patience = self
+            .connections
+            .get(&peer)
+            .map(|c| c.ping_timeout().times(10));
+        if let (Some(patience), true) = (patience, self.node_id > peer) {
+            if self.state.conn(peer) == ConnState::Connecting {
+                let at = self.now + patience;
+                self.timers.set(Timer::Handshake(peer), at);
+            }
+        }
+    }
+
+    /// The connect came to a no (semantics.md, 9.2, "result handling").
+    pub(crate) fn connect_refused(&mut self, peer: NodeId, refusal: &Refusal) {
+        self.apply_local_consequences(peer);
+        let retry = matches!(
+            refusal.code,
+            ErrorCode::HANDSHAKE_RETRY
+                | ErrorCode::IN_TRANSIENT_STATE
+                | ErrorCode::CONCURRENT_ST_CHG
+                | ErrorCode::PRIMARY_READER
+                | ErrorCode::TIMEOUT
+        ) || (self.retries_conflicts(peer)
+            && matches!(
+                refusal.code,
+                ErrorCode::CW_FAILED_BY_PEER | ErrorCode::TWO_PRIMARIES
+            ));
+        if retry {
+            self.connect_attempt_failed(peer, Duration::from_secs(1));
+            return;
+        }
+        match refusal.code {
+            ErrorCode::HANDSHAKE_DISCONNECT
+            | ErrorCode::CW_FAILED_BY_PEER
+            | ErrorCode::TWO_PRIMARIES => {
+                self.send(peer, Stream::Data, VolumeNr::NONE, Packet::Disconnect);
+                let text = format!("the connection was refused: {}", refusal.text);
+                self.go_standalone(peer, text);
+            }
+            _ => self.drop_connection(peer, ConnState::NetworkFailure),
+        }
+    }
+
+    fn retries_conflicts(&self, peer: NodeId) -> bool {
+        self.connections
+            .get(&peer)
+            .is_some_and(|c| c.net.rr_conflict == crate::options::AfterSplitBrain::RetryConnect)
+    }
+
+    /// A failed connect still taught that the peer has newer data.
+    fn apply_local_consequences(&mut self, peer: NodeId) {
+        if self.state.role != Role::Secondary {
+            return;
+        }
+        let mut change = Change::new();
+        change.ignore_impossible_outdate = true;
+        for (volume, device) in &self.devices {
+            let target = device.peers.get(&peer).and_then(|pd| pd.verdict.as_ref());
+            if target.is_some_and(|v| v.repl.becomes_target())
+                && self.state.disk(*volume) > DiskState::Outdated
+            {
+                change = change.disk(*volume, DiskState::Outdated);
+            }
+        }
+        self.hard_change(change);
+    }
+
+    /// Sends this node's part of the handshake, all volumes.
+    pub(crate) fn send_handshake(&mut self, peer: NodeId) {
+        if let Some((node_id, dagtag)) = self.lost_primary_for(peer) {
+            let packet = wire::packet::PeerDagtag { dagtag, node_id };
+            self.send(
+                peer,
+                Stream::Data,
+                VolumeNr::NONE,
+                Packet::PeerDagtag(packet),
+            );
+        }
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            self.send_volume(peer, volume);
+        }
+    }
+
+    fn send_volume(&mut self, peer: NodeId, volume: VolumeNr) {
+        self.send_sync_param(peer, volume);
+        if self
+            .features(peer)
+            .contains(Features::RESYNC_WITHOUT_REPLICATION)
+        {
+            let packet = Packet::EnableReplicationNext(EnableReplication { enable: true });
+            self.send(peer, Stream::Data, volume, packet);
+        }
+        self.send_sizes(peer, volume);
+        self.send_uuids(peer, volume, UuidFlags::empty());
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.sent_handshake = true;
+        }
+        let state = self.state.clone();
+        self.send_state(peer, volume, &state);
+        // The peer's packets may have been faster.
+        self.evaluate(peer, volume);
+    }
+
+    pub(crate) fn features(&self, peer: NodeId) -> Features {
+        self.connections
+            .get(&peer)
+            .map_or(Features::empty(), |c| c.features())
+    }
+
+    fn send_sync_param(&mut self, peer: NodeId, volume: VolumeNr) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let Some(pd) = self.devices.get(&volume).and_then(|d| d.peers.get(&peer)) else {
+            return;
+        };
+        let name = |alg: &Option<String>| {
+            alg.as_ref()
+                .and_then(|a| AlgName::new(a.as_bytes()))
+                .unwrap_or_default()
+        };
+        let packet = SyncParam89 {
+            resync_rate_kib_s: pd.options.resync_rate_kib_s,
+            verify_alg: name(&conn.net.verify_alg),
+            csums_alg: name(&conn.net.csums_alg),
+            dynamic: Some(DynamicRate {
+                plan_ahead_ds: pd.options.c_plan_ahead_tenths,
+                delay_target_ds: pd.options.c_delay_target_tenths,
+                fill_target_sectors: pd.options.c_fill_target_sectors,
+                max_rate_kib_s: pd.options.c_max_rate_kib_s,
+            }),
+        };
+        self.send(peer, Stream::Data, volume, Packet::SyncParam89(packet));
+    }
+
+    pub(crate) fn send_sizes(&mut self, peer: NodeId, volume: VolumeNr) {
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let disk = device.attached();
+        let info = disk.map(|d| d.info);
+        let block = info.map_or(512, |i| i.logical_block_bytes);
+        let limits = DeviceLimits {
+            physical_block_size_bytes: info.map_or(512, |i| i.physical_block_bytes),
+            logical_block_size_bytes: block,
+            alignment_offset_bytes: 0,
+            io_min_bytes: block,
+            io_opt_bytes: 0,
+            discard_enabled: u8::from(info.is_some_and(|i| i.discard)),
+            discard_zeroes_data: 0,
+            write_same_capable: 0,
+            bm_block_shift_minus_12: 0,
+        };
+        let packet = Sizes {
+            d_size: Sector(disk.map_or(0, |d| d.usable_sectors())),
+            u_size: Sector(disk.and_then(|d| d.options.size_sectors).unwrap_or(0)),
+            c_size: Sector(device.size_sectors),
+            max_bio_size_bytes: MAX_BIO_BYTES,
+            queue_order_type: 0,
+            dds_flags: DeviceDescFlags::empty(),
+            limits: self
+                .features(peer)
+                .contains(Features::WSAME)
+                .then_some(limits),
+        };
+        self.send(peer, Stream::Data, volume, Packet::Sizes(packet));
+    }
+
+    /// Sends the UUIDs, or what a diskless node has instead.
+    pub(crate) fn send_uuids(&mut self, peer: NodeId, volume: VolumeNr, flags: UuidFlags) {
+        let attached = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.attached().is_some());
+        if !attached {
+            let uuid = self
+                .devices
+                .get(&volume)
+                .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+            let packet = CurrentUuid {
+                uuid,
+                weak_nodes: self.weak_nodes(volume),
+            };
+            self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
+            return;
+        }
+        let Some(set) = self.own_uuids(peer, volume, flags) else {
+            return;
+        };
+        let packet = set.to_packet110();
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.sent_uuids = Some(set);
+        }
+        self.send(peer, Stream::Data, volume, Packet::Uuids110(packet));
+    }
+
+    /// This node's state word for a volume.
+    pub(crate) fn state_packet(&self, peer: NodeId, volume: VolumeNr, state: &State) -> PeerState {
+        let c = state.connections.get(&peer).copied().unwrap_or_default();
+        let device = state.devices.get(&volume);
+        let p = state.peer_device(volume, peer);
+        let own = device.map_or(DiskState::Diskless, |d| d.disk);
+        PeerState {
+            role: state.role,
+            peer: c.peer_role,
+            conn: c.conn,
+            repl: p.repl,
+            disk: own,
+            pdsk: p.disk,
+            susp: state.susp_user,
+            susp_nod: state.susp_nod,
+            susp_fen: c.susp_fen,
+            aftr_isp: p.combined_dependency(own),
+            peer_isp: p.susp_peer,
+            user_isp: p.susp_user,
+            quorum: device.is_some_and(|d| d.have_quorum),
+        }
+    }
+
+    /// A role change is told with the state of each volume.
+    pub(crate) fn send_role(&mut self, peer: NodeId, state: &State) {
+        let volumes: Vec<VolumeNr> = state.devices.keys().copied().collect();
+        for volume in volumes {
+            self.send_state(peer, volume, state);
+        }
+    }
+
+    /// Packets of a volume's handshake and state; returns the packet if it is another one.
+    pub(crate) fn volume_packet(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        packet: Packet,
+    ) -> Option<Packet> {
+        match packet {
+            Packet::PeerDagtag(dagtag) => self.peer_dagtag_received(peer, dagtag),
+            Packet::SyncParam89(param) => self.sync_param_received(peer, volume, &param),
+            Packet::Sizes(sizes) => self.sizes_received(peer, volume, sizes),
+            Packet::Uuids110(uuids) => self.uuids_received(peer, volume, &uuids),
+            Packet::CurrentUuid(uuid) => self.current_uuid_received(peer, volume, uuid),
+            Packet::EnableReplicationNext(_) => {}
+            Packet::EnableReplication(enable) => {
+                self.hard_change(Change::new().replication(volume, peer, enable.enable));
+            }
+            Packet::State(state) => self.state_received(peer, volume, state),
+            other => return Some(other),
+        }
+        None
+    }
+
+    fn sync_param_received(&mut self, peer: NodeId, volume: VolumeNr, param: &SyncParam89) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let theirs = param.csums_alg.as_str().unwrap_or_default();
+        let ours = conn.net.csums_alg.clone().unwrap_or_default();
+        if self.state.conn(peer) < ConnState::Connected && theirs != ours {
+            let text = format!(
+                "csums-alg differs: {ours:?} here, {theirs:?} at the peer; configure the same"
+            );
+            self.refuse(peer, volume, ErrorCode::HANDSHAKE_DISCONNECT, text);
+        }
+    }
+
+    fn sizes_received(&mut self, peer: NodeId, volume: VolumeNr, sizes: Sizes) {
+        if !self.devices.contains_key(&volume) {
+            return;
+        }
+        let bogus = (sizes.d_size.0 != 0 && sizes.c_size > sizes.d_size)
+            || (sizes.u_size.0 != 0 && sizes.c_size > sizes.u_size);
+        if bogus {
+            let text = format!(
+                "the peer's sizes of volume {volume} contradict each other: current {}, disk {}, \
+                 configured {} sectors",
+                sizes.c_size.0, sizes.d_size.0, sizes.u_size.0
+            );
+            self.refuse(peer, volume, ErrorCode::HANDSHAKE_DISCONNECT, text);
+            return;
+        }
+        let shift = sizes.limits.map_or(12, |l| 12 + l.bm_block_shift_minus_12);
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return;
+        };
+        pd.sizes = Some(PeerSizes {
+            disk_sectors: sizes.d_size.0,
+            wanted_sectors: sizes.u_size.0,
+            current_sectors: sizes.c_size.0,
+            max_bio_bytes: sizes.max_bio_size_bytes,
+            bitmap_block_shift: shift,
+        });
+        if let Err(text) = self.agree_on_size(peer, volume) {
+            self.refuse(peer, volume, ErrorCode::HANDSHAKE_DISCONNECT, text);
+        }
+    }
+
+    /// Remembers that the handshake of this volume cannot succeed; outside of a handshake the
+    /// connection ends.
+    fn refuse(&mut self, peer: NodeId, volume: VolumeNr, code: ErrorCode, text: String) {
+        if self.state.conn(peer) == ConnState::Connected {
+            self.go_standalone(peer, text);
+            return;
+        }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.refusal = Some(Refusal { code, text });
+        }
+    }
+
+    fn state_received(&mut self, peer: NodeId, volume: VolumeNr, state: PeerState) {
+        if volume.is_none() || !self.devices.contains_key(&volume) {
+            if volume.is_none() && state.role == Role::Secondary {
+                self.hard_change(Change::new().peer_role(peer, Role::Secondary));
+            }
+            return;
+        }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.last_state = Some(state);
+        }
+        match self.state.conn(peer) {
+            ConnState::Connecting => {
+                self.evaluate(peer, volume);
+                self.twopc_progress();
+            }
+            ConnState::Connected => self.established_state_received(peer, volume, state),
+            _ => {}
+        }
+    }
+
+    /// The sync decision of a volume in the connect handshake, once both sides' packets are known.
+    fn evaluate(&mut self, peer: NodeId, volume: VolumeNr) {
+        if self.state.conn(peer) != ConnState::Connecting {
+            return;
+        }
+        let Some(pd) = self.devices.get(&volume).and_then(|d| d.peers.get(&peer)) else {
+            return;
+        };
+        if !pd.sent_handshake {
+            return;
+        }
+        let Some(theirs) = pd.last_state else { return };
+        let refused = pd.refusal.clone();
+        let has_bitmap = pd.options.bitmap;
+        let mut verdict = ConnectVerdict {
+            repl: ReplState::Established,
+            peer_role: theirs.role,
+            peer_disk: theirs.disk,
+            susp_peer: theirs.aftr_isp || theirs.user_isp,
+            own_disk: None,
+            strategy: None,
+            reconciliation: false,
+            clear_own_slot: false,
+            refusal: refused,
+        };
+        let diskful =
+            |disk: DiskState| disk >= DiskState::Inconsistent && disk != DiskState::DUnknown;
+        if !has_bitmap && diskful(theirs.disk) {
+            verdict.refusal.get_or_insert(Refusal {
+                code: ErrorCode::HANDSHAKE_DISCONNECT,
+                text: format!("node {peer} is configured diskless here, but it has a disk"),
+            });
+        } else if diskful(self.state.disk(volume)) && diskful(theirs.disk) {
+            self.decide_sync(peer, volume, theirs, compare::Phase::Connect, &mut verdict);
+        } else {
+            self.decide_diskless(peer, volume, theirs, &mut verdict);
+        }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.verdict = Some(verdict);
+        }
+    }
+
+    /// Compares the two UUID sets and fills the verdict in.
+    fn decide_sync(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+        phase: compare::Phase,
+        verdict: &mut ConnectVerdict,
+    ) {
+        let Some(result) = self.compare_with(peer, volume, theirs, phase) else {
+            verdict.refusal.get_or_insert(Refusal {
+                code: ErrorCode::HANDSHAKE_RETRY,
+                text: "the peer did not send its UUIDs".into(),
+            });
+            return;
+        };
+        let strategy = result.strategy;
+        let own_role = self.state.role;
+        self.log(
+            Level::Info,
+            Some(peer),
+            Some(volume),
+            format!(
+                "sync decision: {} by rule {}",
+                strategy.name(),
+                result.rule.name()
+            ),
+        );
+        verdict.strategy = Some(strategy);
+        verdict.reconciliation = result.reconciliation;
+        verdict.clear_own_slot = result.clear_own_slot;
+        for handler in &result.handlers {
+            self.run_handler(handler.name(), Some(volume), Some(peer));
+        }
+        match strategy.to_repl_state(own_role, theirs.role) {
+            Some(repl) => verdict.repl = repl,
+            None => {
+                let code = if strategy.retries() {
+                    ErrorCode::HANDSHAKE_RETRY
+                } else {
+                    ErrorCode::HANDSHAKE_DISCONNECT
+                };
+                let text = match strategy {
+                    Strategy::SplitBrainAutoRecover | Strategy::SplitBrainDisconnect => format!(
+                        "split brain on volume {volume}: both nodes have changes that the other \
+                         lacks; choose the node whose changes are dropped and run there `drbdadm \
+                         connect --discard-my-data`"
+                    ),
+                    Strategy::UnrelatedData => {
+                        format!("volume {volume} has unrelated data at node {peer}")
+                    }
+                    other => format!("volume {volume}: {}", other.name()),
+                };
+                verdict.refusal.get_or_insert(Refusal { code, text });
+            }
+        }
+    }
+
+    /// Runs the comparison; none if the peer's UUIDs are not known.
+    pub(crate) fn compare_with(
+        &self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+        phase: compare::Phase,
+    ) -> Option<compare::Verdict> {
+        let device = self.devices.get(&volume)?;
+        let pd = device.peers.get(&peer)?;
+        let conn = self.connections.get(&peer)?;
+        let own = Side {
+            node: self.node_id,
+            uuids: match pd.sent_uuids.clone() {
+                Some(sent) => sent,
+                None => self.own_uuids(peer, volume, UuidFlags::empty())?,
+            },
+            disk: self.state.disk(volume),
+            role: self.state.role,
+            quorate: self
+                .state
+                .devices
+                .get(&volume)
+                .is_some_and(|d| d.have_quorum),
+        };
+        let other = Side {
+            node: peer,
+            uuids: pd.uuids.clone()?,
+            disk: theirs.disk,
+            role: theirs.role,
+            quorate: theirs.quorum,
+        };
+        let lost = |pair: Option<(NodeId, lockstep_format::units::Dagtag)>| {
+            pair.map(|(node, dagtag)| LostPrimary { node, dagtag })
+        };
+        Some(compare::compare(&Handshake {
+            own: &own,
+            peer: &other,
+            phase,
+            protocol_version: conn.protocol(),
+            features: conn.features(),
+            resolver: self.resolves_conflicts(peer),
+            net: &conn.net,
+            quorum_configured: self.options.quorum != Quorum::Off,
+            own_lost: lost(self.lost_primary_for(peer)),
+            peer_lost: lost(conn.peer_dagtag),
+        }))
+    }
+
+    /// One side has no disk: no sync decision, but generations still matter (13.8).
+    fn decide_diskless(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+        verdict: &mut ConnectVerdict,
+    ) {
+        let own = self.state.disk(volume);
+        if own >= DiskState::Inconsistent || theirs.disk != DiskState::UpToDate {
+            return;
+        }
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let exposed = device.exposed_uuid;
+        let Some(uuids) = device.peers.get(&peer).and_then(|pd| pd.uuids.clone()) else {
+            return;
+        };
+        if exposed.is_zero() || exposed.same_generation(uuids.current) {
+            return;
+        }
+        let newer = uuids.history_has(exposed)
+            || uuids
+                .bitmap
+                .iter()
+                .any(|slot| slot.same_generation(exposed));
+        if newer && self.state.role == Role::Secondary {
+            return;
+        }
+        if newer {
+            verdict.refusal.get_or_insert(Refusal {
+                code: ErrorCode::HANDSHAKE_RETRY,
+                text: format!("node {peer} has newer data of volume {volume} than this Primary"),
+            });
+            return;
+        }
+        let older = device.peers.iter().any(|(n, pd)| {
+            *n != peer
+                && pd.uuids.as_ref().is_some_and(|u| {
+                    u.history_has(uuids.current)
+                        || u.bitmap
+                            .iter()
+                            .any(|slot| slot.same_generation(uuids.current))
+                })
+        });
+        if older {
+            verdict.peer_disk = DiskState::Outdated;
+        } else if self.state.role == Role::Primary {
+            verdict.refusal.get_or_insert(Refusal {
+                code: ErrorCode::HANDSHAKE_DISCONNECT,
+                text: format!("node {peer} has other data of volume {volume} than this Primary"),
+            });
+        }
+    }
+
+    /// All volumes' states of the peer are in.
+    pub(crate) fn handshake_ready(&self, peer: NodeId) -> bool {
+        self.devices.values().all(|d| {
+            d.peers
+                .get(&peer)
+                .is_none_or(|pd| pd.verdict.is_some() || pd.refusal.is_some())
+        })
+    }
+
+    /// The first thing that speaks against the connect.
+    pub(crate) fn handshake_verdict(&self, peer: NodeId) -> Result<(), Refusal> {
+        let mut retry = None;
+        for device in self.devices.values() {
+            let Some(pd) = device.peers.get(&peer) else {
+                continue;
+            };
+            let verdict = pd.verdict.as_ref().and_then(|v| v.refusal.clone());
+            let Some(refusal) = verdict.or_else(|| pd.refusal.clone()) else {
+                continue;
+            };
+            if refusal.code == ErrorCode::HANDSHAKE_RETRY {
+                retry = Some(refusal);
+            } else {
+                return Err(refusal);
+            }
+        }
+        if let Some(refusal) = retry {
+            return Err(refusal);
+        }
+        let tentative = self
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.tentative || c.link.as_ref().is_some_and(|l| l.dry_run));
+        if tentative {
+            return Err(Refusal {
+                code: ErrorCode::HANDSHAKE_DISCONNECT,
+                text: "a tentative connect ends here; the log says what would have been done"
+                    .into(),
+            });
+        }
+        Ok(())
+    }
+
+    /// The change that a connect commits.
+    pub(crate) fn connect_change(&self, peer: NodeId) -> Change {
+        let mut change = Change::new().conn(peer, ConnState::Connected);
+        for (volume, device) in &self.devices {
+            let Some(verdict) = device.peers.get(&peer).and_then(|pd| pd.verdict.as_ref()) else {
+                continue;
+            };
+            change = change
+                .peer_role(peer, verdict.peer_role)
+                .repl(*volume, peer, verdict.repl)
+                .peer_disk(*volume, peer, verdict.peer_disk)
+                .pause_peer(*volume, peer, verdict.susp_peer);
+            if let Some(disk) = verdict.own_disk {
+                change = change.disk(*volume, disk);
+            }
+        }
+        change
+    }
+
+    /// The connect was committed: the link is open for everything, bitmaps are prepared.
+    pub(crate) fn connect_committed(&mut self, peer: NodeId) {
+        self.set_phase(peer, Phase::Established);
+        self.timers.clear(Timer::Handshake(peer));
+        self.timers.clear(Timer::ConnectTwopc(peer));
+        self.connection_established(peer);
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let Some(verdict) = self.peer_device_mut(volume, peer).and_then(|pd| {
+                pd.refusal = None;
+                pd.verdict.clone()
+            }) else {
+                continue;
+            };
+            if let Some(strategy) = verdict.strategy {
+                self.prepare_bitmap(volume, peer, strategy, verdict.clear_own_slot);
+            }
+            self.learn_exposed(volume, peer, &verdict);
+        }
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.discard_my_data = false;
+            conn.attempts = 0;
+            conn.peer_dagtag = None;
+        }
+    }
+
+    /// A diskless Secondary takes the generation of the UpToDate peer for its own.
+    fn learn_exposed(&mut self, volume: VolumeNr, peer: NodeId, verdict: &ConnectVerdict) {
+        let own = self.state.disk(volume);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        if own >= DiskState::Inconsistent || verdict.peer_disk != DiskState::UpToDate {
+            return;
+        }
+        let current = device
+            .peers
+            .get(&peer)
+            .and_then(|pd| pd.uuids.as_ref())
+            .map(|u| u.current);
+        if let Some(current) = current {
+            if device.exposed_uuid.is_zero() || self.state.role == Role::Secondary {
+                device.exposed_uuid = current;
+            }
+        }
+    }
+
+    /// Sets, clears or copies the slot before the bitmaps are exchanged (semantics.md, 13.9).
+    pub(crate) fn prepare_bitmap(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        strategy: Strategy,
+        clear_own_slot: bool,
+    ) {
+        let peer_current = self
+            .peer_uuids(volume, peer)
+            .map_or(Uuid::ZERO, |u| u.current_or_created());
+        let own_current = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.current_uuid());
+        match strategy {
+            Strategy::SourceSetBitmap | Strategy::TargetSetBitmap => {
+                let fresh = own_current == Uuid::JUST_CREATED || peer_current == Uuid::JUST_CREATED;
+                if own_current == Uuid::JUST_CREATED && strategy == Strategy::TargetSetBitmap {
+                    self.set_all_slots(volume);
+                } else {
+                    self.set_slot(volume, peer);
+                }
+                if strategy == Strategy::SourceSetBitmap && !fresh {
+                    self.set_slot_uuid(volume, peer, peer_current);
+                }
+            }
+            Strategy::SourceCopyBitmap(from) => self.copy_slot(volume, from, peer),
+            Strategy::TargetClearBitmap(_) => self.clear_slot(volume, peer),
+            _ => {}
+        }
+        if clear_own_slot {
+            self.retire_slot_uuid(volume, peer);
+        }
+    }
+
+    /// A state of the peer on an established connection (semantics.md, 9.6).
+    fn established_state_received(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
+        let mine = self.state.peer_device(volume, peer);
+        let own = self.state.disk(volume);
+        let mut change = Change::new().peer_role(peer, theirs.role).pause_peer(
+            volume,
+            peer,
+            theirs.aftr_isp || theirs.user_isp,
+        );
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.quorate = theirs.quorum;
+        }
+        let mut peer_disk = theirs.disk;
+        if peer_disk == DiskState::Negotiating {
+            let inconsistent = self
+                .peer_uuids(volume, peer)
+                .is_some_and(|u| u.flags.contains(UuidFlags::INCONSISTENT));
+            peer_disk = DiskState::Negotiating;
+            if own >= DiskState::Inconsistent && mine.repl == ReplState::Established {
+                self.attach_handshake(peer, volume, theirs, inconsistent);
+                return;
+            }
+        }
+        if own == DiskState::Negotiating && mine.repl == ReplState::Established {
+            self.attach_handshake(peer, volume, theirs, false);
+            return;
+        }
+        // The end of a resync as its source hears of it.
+        let source = mine.repl.is_sync_source() || mine.repl == ReplState::WfBitmapS;
+        let peer_was_target = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .is_some_and(|pd| pd.peer_was_target);
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.peer_was_target = theirs.repl.is_sync_target();
+        }
+        if source && own >= DiskState::Inconsistent {
+            match theirs.repl {
+                ReplState::Established if peer_was_target => {
+                    if mine.repl == ReplState::WfBitmapS {
+                        if let Some(pd) = self.peer_device_mut(volume, peer) {
+                            pd.finished_early = Some(theirs.disk);
+                        }
+                    } else {
+                        self.hard_change(change);
+                        self.resync_finished_by_peer(volume, peer, theirs.disk);
+                    }
+                    return;
+                }
+                _ => {
+                    // Its disk is worth what this node's view of the resync says.
+                    if theirs.disk >= DiskState::Inconsistent {
+                        peer_disk = mine.disk;
+                    }
+                }
+            }
+        }
+        if mine.repl.becomes_target() && theirs.disk >= DiskState::Inconsistent {
+            change = change.peer_disk(volume, peer, theirs.disk);
+        } else if !source || theirs.disk < DiskState::Inconsistent {
+            change = change.peer_disk(volume, peer, peer_disk);
+        }
+        let mirrored = mirrored_start(theirs.repl);
+        if let (ReplState::Established, Some(repl)) = (mine.repl, mirrored) {
+            change = change.repl(volume, peer, repl);
+        }
+        let aborted = mine.repl > ReplState::Established
+            && theirs.repl == ReplState::Established
+            && !source
+            && !matches!(mine.repl, ReplState::WfBitmapT)
+            && theirs.disk < DiskState::Inconsistent;
+        if aborted {
+            change = change.repl(volume, peer, ReplState::Established);
+        }
+        self.hard_change(change);
+        let consider = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .is_some_and(|pd| pd.consider_resync);
+        if consider {
+            self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
+        }
+    }
+
+    /// A comparison while Established (semantics.md, 9.6 and 14.2).
+    pub(crate) fn compare_established(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+        phase: compare::Phase,
+    ) {
+        let mine = self.state.peer_device(volume, peer);
+        let own = self.state.disk(volume);
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.consider_resync = false;
+        }
+        let usable = |d: DiskState| d >= DiskState::Inconsistent && d != DiskState::DUnknown;
+        if !usable(own) || !usable(theirs.disk) {
+            return;
+        }
+        if mine.repl != ReplState::Established {
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.resync_again += 1;
+            }
+            return;
+        }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            // Compared is what holds now, not what an earlier packet said.
+            pd.sent_uuids = None;
+        }
+        let Some(result) = self.compare_with(peer, volume, theirs, phase) else {
+            return;
+        };
+        let strategy = result.strategy;
+        self.log(
+            Level::Info,
+            Some(peer),
+            Some(volume),
+            format!(
+                "comparison: {} by rule {}",
+                strategy.name(),
+                result.rule.name()
+            ),
+        );
+        match strategy.to_repl_state(self.state.role, theirs.role) {
+            Some(ReplState::Established) => {
+                if own == DiskState::Outdated && theirs.disk >= DiskState::Consistent {
+                    let equal =
+                        self.same_current(volume, peer) && !self.marked_towards(volume, peer);
+                    if equal {
+                        self.hard_change(Change::new().disk(volume, theirs.disk));
+                    }
+                }
+            }
+            Some(repl) => {
+                self.prepare_bitmap(volume, peer, strategy, result.clear_own_slot);
+                if let Err(refusal) = self.soft_change(Change::new().repl(volume, peer, repl)) {
+                    self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
+                }
+            }
+            None if strategy.retries() => {
+                self.drop_connection(peer, ConnState::NetworkFailure);
+            }
+            None => {
+                let text = format!("volume {volume}: {}", strategy.name());
+                self.send(peer, Stream::Data, VolumeNr::NONE, Packet::Disconnect);
+                self.go_standalone(peer, text);
+            }
+        }
+    }
+
+    /// One side attaches while Established (semantics.md, 13.7).
+    fn attach_handshake(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+        _inconsistent: bool,
+    ) {
+        let own = self.state.disk(volume);
+        let mut change = Change::new().peer_disk(volume, peer, theirs.disk);
+        let has_uuids = self.peer_uuids(volume, peer).is_some();
+        let comparable = theirs.disk >= DiskState::Negotiating
+            && theirs.disk != DiskState::DUnknown
+            && has_uuids;
+        if own == DiskState::Negotiating {
+            let result = if comparable {
+                let Some(verdict) = self.compare_with(peer, volume, theirs, compare::Phase::Attach)
+                else {
+                    return;
+                };
+                let repl = verdict.strategy.to_repl_state(self.state.role, theirs.role);
+                if repl.is_some() {
+                    self.prepare_bitmap(volume, peer, verdict.strategy, verdict.clear_own_slot);
+                }
+                repl
+            } else {
+                Some(ReplState::Established)
+            };
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.negotiation = Some(result);
+            }
+            self.hard_change(change);
+            return;
+        }
+        if !comparable {
+            self.hard_change(change);
+            return;
+        }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.sent_uuids = None;
+        }
+        let Some(verdict) = self.compare_with(peer, volume, theirs, compare::Phase::Attach) else {
+            return;
+        };
+        match verdict.strategy.to_repl_state(self.state.role, theirs.role) {
+            Some(ReplState::Established) | None => {
+                // The peer decides about its disk.
+                self.hard_change(change);
+            }
+            Some(repl) => {
+                self.prepare_bitmap(volume, peer, verdict.strategy, verdict.clear_own_slot);
+                change = change.repl(volume, peer, repl);
+                self.hard_change(change);
+            }
+        }
+    }
+}
+
+/// What this node's state becomes when the peer starts something while Established.
+fn mirrored_start(repl: ReplState) -> Option<ReplState> {
+    match repl {
+        ReplState::Ahead => Some(ReplState::Behind),
+        _ => None,
+    }
+}

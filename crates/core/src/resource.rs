@@ -1,0 +1,409 @@
+//! A resource: the one owner of everything, and where inputs are handed to the part they concern.
+
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{self, ConnState, Packet};
+
+use crate::admin::Waiting;
+use crate::command::{Answer, Command, CommandError};
+use crate::connection::{Connection, Phase};
+use crate::data::{DataOp, ResourceIo};
+use crate::device::Device;
+use crate::event::{
+    BufId, CommandId, Input, LinkId, MetaOp, Output, Payload, Request, RequestId, Stream, Tag,
+};
+use crate::options::ResourceOptions;
+use crate::report::{Event, Level};
+use crate::rng::Rng;
+use crate::state::State;
+use crate::tags::Tags;
+use crate::time::Instant;
+use crate::timers::{Timer, Timers};
+use crate::transition::Step;
+use crate::twopc::Twopc;
+use crate::uuid_spread::NewUuid;
+
+/// What a resource is created with.
+#[derive(Clone, Debug)]
+pub struct ResourceConfig {
+    /// Its name, for the log.
+    pub name: String,
+    /// This node's id.
+    pub node_id: NodeId,
+    /// Options.
+    pub options: ResourceOptions,
+}
+
+/// A resource on this node. See the crate's documentation for how to drive it.
+#[derive(Debug)]
+pub struct Resource {
+    pub(crate) name: String,
+    pub(crate) node_id: NodeId,
+    pub(crate) options: ResourceOptions,
+    /// The time of the input being handled.
+    pub(crate) now: Instant,
+    pub(crate) state: State,
+    pub(crate) devices: BTreeMap<VolumeNr, Device>,
+    pub(crate) connections: BTreeMap<NodeId, Connection>,
+    pub(crate) outputs: VecDeque<Output>,
+    pub(crate) timers: Timers,
+    pub(crate) tags: Tags<Pending>,
+    pub(crate) rng: Rng,
+    /// State changes whose consequences were not drawn yet, in order.
+    pub(crate) steps: VecDeque<Step>,
+    pub(crate) in_steps: bool,
+    pub(crate) twopc: Twopc,
+    /// Commands that wait.
+    pub(crate) waiting: Vec<Waiting>,
+    /// A new current UUID that is being spread.
+    pub(crate) new_uuid: Option<NewUuid>,
+    /// Something waits for a new generation that is due.
+    pub(crate) new_uuid_wanted: bool,
+    /// The promotion was explicit: closing the last opener does not demote.
+    pub(crate) explicit_primary: bool,
+    pub(crate) io: ResourceIo,
+}
+
+/// What an outstanding output's completion means.
+#[derive(Debug)]
+pub(crate) enum Pending {
+    /// `Output::OpenDisk`.
+    Open(VolumeNr),
+    /// `Output::CloseDisk`.
+    Close(VolumeNr),
+    /// A part of the metadata that an attach reads.
+    AttachRead(VolumeNr, crate::attach::AttachIo),
+    /// The superblock; carries the change count that it makes durable.
+    Superblock(VolumeNr, u64),
+    /// A handler that nobody waits for.
+    Handler,
+    /// The data path's.
+    Data(DataOp),
+}
+
+impl Resource {
+    /// A resource without volumes and connections. `seed` feeds UUIDs, transaction ids and jitter.
+    pub fn new(config: ResourceConfig, seed: u64) -> Self {
+        let mut state = State::default();
+        state.members.insert(config.node_id);
+        Resource {
+            name: config.name,
+            node_id: config.node_id,
+            options: config.options,
+            now: Instant(0),
+            state,
+            devices: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            outputs: VecDeque::new(),
+            timers: Timers::default(),
+            tags: Tags::default(),
+            rng: Rng::new(seed),
+            steps: VecDeque::new(),
+            in_steps: false,
+            twopc: Twopc::default(),
+            waiting: Vec::new(),
+            new_uuid: None,
+            new_uuid_wanted: false,
+            explicit_primary: false,
+            io: ResourceIo::default(),
+        }
+    }
+
+    /// Feeds one event. Never blocks, never fails: a peer's bad packet ends that connection.
+    pub fn handle(&mut self, now: Instant, input: Input) {
+        assert!(now >= self.now, "time does not run backwards");
+        self.now = now;
+        self.fire_timers();
+        match input {
+            Input::Timeout => {}
+            Input::Request(request) => self.request(request),
+            Input::LinkUp {
+                peer,
+                link,
+                resolve_conflicts,
+            } => {
+                self.link_up(peer, link, resolve_conflicts);
+            }
+            Input::LinkDown { peer, link, reason } => self.link_down(peer, link, reason),
+            Input::Packet {
+                peer,
+                link,
+                stream,
+                volume,
+                packet,
+                payload,
+            } => {
+                self.packet(peer, link, stream, volume, packet, payload);
+            }
+            Input::Progress { peer, link, stream } => {
+                if stream == Stream::Control && self.is_current(peer, link) {
+                    self.restart_ping_timer(peer);
+                }
+            }
+            Input::Sent { tag } => {
+                if let Some(Pending::Data(op)) = self.tags.take(tag) {
+                    self.data_sent(op);
+                }
+            }
+            Input::DiskOpened { tag, result } => {
+                if let Some(Pending::Open(volume)) = self.tags.take(tag) {
+                    self.disk_opened(volume, result);
+                }
+            }
+            Input::DiskClosed { tag } => {
+                if let Some(Pending::Close(volume)) = self.tags.take(tag) {
+                    self.disk_closed(volume);
+                }
+            }
+            Input::DiskDone { tag, result } => match self.tags.take(tag) {
+                Some(Pending::Data(op)) => self.data_done(op, result),
+                _ => {
+                    if let Ok(Some(payload)) = result {
+                        self.release(payload.buf);
+                    }
+                }
+            },
+            Input::MetaDone { tag, result } => match self.tags.take(tag) {
+                Some(Pending::AttachRead(volume, io)) => self.attach_io_done(volume, io, result),
+                Some(Pending::Superblock(volume, count)) => {
+                    self.superblock_written(volume, count, result.map(|_| ()));
+                }
+                Some(Pending::Data(op)) => self.data_meta_done(op, result),
+                Some(Pending::Open(_) | Pending::Close(_) | Pending::Handler) | None => {}
+            },
+            Input::DigestDone { tag, digest } => {
+                if let Some(Pending::Data(op)) = self.tags.take(tag) {
+                    self.data_digest(op, digest);
+                }
+            }
+            Input::HandlerDone { tag, .. } => {
+                self.tags.take(tag);
+            }
+            Input::Command { id, command } => self.command(id, command),
+        }
+        self.settle();
+    }
+
+    /// Next thing to do; call until `None`.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// When to call `handle(now, Input::Timeout)` at the latest, if no event comes before.
+    pub fn next_timeout(&self) -> Option<Instant> {
+        self.timers.next()
+    }
+
+    /// How packets of this peer's present link are laid out; ask before each decode and encode.
+    pub fn dialect(&self, peer: NodeId) -> wire::Dialect {
+        let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
+        self.dialect_of(link)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The present link to a peer, for drivers that look for what is stale.
+    pub fn link(&self, peer: NodeId) -> Option<LinkId> {
+        self.connections.get(&peer)?.link.as_ref().map(|l| l.id)
+    }
+
+    fn fire_timers(&mut self) {
+        while let Some(timer) = self.timers.pop_due(self.now) {
+            match timer {
+                Timer::Reconnect(peer) => self.reconnect(peer),
+                Timer::Handshake(peer) => self.handshake_timeout(peer),
+                Timer::ConnectTwopc(peer) => self.start_connect_twopc(peer),
+                Timer::Ping(peer) => self.ping_timer(peer),
+                Timer::RequestAge(peer) => self.request_age_timer(peer),
+                Timer::Twopc => self.twopc_timeout(),
+                Timer::TwopcRetry => self.twopc_retry(),
+                Timer::CommandRetry => self.retry_commands(),
+                Timer::EmptyTwopc => self.start_empty_twopc(),
+                Timer::NewUuidPings => self.new_uuid_timer(),
+                Timer::MetaSync(volume) => self.write_superblock(volume),
+                Timer::PeerAck => self.peer_ack_timer(),
+                Timer::ResyncStep(volume, peer) => self.resync_step_timer(volume, peer),
+                Timer::ResyncStart(volume, peer) => self.resync_start_timer(volume, peer),
+                Timer::BitmapWrite(volume) => self.bitmap_write_timer(volume),
+                Timer::ResyncFlush(volume) => self.resync_flush_timer(volume),
+            }
+            self.settle();
+        }
+    }
+
+    fn is_current(&self, peer: NodeId, link: LinkId) -> bool {
+        self.link(peer) == Some(link)
+    }
+
+    fn packet(
+        &mut self,
+        peer: NodeId,
+        link: LinkId,
+        stream: Stream,
+        volume: VolumeNr,
+        packet: Packet,
+        payload: Option<Payload>,
+    ) {
+        if !self.is_current(peer, link) {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            return;
+        }
+        if stream == Stream::Control {
+            self.restart_ping_timer(peer);
+        }
+        let Some(packet) = self.connection_packet(peer, stream, packet) else {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            return;
+        };
+        let Some(packet) = self.twopc_packet(peer, volume, packet) else {
+            return;
+        };
+        let Some(packet) = self.volume_packet(peer, volume, packet) else {
+            return;
+        };
+        let established = self.state.conn(peer) == ConnState::Connected;
+        if established {
+            self.data_packet(peer, stream, volume, packet, payload);
+        } else {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            self.log(
+                Level::Warn,
+                Some(peer),
+                None,
+                alloc::format!(
+                    "{:?} before the connection is established",
+                    packet.command()
+                ),
+            );
+            self.drop_connection(peer, ConnState::ProtocolError);
+        }
+    }
+
+    /// Brings derived state up to date after an input.
+    fn settle(&mut self) {
+        self.run_steps();
+        self.settle_new_uuid();
+        self.settle_data();
+        self.settle_commands();
+        self.run_steps();
+    }
+
+    pub(crate) fn output(&mut self, output: Output) {
+        self.outputs.push_back(output);
+    }
+
+    /// Sends a packet without payload on the peer's present link; dropped without one.
+    pub(crate) fn send(&mut self, peer: NodeId, stream: Stream, volume: VolumeNr, packet: Packet) {
+        self.send_payload(peer, stream, volume, packet, None, None);
+    }
+
+    /// Sends a packet on the peer's present link; dropped without one.
+    pub(crate) fn send_payload(
+        &mut self,
+        peer: NodeId,
+        stream: Stream,
+        volume: VolumeNr,
+        packet: Packet,
+        payload: Option<Payload>,
+        want_sent: Option<Tag>,
+    ) {
+        if let Some(link) = self.link(peer) {
+            self.output(Output::Send {
+                peer,
+                link,
+                stream,
+                volume,
+                packet,
+                payload,
+                want_sent,
+            });
+        }
+    }
+
+    pub(crate) fn release(&mut self, buf: BufId) {
+        self.output(Output::Release { buf });
+    }
+
+    pub(crate) fn meta(&mut self, volume: VolumeNr, op: MetaOp, pending: Pending) {
+        let tag = self.tags.insert(pending);
+        self.output(Output::Meta { tag, volume, op });
+    }
+
+    pub(crate) fn event(&mut self, event: Event) {
+        self.output(Output::Event(event));
+    }
+
+    pub(crate) fn log(
+        &mut self,
+        level: Level,
+        peer: Option<NodeId>,
+        volume: Option<VolumeNr>,
+        text: String,
+    ) {
+        self.output(Output::Event(Event::Log {
+            level,
+            peer,
+            volume,
+            text,
+        }));
+    }
+
+    pub(crate) fn answer(&mut self, id: CommandId, result: Result<Answer, CommandError>) {
+        self.output(Output::Answer { id, result });
+    }
+
+    pub(crate) fn complete(
+        &mut self,
+        id: RequestId,
+        result: Result<(), crate::event::RequestError>,
+    ) {
+        self.output(Output::Complete { id, result });
+    }
+
+    /// The connection is past the connect two-phase commit.
+    pub(crate) fn is_established(&self, peer: NodeId) -> bool {
+        self.connections
+            .get(&peer)
+            .and_then(|c| c.link.as_ref())
+            .is_some_and(|l| l.phase == Phase::Established)
+    }
+
+    /// Runs a handler of the configuration; a handler that is not configured is skipped.
+    pub(crate) fn run_handler(
+        &mut self,
+        name: &'static str,
+        volume: Option<VolumeNr>,
+        peer: Option<NodeId>,
+    ) {
+        if self.options.handlers.iter().any(|h| h == name) {
+            let tag = self.tags.insert(Pending::Handler);
+            self.output(Output::Handler {
+                tag,
+                name,
+                volume,
+                peer,
+            });
+        }
+    }
+
+    fn command(&mut self, id: CommandId, command: Command) {
+        self.run_command(id, command);
+    }
+
+    /// One front-end request comes in.
+    fn request(&mut self, request: Request) {
+        self.front_request(request);
+    }
+}

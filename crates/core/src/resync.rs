@@ -1,0 +1,381 @@
+//! The frame of a resync: what has to be durable before it starts and when it ends, and how its
+//! end changes generations and disk states (semantics.md, 19.2, 19.8 and 12.10).
+//!
+//! The requests in between are the data path's.
+
+use alloc::format;
+
+use lockstep_format::disk::v09::PeerFlags;
+use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState};
+
+use crate::data::BitmapThen;
+use crate::device::{AfterMeta, Reconcile};
+use crate::generation::Rotation;
+use crate::report::Level;
+use crate::resource::Resource;
+use crate::state::ReplSets;
+use crate::timers::Timer;
+use crate::transition::Change;
+
+impl Resource {
+    /// Bitmap exchange begins, this node is source.
+    pub(crate) fn prepare_resync_source(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.send_bitmap(volume, peer);
+    }
+
+    /// Bitmap exchange begins, this node is target: it waits for the source's bitmap.
+    pub(crate) fn prepare_resync_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.await_bitmap(volume, peer);
+    }
+
+    /// Both bitmaps are one (called by the data path): the resync proper begins.
+    pub(crate) fn bitmap_exchanged(&mut self, volume: VolumeNr, peer: NodeId) {
+        let repl = match self.state.peer_device(volume, peer).repl {
+            ReplState::WfBitmapS => ReplState::SyncSource,
+            ReplState::WfBitmapT => ReplState::SyncTarget,
+            _ => return,
+        };
+        self.hard_change(Change::new().repl(volume, peer, repl));
+        let early = self
+            .peer_device_mut(volume, peer)
+            .and_then(|pd| pd.finished_early.take());
+        if let Some(disk) = early {
+            self.resync_finished_by_peer(volume, peer, disk);
+        }
+    }
+
+    /// SyncTarget or PausedSyncT is entered: first the disk is known to be Inconsistent, then
+    /// data may come.
+    pub(crate) fn enter_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        let views = self.peer_views(volume);
+        let dagtag = self.io.dagtag;
+        let source = self.peer_uuids(volume, peer).cloned().unwrap_or_default();
+        let stable = self.is_stable_set(&source);
+        let unstable = !stable && !self.stable_source_present(volume, peer, &self.state);
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let rotation = Rotation {
+            peers: &views,
+            weak: NodeMask::EMPTY,
+            dagtag,
+        };
+        let start = disk.generations.resync_starts_as_target(&source, &rotation);
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.resync_start_uuid = start;
+            pd.unstable_resync = unstable;
+            pd.resync_ready = false;
+        }
+        self.after_superblock(volume, AfterMeta::ResyncStart(peer));
+    }
+
+    /// The disk is known to be Inconsistent, durably.
+    pub(crate) fn resync_target_ready(&mut self, volume: VolumeNr, peer: NodeId) {
+        if !self.state.peer_device(volume, peer).repl.is_sync_target() {
+            return;
+        }
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return;
+        };
+        if pd.resync_ready {
+            return;
+        }
+        pd.resync_ready = true;
+        self.resync_entered(volume, peer);
+    }
+
+    /// Requests of a resync as target may be made.
+    pub(crate) fn resync_is_ready(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.state.peer_device(volume, peer).repl == ReplState::SyncTarget
+            && self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&peer))
+                .is_some_and(|pd| pd.resync_ready)
+    }
+
+    /// The data path is through (all data are durable): the resync as target ends.
+    pub(crate) fn resync_finished(&mut self, volume: VolumeNr, peer: NodeId, failed_blocks: u64) {
+        let p = self.state.peer_device(volume, peer);
+        if !p.repl.is_sync_target() {
+            return;
+        }
+        let unstable = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .is_some_and(|pd| pd.unstable_resync);
+        if failed_blocks > 0 {
+            self.log(
+                Level::Error,
+                Some(peer),
+                Some(volume),
+                format!("resync ended with {failed_blocks} blocks that could not be copied"),
+            );
+            self.end_resync(volume, peer, None);
+            return;
+        }
+        if unstable {
+            self.log(
+                Level::Info,
+                Some(peer),
+                Some(volume),
+                "resync ended, but its source was not stable; waiting for a stable one".into(),
+            );
+            self.end_resync(volume, peer, None);
+            return;
+        }
+        let Some(source) = self.peer_uuids(volume, peer).cloned() else {
+            self.end_resync(volume, peer, None);
+            return;
+        };
+        let start = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .map_or(Uuid::ZERO, |pd| pd.resync_start_uuid);
+        let at_source: NodeMask = self
+            .devices
+            .get(&volume)
+            .map(|d| {
+                d.peers
+                    .keys()
+                    .copied()
+                    .filter(|n| {
+                        let q = self.state.peer_device(volume, *n);
+                        q.disk >= DiskState::Inconsistent
+                            && q.disk != DiskState::DUnknown
+                            && self
+                                .peer_uuids(volume, *n)
+                                .is_some_and(|u| u.current.same_generation(source.current))
+                    })
+                    .collect()
+            })
+            .unwrap_or_default();
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let behind = disk
+            .generations
+            .resync_ends_as_target(peer, &source, start, at_source);
+        disk.crashed_primary = false;
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.behind = behind;
+            pd.resync_ready = false;
+        }
+        self.after_superblock(volume, AfterMeta::ResyncEnd(peer));
+    }
+
+    /// The new UUIDs are durable: now the state may say so.
+    pub(crate) fn resync_end_durable(&mut self, volume: VolumeNr, peer: NodeId) {
+        let p = self.state.peer_device(volume, peer);
+        if !p.repl.is_sync_target() {
+            return;
+        }
+        self.end_resync(volume, peer, Some(p.disk));
+    }
+
+    fn end_resync(&mut self, volume: VolumeNr, peer: NodeId, disk: Option<DiskState>) {
+        let mut change = Change::new()
+            .repl(volume, peer, ReplState::Established)
+            .resync_active(volume, peer, false);
+        let lost = match self.peer_device_mut(volume, peer) {
+            Some(pd) => {
+                let lost = match pd.reconcile {
+                    Reconcile::Running { lost, dagtag } => Some((lost, dagtag)),
+                    Reconcile::No | Reconcile::Pending { .. } => None,
+                };
+                pd.resync_ready = false;
+                lost
+            }
+            None => None,
+        };
+        if let Some(disk) = disk {
+            change = change.disk(volume, disk);
+            let behind = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&peer))
+                .map_or(NodeMask::EMPTY, |pd| pd.behind);
+            for node in behind.iter() {
+                let q = self.state.peer_device(volume, node);
+                if q.disk >= DiskState::Consistent {
+                    change = change.peer_disk(volume, node, DiskState::Outdated);
+                }
+            }
+            if disk == DiskState::UpToDate {
+                let others: alloc::vec::Vec<NodeId> = self
+                    .state
+                    .devices
+                    .get(&volume)
+                    .map(|d| {
+                        d.peers
+                            .iter()
+                            .filter(|(n, q)| **n != peer && q.repl == ReplState::PausedSyncT)
+                            .map(|(n, _)| *n)
+                            .collect()
+                    })
+                    .unwrap_or_default();
+                for node in others {
+                    change = change.repl(volume, node, ReplState::Established);
+                }
+            }
+        }
+        self.hard_change(change);
+        if let Some((lost, dagtag)) = lost {
+            if let Some(conn) = self.connections.get_mut(&lost) {
+                if dagtag.is_newer_than(conn.last_dagtag) {
+                    conn.last_dagtag = dagtag;
+                }
+            }
+        }
+        if disk.is_some() {
+            self.run_handler("after-resync-target", Some(volume), Some(peer));
+        }
+        self.resync_over(volume, peer);
+    }
+
+    /// The peer's state says that it is through (this node is source).
+    pub(crate) fn resync_finished_by_peer(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        disk: DiskState,
+    ) {
+        let change = Change::new()
+            .repl(volume, peer, ReplState::Established)
+            .peer_disk(volume, peer, disk);
+        self.hard_change(change);
+        self.resync_over(volume, peer);
+    }
+
+    fn resync_over(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.write_bitmap(volume, BitmapThen::Nothing);
+        let again = self.peer_device_mut(volume, peer).is_some_and(|pd| {
+            let again = pd.resync_again > 0;
+            pd.resync_again = 0;
+            again
+        });
+        if again {
+            self.compare_now(peer, volume);
+        }
+        self.reconcile_settled();
+    }
+
+    pub(crate) fn resync_start_timer(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.resync_is_ready(volume, peer) {
+            self.resync_resumed(volume, peer);
+        }
+    }
+
+    // Full sync on an operator's word.
+
+    /// StartingSyncS: the peer's slot is set, durably, then the bitmaps are exchanged.
+    pub(crate) fn start_full_sync_source(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.mark_full_sync(volume, peer);
+    }
+
+    /// StartingSyncT: all slots are set, durably, then the bitmaps are exchanged.
+    pub(crate) fn start_full_sync_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.mark_full_sync(volume, peer);
+    }
+
+    fn mark_full_sync(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.generations
+            .slot_mut(peer)
+            .flags
+            .insert(PeerFlags::FULL_SYNC);
+        self.after_superblock(volume, AfterMeta::FullSync(peer));
+    }
+
+    /// The intention is durable: the bits follow.
+    pub(crate) fn full_sync_marked(&mut self, volume: VolumeNr, peer: NodeId) {
+        match self.state.peer_device(volume, peer).repl {
+            ReplState::StartingSyncS => self.set_slot(volume, peer),
+            ReplState::StartingSyncT => self.set_all_slots(volume),
+            _ => return,
+        }
+        self.write_bitmap(volume, BitmapThen::FullSync(peer));
+    }
+
+    /// The bits are durable.
+    pub(crate) fn full_sync_written(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations
+                .slot_mut(peer)
+                .flags
+                .remove(PeerFlags::FULL_SYNC);
+            self.write_superblock(volume);
+        }
+        let repl = match self.state.peer_device(volume, peer).repl {
+            ReplState::StartingSyncS => ReplState::WfBitmapS,
+            ReplState::StartingSyncT => ReplState::WfBitmapT,
+            _ => return,
+        };
+        self.hard_change(Change::new().repl(volume, peer, repl));
+    }
+
+    // Bits of a whole slot.
+
+    pub(crate) fn set_slot(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.with_slot(volume, peer, |bitmap, slot| bitmap.fill(slot, true));
+    }
+
+    pub(crate) fn clear_slot(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.with_slot(volume, peer, |bitmap, slot| bitmap.fill(slot, false));
+    }
+
+    pub(crate) fn set_all_slots(&mut self, volume: VolumeNr) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            for slot in 0..disk.io.bitmap.shape().slots() {
+                disk.io.bitmap.fill(slot, true);
+            }
+        }
+        self.schedule_bitmap_write(volume);
+    }
+
+    /// The slot of `to` gets the marks of `from`'s as well. Marks are never dropped by a copy.
+    pub(crate) fn copy_slot(&mut self, volume: VolumeNr, from: NodeId, to: NodeId) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let from = disk.generations.slot(from).bitmap_index;
+        let to = disk.io.slot(to);
+        match (from, to) {
+            (Some(from), Some(to)) => disk.io.bitmap.merge_slot(from, to),
+            (None, Some(to)) => {
+                // No bitmap of its own: an unallocated one tracks everything since day 0.
+                match disk.generations.free_index() {
+                    Some(free) => disk.io.bitmap.merge_slot(free, to),
+                    None => disk.io.bitmap.fill(to, true),
+                }
+            }
+            (_, None) => {}
+        }
+        self.schedule_bitmap_write(volume);
+    }
+
+    fn with_slot(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        edit: impl FnOnce(&mut crate::bitmap::Bitmap, u8),
+    ) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            if let Some(slot) = disk.io.slot(peer) {
+                edit(&mut disk.io.bitmap, slot);
+            }
+        }
+        self.schedule_bitmap_write(volume);
+    }
+
+    /// Changed bitmap pages are written soon; nothing waits for it.
+    pub(crate) fn schedule_bitmap_write(&mut self, volume: VolumeNr) {
+        let at = self.now + crate::time::Duration::from_secs(2);
+        self.timers.set_earliest(Timer::BitmapWrite(volume), at);
+    }
+}

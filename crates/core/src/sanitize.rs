@@ -1,0 +1,693 @@
+//! Turns a wanted state into a self-consistent one (semantics.md, 4), and counts quorum (11.1).
+
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
+
+use crate::device::Reconcile;
+use crate::options::{Fencing, OnLoss, Quorum};
+use crate::resource::Resource;
+use crate::state::{PeerDeviceState, ReplSets, State};
+
+/// A difference in marked blocks below which the active source is kept (semantics.md, 14.3).
+const SOURCE_CHANGE_BLOCKS: u64 = 256;
+
+impl Resource {
+    /// Applies the rules of semantics.md 4 in their order.
+    pub(crate) fn sanitize(&self, old: &State, new: &mut State, graceful: bool) {
+        self.sanitize_connections(new);
+        let volumes: Vec<VolumeNr> = new.devices.keys().copied().collect();
+        for volume in &volumes {
+            self.sanitize_negotiating(*volume, old, new);
+            self.sanitize_peers_first(*volume, old, new);
+            self.select_resync_source(*volume, old, new);
+        }
+        for volume in &volumes {
+            self.sanitize_peers_second(*volume, old, new);
+            self.select_resync_source(*volume, old, new);
+            self.clamp(*volume, new);
+        }
+        for volume in &volumes {
+            self.sanitize_device_last(*volume, old, new, graceful);
+        }
+        self.sanitize_resource(old, new);
+    }
+
+    fn sanitize_connections(&self, new: &mut State) {
+        for conn in new.connections.values_mut() {
+            if conn.conn < ConnState::Connected {
+                conn.peer_role = Role::Unknown;
+            }
+        }
+    }
+
+    /// The end of Negotiating (semantics.md, 4.2 rule 2).
+    fn sanitize_negotiating(&self, volume: VolumeNr, old: &State, new: &mut State) {
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let Some(state) = new.devices.get_mut(&volume) else {
+            return;
+        };
+        if state.disk != DiskState::Negotiating || old.disk(volume) != DiskState::Negotiating {
+            return;
+        }
+        let mut all = 0;
+        let mut targets = 0;
+        let mut refused = 0;
+        let mut up_to_date = false;
+        for (peer, p) in &state.peers {
+            if p.disk < DiskState::Negotiating || p.repl == ReplState::Off {
+                continue;
+            }
+            if p.disk == DiskState::DUnknown {
+                continue;
+            }
+            match device.peers.get(peer).and_then(|pd| pd.negotiation) {
+                None => return,
+                Some(None) => refused += 1,
+                Some(Some(ReplState::WfBitmapT)) => targets += 1,
+                Some(Some(_)) => {}
+            }
+            all += 1;
+            up_to_date |= p.disk == DiskState::UpToDate;
+        }
+        state.disk = if refused > 0 && refused == all {
+            DiskState::Detaching
+        } else if targets > 0 {
+            DiskState::Inconsistent
+        } else if up_to_date {
+            DiskState::UpToDate
+        } else {
+            self.disk_state_from_metadata(volume)
+        };
+        let inconsistent = state.disk == DiskState::Inconsistent;
+        for (peer, p) in &mut state.peers {
+            if p.repl == ReplState::Off {
+                continue;
+            }
+            let result = device
+                .peers
+                .get(peer)
+                .and_then(|pd| pd.negotiation)
+                .flatten();
+            p.repl = result.unwrap_or(ReplState::Established);
+            if p.repl == ReplState::WfBitmapS && inconsistent {
+                p.repl = ReplState::PausedSyncS;
+                p.susp_other = true;
+            }
+        }
+    }
+
+    fn sanitize_peers_first(&self, volume: VolumeNr, old: &State, new: &mut State) {
+        let role = new.role;
+        let was_primary = old.role == Role::Primary;
+        let connections = new.connections.clone();
+        let Some(state) = new.devices.get_mut(&volume) else {
+            return;
+        };
+        let own = state.disk;
+        for (peer, p) in &mut state.peers {
+            let before = old.peer_device(volume, *peer);
+            if p.repl < ReplState::Established {
+                p.susp_peer = false;
+                if p.disk > DiskState::DUnknown || p.disk < DiskState::Inconsistent {
+                    p.disk = DiskState::DUnknown;
+                }
+                if before.repl >= ReplState::Established {
+                    p.resync_active = false;
+                }
+            }
+            let conn = connections.get(peer).copied().unwrap_or_default();
+            if conn.conn == ConnState::StandAlone
+                && own == DiskState::Diskless
+                && role == Role::Secondary
+            {
+                p.susp_dependency = false;
+            }
+            if p.repl > ReplState::Established
+                && (own <= DiskState::Failed || p.disk <= DiskState::Failed)
+            {
+                p.repl = ReplState::Established;
+                p.resync_active = false;
+            }
+        }
+        let _ = was_primary;
+        // Fencing freezes IO when contact to a peer is lost (semantics.md, 4.2 rule 3).
+        let peers: Vec<(NodeId, PeerDeviceState)> =
+            state.peers.iter().map(|(n, p)| (*n, *p)).collect();
+        for (peer, p) in peers {
+            let stonith = self
+                .connections
+                .get(&peer)
+                .is_some_and(|c| c.net.fencing == Fencing::ResourceAndStonith);
+            let before = old.peer_device(volume, peer);
+            if stonith
+                && role == Role::Primary
+                && p.repl < ReplState::Established
+                && p.disk == DiskState::DUnknown
+                && (old.role != Role::Primary || before.disk != DiskState::DUnknown)
+            {
+                if let Some(c) = new.connections.get_mut(&peer) {
+                    c.susp_fen = true;
+                }
+            }
+        }
+    }
+
+    /// One active source at a time (semantics.md, 14.3).
+    fn select_resync_source(&self, volume: VolumeNr, old: &State, new: &mut State) {
+        let Some(state) = new.devices.get_mut(&volume) else {
+            return;
+        };
+        if !state.peers.values().any(|p| p.repl.is_sync_target()) {
+            for (peer, p) in &mut state.peers {
+                let was_target = old.peer_device(volume, *peer).repl.is_sync_target();
+                if p.susp_other && (was_target || p.repl < ReplState::Established) {
+                    p.susp_other = false;
+                }
+            }
+            return;
+        }
+        let candidates: Vec<(NodeId, u64)> = state
+            .peers
+            .iter()
+            .filter(|(_, p)| {
+                p.repl.is_sync_target()
+                    && !p.susp_user
+                    && !p.susp_peer
+                    && !p.susp_dependency
+                    && p.disk >= DiskState::Outdated
+                    && p.disk != DiskState::DUnknown
+            })
+            .map(|(n, _)| (*n, self.out_of_sync_blocks(volume, *n)))
+            .collect();
+        let current = candidates
+            .iter()
+            .find(|(n, _)| old.peer_device(volume, *n).repl == ReplState::SyncTarget);
+        let best = candidates.iter().min_by_key(|(n, blocks)| (*blocks, n.0));
+        let desired = match (current, best) {
+            (Some(current), Some(best)) if best.1 + SOURCE_CHANGE_BLOCKS <= current.1 => {
+                Some(best.0)
+            }
+            (Some(current), _) => Some(current.0),
+            (None, best) => best.map(|b| b.0),
+        };
+        let draining = state
+            .peers
+            .iter()
+            .any(|(n, p)| p.resync_active && Some(*n) != desired && p.repl.is_sync_target());
+        let own = state.disk;
+        let any_desired = desired.is_some();
+        for (peer, p) in &mut state.peers {
+            let chosen = Some(*peer) == desired;
+            if p.repl.is_sync_target() {
+                p.susp_other = any_desired && !chosen;
+                let paused = p.resync_suspended(own) || !chosen || draining;
+                p.repl = if paused {
+                    ReplState::PausedSyncT
+                } else {
+                    ReplState::SyncTarget
+                };
+            } else if p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS {
+                p.susp_other = true;
+            } else {
+                p.susp_other = false;
+            }
+        }
+    }
+
+    fn sanitize_peers_second(&self, volume: VolumeNr, old: &State, new: &mut State) {
+        let stable = new.stable();
+        let is_target = new
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.peers.values().any(|p| p.repl.is_sync_target()));
+        let connections = new.connections.clone();
+        let Some(state) = new.devices.get_mut(&volume) else {
+            return;
+        };
+        let peers: Vec<NodeId> = state.peers.keys().copied().collect();
+        // A full resync as target stops the others (rule 3).
+        let starting = peers.iter().any(|n| {
+            state.peers[n].repl == ReplState::StartingSyncT
+                && old.peer_device(volume, *n).repl != ReplState::StartingSyncT
+        });
+        for peer in &peers {
+            let before = old.peer_device(volume, *peer);
+            let own = state.disk;
+            let Some(p) = state.peers.get_mut(peer) else {
+                continue;
+            };
+            if p.repl.is_sync_source() && !before.repl.is_sync_source() && is_target {
+                p.susp_other = true;
+            }
+            if p.repl.is_sync_source() {
+                if !is_target {
+                    p.susp_other = false;
+                }
+                let suspended = p.resync_suspended(own);
+                p.repl = if suspended {
+                    ReplState::PausedSyncS
+                } else {
+                    ReplState::SyncSource
+                };
+            }
+            if starting
+                && p.repl == ReplState::Established
+                && p.disk >= DiskState::Inconsistent
+                && p.disk != DiskState::DUnknown
+            {
+                p.repl = ReplState::PausedSyncT;
+            }
+        }
+        self.clamp_device(state);
+        // Which disk state follows from a peer's (rules 7 to 12).
+        for peer in &peers {
+            let before = old.peer_device(volume, *peer);
+            let own = state.disk;
+            let Some(p) = state.peers.get(peer).copied() else {
+                continue;
+            };
+            let uuids = self.peer_uuids(volume, *peer);
+            let peer_stable = uuids.is_some_and(|u| self.is_stable_set(u));
+            let just_connected =
+                before.repl < ReplState::Established && p.repl >= ReplState::Established;
+            let mut next = own;
+            if p.repl == ReplState::Established
+                && own == DiskState::Outdated
+                && p.disk >= DiskState::Consistent
+                && uuids.is_some()
+                && peer_stable
+                && (before.repl < ReplState::Established
+                    || self.peer_got_stable(volume, *peer)
+                    || before.disk == DiskState::Outdated)
+                && self.same_current(volume, *peer)
+            {
+                next = p.disk;
+            }
+            if before.repl == ReplState::WfBitmapT
+                && p.repl == ReplState::Off
+                && own == DiskState::Outdated
+                && self.may_be_up_to_date(volume, new_peers(state))
+            {
+                let neighbour = state.peers.iter().any(|(n, q)| {
+                    q.disk == DiskState::UpToDate
+                        && q.repl > ReplState::Off
+                        && self
+                            .peer_uuids(volume, *n)
+                            .is_some_and(|u| self.is_stable_set(u))
+                        && self.same_current(volume, *n)
+                });
+                if neighbour {
+                    next = DiskState::UpToDate;
+                }
+            }
+            if just_connected
+                && own == DiskState::Consistent
+                && !matches!(p.repl, ReplState::WfBitmapT)
+                && p.disk == DiskState::UpToDate
+                && self.may_be_up_to_date(volume, new_peers(state))
+                && self.same_current(volume, *peer)
+            {
+                next = DiskState::UpToDate;
+            }
+            if own == DiskState::Consistent
+                && before.disk == DiskState::Consistent
+                && p.disk == DiskState::UpToDate
+                && p.repl >= ReplState::Established
+                && peer_stable
+                && self.same_current(volume, *peer)
+            {
+                next = DiskState::UpToDate;
+            }
+            let diskless_primary = connections.get(peer).is_some_and(|c| {
+                c.peer_role == Role::Primary
+                    && old
+                        .connections
+                        .get(peer)
+                        .is_none_or(|o| o.peer_role == Role::Unknown)
+            }) && p.disk == DiskState::Diskless;
+            if diskless_primary && own >= DiskState::Negotiating && !is_target {
+                if self.same_current(volume, *peer) {
+                    if own > DiskState::Inconsistent {
+                        next = DiskState::UpToDate;
+                    }
+                } else if own == DiskState::UpToDate {
+                    next = DiskState::Consistent;
+                }
+            }
+            state.disk = next;
+        }
+        let _ = stable;
+        // Replication to and from Inconsistent nodes (rule 14).
+        for peer in &peers {
+            let before = old.peer_device(volume, *peer);
+            let Some(p) = state.peers.get_mut(peer) else {
+                continue;
+            };
+            if before.disk == DiskState::Inconsistent && p.disk != DiskState::Inconsistent {
+                p.replication = true;
+            }
+        }
+    }
+
+    /// Limits the disk states to what the replication states allow (rule 5).
+    fn clamp(&self, volume: VolumeNr, new: &mut State) {
+        if let Some(state) = new.devices.get_mut(&volume) {
+            self.clamp_device(state);
+        }
+    }
+
+    fn clamp_device(&self, state: &mut crate::state::DeviceState) {
+        use DiskState::{Consistent, DUnknown, Diskless, Inconsistent, Outdated, UpToDate};
+        for p in state.peers.values_mut() {
+            let (own_min, own_max, peer_min, peer_max) = match p.repl {
+                ReplState::Off => (Diskless, UpToDate, Inconsistent, DUnknown),
+                ReplState::Established => (Diskless, UpToDate, Diskless, UpToDate),
+                ReplState::WfBitmapT
+                | ReplState::StartingSyncT
+                | ReplState::WfSyncUuid
+                | ReplState::Behind => (Inconsistent, Outdated, Inconsistent, UpToDate),
+                ReplState::SyncTarget | ReplState::PausedSyncT => {
+                    (Inconsistent, Inconsistent, Inconsistent, UpToDate)
+                }
+                ReplState::WfBitmapS
+                | ReplState::PausedSyncS
+                | ReplState::StartingSyncS
+                | ReplState::Ahead => (Inconsistent, UpToDate, Inconsistent, Consistent),
+                ReplState::SyncSource => (Inconsistent, UpToDate, Inconsistent, Inconsistent),
+                ReplState::VerifyS | ReplState::VerifyT => {
+                    (Inconsistent, UpToDate, Inconsistent, UpToDate)
+                }
+            };
+            if matches!(
+                state.disk,
+                DiskState::Attaching | DiskState::Negotiating | DiskState::Detaching
+            ) && p.repl <= ReplState::Established
+            {
+                p.disk = p.disk.clamp(peer_min, peer_max);
+                continue;
+            }
+            state.disk = state.disk.clamp(own_min, own_max);
+            if p.repl > ReplState::Established && p.disk == DUnknown {
+                p.disk = Consistent.min(peer_max);
+            }
+            p.disk = p.disk.clamp(peer_min, peer_max);
+        }
+    }
+
+    fn sanitize_device_last(&self, volume: VolumeNr, old: &State, new: &mut State, graceful: bool) {
+        let lost_negotiation = {
+            let Some(state) = new.devices.get(&volume) else {
+                return;
+            };
+            state.disk == DiskState::Negotiating
+                && old.disk(volume) == DiskState::Negotiating
+                && state.peers.values().all(|p| p.repl == ReplState::Off)
+        };
+        if lost_negotiation {
+            let disk = self.disk_state_from_metadata(volume);
+            if let Some(state) = new.devices.get_mut(&volume) {
+                state.disk = disk;
+            }
+        }
+        // A Primary may have crashed (4.4): whoever was its replica asks around first.
+        let crashed = !graceful
+            && old.connections.iter().any(|(peer, before)| {
+                let after = new.conn(*peer);
+                before.peer_role == Role::Primary
+                    && before.conn == ConnState::Connected
+                    && ((ConnState::Timeout..=ConnState::ProtocolError).contains(&after)
+                        || after == ConnState::Disconnecting)
+            });
+        let no_primary = new.primary_peer().is_none();
+        if crashed && no_primary && new.role == Role::Secondary {
+            let alone = self.sole_authority(volume, old, new);
+            if let Some(state) = new.devices.get_mut(&volume) {
+                if state.disk == DiskState::UpToDate && !alone {
+                    state.disk = DiskState::Consistent;
+                }
+            }
+        }
+        let quorum = self.count_quorum(volume, old, new);
+        if let Some(state) = new.devices.get_mut(&volume) {
+            state.quorum = quorum.have;
+            state.have_quorum = quorum.have || self.options.quorum == Quorum::Off;
+            let restore = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.attached())
+                .is_some_and(|d| d.restore_quorum);
+            if !state.have_quorum && state.disk == DiskState::UpToDate && restore {
+                state.have_quorum = true;
+            }
+        }
+    }
+
+    /// The lost Primary's disk was no good and nobody else's may be newer (4.4).
+    fn sole_authority(&self, volume: VolumeNr, old: &State, new: &State) -> bool {
+        let Some(state) = old.devices.get(&volume) else {
+            return false;
+        };
+        state.peers.iter().all(|(peer, p)| {
+            let lost_primary = old
+                .connections
+                .get(peer)
+                .is_some_and(|c| c.peer_role == Role::Primary && c.conn == ConnState::Connected);
+            if lost_primary {
+                p.disk <= DiskState::Outdated
+            } else {
+                new.peer_device(volume, *peer).disk < DiskState::Consistent
+            }
+        })
+    }
+
+    fn sanitize_resource(&self, old: &State, new: &mut State) {
+        let wait_for_data = self.options.on_no_data_accessible == OnLoss::SuspendIo;
+        let all_data = new.devices.values().all(|d| d.data_accessible());
+        if all_data {
+            new.susp_nod = false;
+        } else if wait_for_data {
+            let lost = new.devices.iter().any(|(v, d)| {
+                !d.data_accessible()
+                    && old
+                        .devices
+                        .get(v)
+                        .is_some_and(crate::state::DeviceState::data_accessible)
+            });
+            if lost && new.role == Role::Primary {
+                new.susp_nod = true;
+            }
+        }
+        new.susp_quorum = self.options.on_no_quorum == OnLoss::SuspendIo
+            && self.options.quorum != Quorum::Off
+            && new.role == Role::Primary
+            && new.devices.values().any(|d| !d.have_quorum);
+        if !new.susp_uuid
+            && old.suspended()
+            && !new.suspended()
+            && self.devices.values().any(|d| d.new_uuid_pending)
+        {
+            new.susp_uuid = true;
+        }
+        let demoted = old.role == Role::Primary && new.role == Role::Secondary;
+        if demoted && self.devices.values().any(|d| d.openers.writers > 0) {
+            new.fail_io = true;
+        }
+    }
+
+    /// A reconciliation is owed or runs: a Consistent node does not become UpToDate (14.5).
+    pub(crate) fn reconcile_hold(&self, volume: VolumeNr) -> bool {
+        self.connections.values().any(|c| c.notify_lost_primary)
+            || self
+                .devices
+                .get(&volume)
+                .is_some_and(|d| d.peers.values().any(|p| p.reconcile != Reconcile::No))
+    }
+
+    /// Quorum of a volume (semantics.md, 11.1).
+    pub(crate) fn count_quorum(&self, volume: VolumeNr, old: &State, new: &State) -> QuorumCount {
+        let Some(state) = new.devices.get(&volume) else {
+            return QuorumCount::default();
+        };
+        let Some(device) = self.devices.get(&volume) else {
+            return QuorumCount::default();
+        };
+        let mut n = QuorumCount::default();
+        let with_disk = state.disk > DiskState::Attaching && device.attached().is_some();
+        match state.disk {
+            DiskState::UpToDate => n.up_to_date += 1,
+            DiskState::Diskless if device.intentional_diskless => n.diskless += 1,
+            DiskState::Diskless => n.unknown += 1,
+            _ => n.present += 1,
+        }
+        let have_now = old.devices.get(&volume).is_some_and(|d| d.have_quorum);
+        let mut quorate_peers = 0;
+        for peer in self.quorum_nodes(volume, with_disk) {
+            let p = state.peers.get(&peer).copied();
+            let options = device.peers.get(&peer).map(|pd| &pd.options);
+            let diskless_on_purpose = match options {
+                Some(options) => !options.bitmap,
+                None => !self.slot_seen_with_disk(volume, peer),
+            };
+            let readable = self
+                .connections
+                .get(&peer)
+                .is_none_or(|c| c.net.allow_remote_read);
+            if !readable || (diskless_on_purpose && options.is_some_and(|o| !o.peer_tiebreaker)) {
+                continue;
+            }
+            let p = p.unwrap_or_default();
+            if p.repl == ReplState::Off {
+                if diskless_on_purpose {
+                    n.missing_diskless += 1;
+                } else if (p.disk <= DiskState::Outdated && p.disk >= DiskState::Inconsistent)
+                    || (with_disk && self.slot_is_outdated(volume, peer))
+                {
+                    n.outdated += 1;
+                } else if have_now && !new.members.contains(peer) {
+                    n.quorumless += 1;
+                } else {
+                    n.unknown += 1;
+                }
+            } else if p.disk == DiskState::Diskless && (diskless_on_purpose || !with_disk) {
+                n.diskless += 1;
+            } else if p.disk == DiskState::UpToDate {
+                n.up_to_date += 1;
+                if !with_disk && self.peer_is_quorate(volume, peer) {
+                    quorate_peers += 1;
+                }
+            } else {
+                n.present += 1;
+            }
+        }
+        n.decide(
+            self.options.quorum,
+            self.options.quorum_minimum_redundancy,
+            quorate_peers,
+            old.devices.get(&volume).is_some_and(|d| d.quorum),
+        );
+        n
+    }
+}
+
+fn new_peers(state: &crate::state::DeviceState) -> Vec<(NodeId, PeerDeviceState)> {
+    state.peers.iter().map(|(n, p)| (*n, *p)).collect()
+}
+
+/// How the nodes of a volume were counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QuorumCount {
+    /// Connected and UpToDate.
+    pub up_to_date: u32,
+    /// Connected with a disk that is not UpToDate.
+    pub present: u32,
+    /// Gone, known to be outdated.
+    pub outdated: u32,
+    /// Gone, and not in this node's partition when it had quorum.
+    pub quorumless: u32,
+    /// Gone, nothing known.
+    pub unknown: u32,
+    /// Connected, without a disk on purpose.
+    pub diskless: u32,
+    /// Gone, without a disk on purpose.
+    pub missing_diskless: u32,
+    /// Nodes that have a vote.
+    pub voters: u32,
+    /// Votes needed.
+    pub needed: u32,
+    /// UpToDate nodes needed.
+    pub needed_up_to_date: u32,
+    /// The verdict.
+    pub have: bool,
+}
+
+impl QuorumCount {
+    fn decide(&mut self, quorum: Quorum, redundancy: Quorum, quorate_peers: u32, have_now: bool) {
+        let needed = |setting: Quorum, voters: u32| match setting {
+            Quorum::Off => 0,
+            Quorum::Majority => voters / 2 + 1,
+            Quorum::All => voters,
+            Quorum::Number(n) => u32::from(n),
+        };
+        let here = self.up_to_date + self.present;
+        let mut voters = self.outdated + self.quorumless + self.unknown + here;
+        if self.outdated + self.quorumless + self.unknown >= needed(quorum, voters) {
+            self.unknown += self.quorumless;
+            self.quorumless = 0;
+        }
+        if self.unknown == 0 {
+            voters = here;
+        }
+        self.voters = voters;
+        self.needed = needed(quorum, voters);
+        self.needed_up_to_date = needed(redundancy, voters);
+        self.have =
+            quorate_peers > 0 || (here >= self.needed && self.up_to_date >= self.needed_up_to_date);
+        let majority = needed(Quorum::Majority, self.diskless + self.missing_diskless);
+        if !self.have
+            && voters != 0
+            && voters.is_multiple_of(2)
+            && here + 1 == self.needed
+            && self.diskless >= majority
+            && have_now
+        {
+            self.have = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(up_to_date: u32, unknown: u32, outdated: u32, quorum: Quorum) -> QuorumCount {
+        let mut n = QuorumCount {
+            up_to_date,
+            unknown,
+            outdated,
+            ..QuorumCount::default()
+        };
+        n.decide(quorum, Quorum::Off, 0, true);
+        n
+    }
+
+    #[test]
+    fn majority_of_three_survives_one_loss_and_not_two() {
+        assert!(count(2, 1, 0, Quorum::Majority).have);
+        assert!(!count(1, 2, 0, Quorum::Majority).have);
+    }
+
+    #[test]
+    fn the_last_man_standing_keeps_quorum_when_the_others_are_outdated() {
+        assert!(count(1, 0, 2, Quorum::Majority).have);
+        assert!(!count(1, 1, 1, Quorum::Majority).have);
+    }
+
+    #[test]
+    fn a_diskless_tie_breaker_keeps_quorum_but_never_gives_it() {
+        let mut n = QuorumCount {
+            up_to_date: 1,
+            unknown: 1,
+            diskless: 1,
+            ..Default::default()
+        };
+        n.decide(Quorum::Majority, Quorum::Off, 0, true);
+        assert!(n.have);
+        let mut n = QuorumCount {
+            up_to_date: 1,
+            unknown: 1,
+            diskless: 1,
+            ..Default::default()
+        };
+        n.decide(Quorum::Majority, Quorum::Off, 0, false);
+        assert!(!n.have);
+    }
+
+    #[test]
+    fn without_a_quorum_setting_nothing_is_needed() {
+        assert!(count(0, 3, 0, Quorum::Off).have);
+    }
+}

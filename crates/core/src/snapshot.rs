@@ -1,0 +1,200 @@
+//! Everything that reports show, read out at one moment.
+
+use alloc::vec::Vec;
+
+use lockstep_format::wire::{DiskState, ReplState, Role};
+
+use crate::report::{ConnectionReport, DeviceReport, PeerDeviceReport, ResyncReport, Snapshot};
+use crate::resource::Resource;
+use crate::state::{PeerDeviceState, ReplSets};
+
+impl Resource {
+    /// The resource as status commands show it.
+    pub fn snapshot(&self) -> Snapshot {
+        let state = &self.state;
+        let mut suspended = Vec::new();
+        for (on, name) in [
+            (state.susp_user, "user"),
+            (state.susp_nod, "no-data"),
+            (state.connections.values().any(|c| c.susp_fen), "fencing"),
+            (state.susp_quorum, "quorum"),
+            (state.susp_uuid, "uuid"),
+        ] {
+            if on {
+                suspended.push(name);
+            }
+        }
+        Snapshot {
+            node_id: self.node_id,
+            role: state.role,
+            suspended,
+            may_promote: self.may_promote(),
+            promotion_score: self.promotion_score(),
+            force_io_failures: state.fail_io,
+            devices: self
+                .devices
+                .keys()
+                .map(|v| self.device_report(*v))
+                .collect(),
+            connections: self
+                .connections
+                .keys()
+                .map(|n| self.connection_report(*n))
+                .collect(),
+        }
+    }
+
+    fn may_promote(&self) -> bool {
+        self.state.role == Role::Secondary
+            && self.state.primary_peer().is_none()
+            && !self.state.devices.is_empty()
+            && self
+                .state
+                .devices
+                .values()
+                .all(|d| d.disk == DiskState::UpToDate || d.data_accessible())
+            && self.state.devices.values().all(|d| d.have_quorum)
+    }
+
+    /// config-and-cli.md, 13.3: disk state counts most, then the number of good peers.
+    fn promotion_score(&self) -> u32 {
+        if !self.may_promote() {
+            return 0;
+        }
+        self.state
+            .devices
+            .values()
+            .map(|d| {
+                let own = if d.disk == DiskState::UpToDate {
+                    10_001
+                } else {
+                    1
+                };
+                let peers = d
+                    .peers
+                    .values()
+                    .filter(|p| p.repl > ReplState::Off && p.disk == DiskState::UpToDate)
+                    .count() as u32;
+                own + 100 * peers
+            })
+            .min()
+            .unwrap_or(0)
+    }
+
+    fn device_report(&self, volume: lockstep_format::units::VolumeNr) -> DeviceReport {
+        let device = &self.devices[&volume];
+        let state = self.state.devices.get(&volume).cloned().unwrap_or_default();
+        let disk = device.attached();
+        DeviceReport {
+            volume,
+            minor: device.minor,
+            disk_state: state.disk,
+            client: device.intentional_diskless && state.disk == DiskState::Diskless,
+            quorum: state.have_quorum,
+            open: device.openers.readers + device.openers.writers > 0,
+            size_sectors: device.size_sectors,
+            read_sectors: device.io.read_sectors,
+            written_sectors: device.io.written_sectors,
+            al_writes: disk.map_or(0, |d| d.io.transactions()),
+            bm_writes: disk.map_or(0, |d| d.io.bitmap_writes),
+            upper_pending: device.io.upper_pending,
+            lower_pending: device.io.lower_pending,
+            al_suspended: disk.is_some_and(|d| d.io.al_suspended()),
+            current_uuid: device.current_uuid(),
+            history_uuids: disk
+                .map(|d| {
+                    d.generations
+                        .history
+                        .iter()
+                        .copied()
+                        .filter(|u| !u.is_zero())
+                        .collect()
+                })
+                .unwrap_or_default(),
+            flags: disk.map_or(0, |d| d.generations.flags.bits()),
+        }
+    }
+
+    fn connection_report(&self, peer: lockstep_format::units::NodeId) -> ConnectionReport {
+        let conn = &self.connections[&peer];
+        let state = self
+            .state
+            .connections
+            .get(&peer)
+            .copied()
+            .unwrap_or_default();
+        ConnectionReport {
+            peer,
+            name: conn.net.peer_name.clone(),
+            state: state.conn,
+            role: state.peer_role,
+            protocol_version: conn.protocol(),
+            ap_in_flight_sectors: conn.io.ap_in_flight_sectors,
+            rs_in_flight_sectors: self
+                .devices
+                .values()
+                .filter_map(|d| d.peers.get(&peer))
+                .map(|pd| pd.io.rs_in_flight_sectors())
+                .sum(),
+            congested: false,
+            peer_devices: self
+                .devices
+                .keys()
+                .map(|v| self.peer_device_report(*v, peer))
+                .collect(),
+        }
+    }
+
+    fn peer_device_report(
+        &self,
+        volume: lockstep_format::units::VolumeNr,
+        peer: lockstep_format::units::NodeId,
+    ) -> PeerDeviceReport {
+        let p = self.state.peer_device(volume, peer);
+        let device = &self.devices[&volume];
+        let own = self.state.disk(volume);
+        let pd = device.peers.get(&peer);
+        let out_of_sync = self.out_of_sync_blocks(volume, peer) * 8;
+        let resync = pd.filter(|_| p.repl.has_progress()).map(|pd| ResyncReport {
+            total_sectors: pd.io.resync_total_bits * 8,
+            left_sectors: out_of_sync,
+            failed_sectors: pd.io.resync_failed_bits * 8,
+            same_sectors: 0,
+            started: pd.io.resync_started,
+            paused_ns: 0,
+            rate_kib_s: pd.io.resync_rate_kib_s(self.now),
+            wanted_kib_s: 0,
+        });
+        PeerDeviceReport {
+            volume,
+            repl_state: p.repl,
+            disk_state: p.disk,
+            client: pd.is_some_and(|pd| !pd.options.bitmap) && p.disk == DiskState::Diskless,
+            resync_suspended: resync_reasons(&p, own),
+            received_sectors: pd.map_or(0, |pd| pd.io.received_sectors),
+            sent_sectors: pd.map_or(0, |pd| pd.io.sent_sectors),
+            out_of_sync_sectors: out_of_sync,
+            pending: self.pending_towards(volume, peer),
+            unacked: self.unacked_of(volume, peer),
+            resync,
+            bitmap_uuid: self.slot_uuid(volume, peer),
+        }
+    }
+}
+
+fn resync_reasons(p: &PeerDeviceState, own: DiskState) -> Vec<&'static str> {
+    let mut reasons = Vec::new();
+    if p.susp_user {
+        reasons.push("user");
+    }
+    if p.susp_peer {
+        reasons.push("peer");
+    }
+    if p.susp_dependency {
+        reasons.push("after dependency");
+    }
+    if p.susp_other || (p.repl.is_sync_source() && own <= DiskState::Inconsistent) {
+        reasons.push("connection dependency");
+    }
+    reasons
+}

@@ -1,0 +1,792 @@
+//! The state-change engine (semantics.md, 3): edit, sanitise, check, commit, and what follows.
+//!
+//! What follows a commit comes in two parts. *Finish* actions run at once with the change. *After*
+//! actions (packets, disk work) run in order of the changes, when the handler that made the change
+//! has returned to `run_steps`: peers see every state in order.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, UuidFlags};
+
+pub use crate::change::Change;
+use crate::device::Reconcile;
+use crate::event::{Output, Stream};
+use crate::report::{Event, Level};
+use crate::resource::Resource;
+use crate::state::{PeerDeviceState, ReplSets, State};
+use crate::time::Duration;
+use crate::timers::Timer;
+use crate::validity::Refusal;
+use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
+
+/// A committed change whose after actions are due.
+#[derive(Debug)]
+pub struct Step {
+    old: State,
+    new: State,
+    graceful: bool,
+}
+
+impl Resource {
+    /// A fact: nothing can refuse it.
+    pub(crate) fn hard_change(&mut self, change: Change) {
+        let new = self.edited(&change);
+        if new == self.state {
+            return;
+        }
+        if let Err(refusal) = self.hard_validity(&self.state, &new) {
+            self.log(
+                Level::Debug,
+                None,
+                None,
+                format!("no state change: {}", refusal.text),
+            );
+            return;
+        }
+        self.commit(new, change.graceful);
+    }
+
+    /// A wish: refused if a rule of semantics.md 3.4 says so. `Ok(false)`: nothing differs.
+    pub(crate) fn soft_change(&mut self, change: Change) -> Result<bool, Refusal> {
+        let new = self.checked(&change)?;
+        if new == self.state {
+            return Ok(false);
+        }
+        self.commit(new, change.graceful);
+        Ok(true)
+    }
+
+    /// What `soft_change` would say (PREPARE, semantics.md 3.1).
+    pub(crate) fn check_change(&self, change: &Change) -> Result<bool, Refusal> {
+        Ok(self.checked(change)? != self.state)
+    }
+
+    fn checked(&self, change: &Change) -> Result<State, Refusal> {
+        let new = self.edited(change);
+        if new != self.state {
+            self.hard_validity(&self.state, &new)?;
+            self.soft_validity(&self.state, &new, change.ignore_openers)?;
+        }
+        Ok(new)
+    }
+
+    fn edited(&self, change: &Change) -> State {
+        let mut new = self.state.clone();
+        change.apply(&mut new);
+        self.sanitize(&self.state, &mut new, change.graceful);
+        new
+    }
+
+    fn commit(&mut self, mut new: State, graceful: bool) {
+        for (peer, c) in &new.connections {
+            if c.conn == ConnState::Connected && self.state.conn(*peer) != ConnState::Connected {
+                new.members.insert(*peer);
+            }
+        }
+        let old = self.state.clone();
+        self.finish_actions(&old, &new, graceful);
+        self.state = new.clone();
+        self.steps.push_back(Step { old, new, graceful });
+    }
+
+    /// Runs the after actions of all committed changes, in order.
+    pub(crate) fn run_steps(&mut self) {
+        if self.in_steps {
+            return;
+        }
+        self.in_steps = true;
+        while let Some(step) = self.steps.pop_front() {
+            self.after_actions(&step);
+        }
+        self.in_steps = false;
+    }
+
+    // Finish actions (semantics.md, 5.1).
+
+    fn finish_actions(&mut self, old: &State, new: &State, graceful: bool) {
+        self.finish_replication(old, new);
+        self.finish_uuid_triggers(old, new);
+        self.finish_connections(old, new);
+        for volume in new.devices.keys().copied().collect::<Vec<_>>() {
+            self.finish_peer_devices(volume, old, new);
+            self.finish_metadata_flags(volume, old, new, graceful);
+        }
+        if old.role == Role::Primary && new.role == Role::Secondary {
+            self.queue_peer_ack();
+        }
+    }
+
+    fn finish_replication(&mut self, old: &State, new: &State) {
+        let mut changed = false;
+        let mut started = Vec::new();
+        for (volume, device) in &new.devices {
+            for (peer, p) in &device.peers {
+                let before = old.peer_device(*volume, *peer);
+                if before.replicates() != p.replicates() {
+                    changed = true;
+                    if p.replicates() {
+                        started.push(*peer);
+                    }
+                }
+            }
+        }
+        if changed {
+            self.close_epoch();
+        }
+        for peer in started {
+            self.replication_started(peer);
+        }
+    }
+
+    /// When a new current UUID becomes due (semantics.md, 12.4).
+    fn finish_uuid_triggers(&mut self, old: &State, new: &State) {
+        if old.susp_uuid {
+            return;
+        }
+        for (volume, after) in &new.devices {
+            let Some(before) = old.devices.get(volume) else {
+                continue;
+            };
+            let accessible = before.data_accessible() || after.data_accessible();
+            let mut due = old.role != Role::Primary && new.role == Role::Primary;
+            for (peer, p) in &after.peers {
+                let was = old.peer_device(*volume, *peer);
+                due |= new.role == Role::Primary && accessible && lost_contact(was.disk, p.disk);
+                due |= new.role == Role::Primary
+                    && after.disk == DiskState::UpToDate
+                    && was.disk == DiskState::DUnknown
+                    && matches!(
+                        p.disk,
+                        DiskState::Diskless | DiskState::Failed | DiskState::Outdated
+                    )
+                    && self.slot_uuid(*volume, *peer).is_zero();
+                due |= p.repl == ReplState::Ahead && was.repl != ReplState::Ahead;
+            }
+            let failed = (before.disk > DiskState::Failed && after.disk == DiskState::Failed)
+                || (before.disk >= DiskState::Inconsistent && after.disk < DiskState::Inconsistent);
+            due |= failed && new.role == Role::Primary && after.data_accessible();
+            let demoted = new.role != Role::Primary;
+            if let Some(device) = self.devices.get_mut(volume) {
+                if due {
+                    device.new_uuid_pending = true;
+                }
+                if demoted {
+                    device.new_uuid_pending = false;
+                }
+            }
+        }
+    }
+
+    fn finish_connections(&mut self, old: &State, new: &State) {
+        for (peer, c) in &new.connections {
+            let before = old.connections.get(peer).copied().unwrap_or_default();
+            if before.conn == ConnState::Connected && c.conn < ConnState::Connected {
+                let was_primary = before.peer_role == Role::Primary;
+                if let Some(conn) = self.connections.get_mut(peer) {
+                    conn.notify_lost_primary = was_primary;
+                    conn.dagtag_fresh = false;
+                }
+                for device in self.devices.values_mut() {
+                    if let Some(pd) = device.peers.get_mut(peer) {
+                        pd.reconnect = true;
+                    }
+                }
+            }
+            if before.conn == c.conn {
+                continue;
+            }
+            if c.conn < ConnState::Connecting {
+                for device in self.devices.values_mut() {
+                    if let Some(pd) = device.peers.get_mut(peer) {
+                        pd.verdict = None;
+                        pd.refusal = None;
+                        pd.sent_uuids = None;
+                        pd.peer_was_target = false;
+                        pd.quorate = false;
+                        pd.sent_handshake = false;
+                        pd.negotiation = None;
+                        pd.finished_early = None;
+                        pd.resync_again = 0;
+                        pd.sizes = None;
+                        pd.last_state = None;
+                    }
+                }
+            }
+        }
+        if old.suspended() && !new.suspended() {
+            self.thawed();
+        }
+    }
+
+    fn finish_peer_devices(&mut self, volume: VolumeNr, old: &State, new: &State) {
+        let Some(after) = new.devices.get(&volume) else {
+            return;
+        };
+        let own_up = after.disk == DiskState::UpToDate;
+        for (peer, p) in &after.peers {
+            let before = old.peer_device(volume, *peer);
+            if before.repl > ReplState::Established && p.repl <= ReplState::Established {
+                self.resync_left(volume, *peer);
+            }
+            let lost_primary = new
+                .connections
+                .get(peer)
+                .is_some_and(|c| c.peer_role != Role::Primary)
+                && old
+                    .connections
+                    .get(peer)
+                    .is_some_and(|c| c.peer_role == Role::Primary);
+            if lost_primary {
+                self.note_unstable_targets(volume, new);
+            }
+            let Some(device) = self.devices.get_mut(&volume) else {
+                return;
+            };
+            let Some(pd) = device.peers.get_mut(peer) else {
+                continue;
+            };
+            if before.repl > ReplState::Established && p.repl <= ReplState::Established {
+                pd.reconcile = Reconcile::No;
+            }
+            if own_up && p.disk == DiskState::UpToDate && p.repl >= ReplState::Established {
+                if let Some(disk) = device.disk.as_mut() {
+                    disk.crashed_primary = false;
+                }
+                if let Some(uuids) = pd.uuids.as_mut() {
+                    uuids.flags.remove(UuidFlags::CRASHED_PRIMARY);
+                }
+            }
+            let forced = after.disk == DiskState::Inconsistent
+                && before.disk == DiskState::Inconsistent
+                && p.disk == DiskState::UpToDate
+                && new
+                    .connections
+                    .get(peer)
+                    .is_some_and(|c| c.peer_role == Role::Primary)
+                && old
+                    .connections
+                    .get(peer)
+                    .is_some_and(|c| c.peer_role == Role::Secondary);
+            if forced {
+                pd.consider_resync = true;
+            }
+        }
+    }
+
+    /// Flags of the superblock that follow from the state (semantics.md, 5.1 points 9 and 13).
+    fn finish_metadata_flags(
+        &mut self,
+        volume: VolumeNr,
+        old: &State,
+        new: &State,
+        graceful: bool,
+    ) {
+        let Some(after) = new.devices.get(&volume) else {
+            return;
+        };
+        let own = after.disk;
+        let before_own = old.disk(volume);
+        let primary_known = new.role == Role::Primary || new.primary_peer().is_some();
+        let received = self.peer_writes_in_flight(volume);
+        let primary_elsewhere = new.connections.iter().any(|(n, c)| {
+            c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
+        });
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let intentional: Vec<NodeId> = device
+            .peers
+            .iter()
+            .filter(|(_, pd)| !pd.options.bitmap)
+            .map(|(n, _)| *n)
+            .collect();
+        let Some(disk) = device.attached_mut() else {
+            return;
+        };
+        let old_flags = disk.generations.flags;
+        let mut flags = old_flags;
+        let crashes_as_primary = disk.crashed_primary
+            || (new.role == Role::Primary && !(graceful && own < DiskState::Negotiating));
+        flags.remove(DeviceFlags::AL_CLEAN);
+        flags.set(DeviceFlags::CRASHED_PRIMARY, crashes_as_primary);
+        if own >= DiskState::Inconsistent {
+            flags.set(DeviceFlags::CONSISTENT, own > DiskState::Inconsistent);
+            flags.set(DeviceFlags::WAS_UP_TO_DATE, own > DiskState::Outdated);
+        } else if matches!(own, DiskState::Failed | DiskState::Detaching) && primary_elsewhere {
+            flags.remove(DeviceFlags::WAS_UP_TO_DATE);
+        }
+        if primary_known {
+            flags.insert(DeviceFlags::PRIMARY_IND);
+        } else if !received && own >= DiskState::Inconsistent {
+            flags.remove(DeviceFlags::PRIMARY_IND);
+        }
+        flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
+        if new.role == Role::Primary && !after.have_quorum {
+            disk.primary_lost_quorum = true;
+        } else if after.have_quorum && new.role == Role::Primary {
+            disk.primary_lost_quorum = false;
+        }
+        flags.set(DeviceFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
+        let mut changed = flags != old_flags;
+        disk.generations.flags = flags;
+        changed |= old.members != new.members;
+        if before_own != DiskState::Negotiating || own != DiskState::Negotiating {
+            for (peer, p) in &after.peers {
+                let fences = self
+                    .connections
+                    .get(peer)
+                    .is_some_and(|c| c.net.fencing != crate::options::Fencing::DontCare);
+                let slot = disk.generations.slot_mut(*peer);
+                let old_slot = slot.flags;
+                slot.flags
+                    .set(PeerFlags::CONNECTED, p.repl > ReplState::Off);
+                slot.flags.set(
+                    PeerFlags::OUTDATED,
+                    matches!(p.disk, DiskState::Inconsistent | DiskState::Outdated),
+                );
+                if p.disk >= DiskState::Inconsistent && p.disk != DiskState::DUnknown {
+                    slot.flags.insert(PeerFlags::DEVICE_SEEN);
+                } else if p.disk == DiskState::Diskless && intentional.contains(peer) {
+                    slot.flags.remove(PeerFlags::DEVICE_SEEN);
+                }
+                slot.flags.set(PeerFlags::FENCING, fences);
+                changed |= slot.flags != old_slot;
+            }
+        }
+        if before_own < DiskState::Consistent && own >= DiskState::Consistent {
+            device.exposed_uuid = device.current_uuid();
+        }
+        if changed {
+            self.write_superblock(volume);
+        }
+    }
+
+    /// A target whose source may change unseen (semantics.md, 14.2).
+    fn note_unstable_targets(&mut self, volume: VolumeNr, new: &State) {
+        let Some(after) = new.devices.get(&volume) else {
+            return;
+        };
+        for (peer, p) in &after.peers {
+            if !p.repl.is_sync_target() {
+                continue;
+            }
+            let stable = self
+                .peer_uuids(volume, *peer)
+                .is_some_and(|u| self.is_stable_set(u));
+            if !stable && !self.stable_source_present(volume, *peer, new) {
+                if let Some(pd) = self
+                    .devices
+                    .get_mut(&volume)
+                    .and_then(|d| d.peers.get_mut(peer))
+                {
+                    pd.unstable_resync = true;
+                }
+            }
+        }
+    }
+
+    // After actions (semantics.md, 5.2).
+
+    fn after_actions(&mut self, step: &Step) {
+        let Step { old, new, graceful } = step;
+        self.after_events(old, new);
+        for volume in new.devices.keys() {
+            self.after_in_sync(*volume, old, new);
+        }
+        self.after_connections(old, new, *graceful);
+        for volume in new.devices.keys() {
+            self.after_disk(*volume, old, new);
+            self.after_replication(*volume, old, new);
+        }
+        self.after_announcements(old, new);
+        self.after_resource(old, new, *graceful);
+    }
+
+    fn after_events(&mut self, old: &State, new: &State) {
+        if (old.role, old.suspended(), old.fail_io) != (new.role, new.suspended(), new.fail_io) {
+            self.event(Event::Resource);
+        }
+        let mut lines = Vec::new();
+        if old.role != new.role {
+            lines.push((
+                None,
+                None,
+                format!("role: {:?} -> {:?}", old.role, new.role),
+            ));
+        }
+        for (peer, c) in &new.connections {
+            let before = old.connections.get(peer).copied().unwrap_or_default();
+            if before != *c {
+                self.event(Event::Connection(*peer));
+                if before.conn != c.conn {
+                    lines.push((
+                        Some(*peer),
+                        None,
+                        format!("connection: {:?} -> {:?}", before.conn, c.conn),
+                    ));
+                }
+            }
+        }
+        for (volume, d) in &new.devices {
+            let Some(before) = old.devices.get(volume) else {
+                continue;
+            };
+            if (before.disk, before.have_quorum) != (d.disk, d.have_quorum) {
+                self.event(Event::Device(*volume));
+                lines.push((
+                    None,
+                    Some(*volume),
+                    format!("disk: {:?} -> {:?}", before.disk, d.disk),
+                ));
+            }
+            for (peer, p) in &d.peers {
+                let was = old.peer_device(*volume, *peer);
+                if was != *p {
+                    self.event(Event::PeerDevice(*peer, *volume));
+                    if (was.repl, was.disk) != (p.repl, p.disk) {
+                        lines.push((
+                            Some(*peer),
+                            Some(*volume),
+                            format!(
+                                "replication: {:?} -> {:?}, peer disk: {:?} -> {:?}",
+                                was.repl, p.repl, was.disk, p.disk
+                            ),
+                        ));
+                    }
+                }
+            }
+        }
+        for (peer, volume, text) in lines {
+            self.log(Level::Info, peer, volume, text);
+        }
+    }
+
+    /// Connected without a resync and of the same generation: nothing differs (5.2 point 2).
+    fn after_in_sync(&mut self, volume: VolumeNr, old: &State, new: &State) {
+        let Some(after) = new.devices.get(&volume) else {
+            return;
+        };
+        if after.disk < DiskState::Outdated || after.disk == DiskState::DUnknown {
+            return;
+        }
+        for (peer, p) in &after.peers {
+            let before = old.peer_device(volume, *peer);
+            let reached = p.repl == ReplState::Established
+                && (before.repl == ReplState::Off
+                    || (before.disk == DiskState::Diskless && p.disk >= DiskState::Outdated));
+            if reached
+                && p.disk >= DiskState::Outdated
+                && p.disk != DiskState::DUnknown
+                && self.same_current(volume, *peer)
+                && self.state.peer_device(volume, *peer).repl == ReplState::Established
+            {
+                self.forget_differences(volume, *peer);
+            }
+        }
+    }
+
+    fn after_connections(&mut self, old: &State, new: &State, graceful: bool) {
+        for (peer, c) in &new.connections {
+            let before = old.connections.get(peer).copied().unwrap_or_default();
+            if before.conn == c.conn {
+                continue;
+            }
+            match c.conn {
+                ConnState::Unconnected if before.conn == ConnState::StandAlone => {
+                    let now = self.now;
+                    self.timers.set(Timer::Reconnect(*peer), now);
+                }
+                ConnState::Connecting => {
+                    if let Some(conn) = self.connections.get_mut(peer) {
+                        conn.connecting = true;
+                        self.output(Output::Connect { peer: *peer });
+                    }
+                }
+                ConnState::Timeout
+                | ConnState::BrokenPipe
+                | ConnState::NetworkFailure
+                | ConnState::ProtocolError
+                | ConnState::TearDown
+                | ConnState::Disconnecting => {
+                    self.connection_lost(*peer, before.conn, c.conn, graceful);
+                }
+                ConnState::StandAlone | ConnState::Unconnected | ConnState::Connected => {}
+            }
+        }
+    }
+
+    /// The cleanup of a lost connection (semantics.md, 9.3): streams first, then what was
+    /// received, then what was sent.
+    fn connection_lost(
+        &mut self,
+        peer: NodeId,
+        before: ConnState,
+        after: ConnState,
+        _graceful: bool,
+    ) {
+        self.lose_link(peer, true);
+        self.twopc_peer_lost(peer);
+        let was_up = before >= ConnState::Connecting;
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.draining = was_up;
+        }
+        if was_up {
+            // Answers by `connection_drained`, at once if nothing is in flight.
+            self.drain_connection(peer);
+        } else {
+            self.connection_cleaned(peer);
+        }
+        let _ = after;
+    }
+
+    /// Nothing that the lost link had received is in flight any more.
+    pub(crate) fn connection_drained(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if !conn.draining {
+            return;
+        }
+        conn.draining = false;
+        // A request is completed only after the generation that leaves the dead peer out is on
+        // disk; `settle_new_uuid` writes it before held completions go.
+        self.lose_requests(peer);
+        self.run_handler("disconnected", None, Some(peer));
+        self.connection_cleaned(peer);
+    }
+
+    fn connection_cleaned(&mut self, peer: NodeId) {
+        let conn_state = self.state.conn(peer);
+        let now = self.now;
+        if conn_state == ConnState::Disconnecting {
+            self.hard_change(Change::new().conn(peer, ConnState::StandAlone));
+            self.connection_is_down(peer);
+        } else if conn_state != ConnState::StandAlone {
+            let graceful_end = conn_state == ConnState::TearDown;
+            self.hard_change(Change::new().conn(peer, ConnState::Unconnected));
+            self.timers
+                .set(Timer::Reconnect(peer), now + Duration::from_secs(1));
+            let _ = graceful_end;
+        }
+        self.notify_lost_primary(peer);
+    }
+
+    fn after_disk(&mut self, volume: VolumeNr, old: &State, new: &State) {
+        let Some(after) = new.devices.get(&volume) else {
+            return;
+        };
+        let before = old.disk(volume);
+        if before == after.disk {
+            return;
+        }
+        match after.disk {
+            DiskState::Failed => {
+                self.run_handler_if_configured(volume);
+                self.begin_detach(volume);
+            }
+            DiskState::Detaching => self.begin_detach(volume),
+            _ => {}
+        }
+        if after.disk == DiskState::Negotiating {
+            // What was said before does not count for the comparison (8.3 step 8).
+            if let Some(device) = self.devices.get_mut(&volume) {
+                for pd in device.peers.values_mut() {
+                    pd.uuids = None;
+                    pd.negotiation = None;
+                }
+            }
+        }
+        if before == DiskState::Attaching && after.disk > DiskState::Attaching {
+            for peer in new.connected().iter() {
+                self.send_sizes(peer, volume);
+                self.send_uuids(peer, volume, UuidFlags::empty());
+                self.send_state(peer, volume, new);
+            }
+        }
+        if before == DiskState::Negotiating && after.disk != DiskState::Negotiating {
+            self.attach_finished(volume);
+        }
+    }
+
+    fn run_handler_if_configured(&mut self, volume: VolumeNr) {
+        self.run_handler("local-io-error", Some(volume), None);
+    }
+
+    fn after_replication(&mut self, volume: VolumeNr, old: &State, new: &State) {
+        let Some(after) = new.devices.get(&volume) else {
+            return;
+        };
+        for (peer, p) in &after.peers {
+            let before = old.peer_device(volume, *peer);
+            if before.disk < DiskState::Negotiating && p.disk == DiskState::Negotiating {
+                self.answer_attaching_peer(volume, *peer);
+            }
+            if before.repl == p.repl {
+                continue;
+            }
+            match p.repl {
+                ReplState::WfBitmapS => {
+                    self.prepare_resync_source(volume, *peer);
+                }
+                ReplState::WfBitmapT => self.prepare_resync_target(volume, *peer),
+                ReplState::StartingSyncS => self.start_full_sync_source(volume, *peer),
+                ReplState::StartingSyncT => self.start_full_sync_target(volume, *peer),
+                ReplState::SyncSource | ReplState::PausedSyncS if !before.repl.is_sync() => {
+                    self.resync_entered(volume, *peer);
+                }
+                ReplState::SyncTarget | ReplState::PausedSyncT => {
+                    if before.repl.is_sync_target() {
+                        if p.repl == ReplState::SyncTarget {
+                            self.resync_resumed(volume, *peer);
+                        }
+                    } else {
+                        self.enter_target(volume, *peer);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// State and UUID packets that a change calls for (5.2 points 3, 5, 8, 11).
+    fn after_announcements(&mut self, old: &State, new: &State) {
+        let became_stable = !old.stable() && new.stable();
+        let became_unstable = old.stable() && !new.stable();
+        for (volume, after) in &new.devices {
+            let Some(before) = old.devices.get(volume) else {
+                continue;
+            };
+            let finished_target = after.peers.iter().any(|(n, p)| {
+                before.peers.get(n).is_some_and(|b| b.repl.is_sync_target())
+                    && p.repl == ReplState::Established
+            });
+            for (peer, p) in &after.peers {
+                if p.repl < ReplState::Established {
+                    continue;
+                }
+                let was = before.peers.get(peer).copied().unwrap_or_default();
+                let has_disk = after.disk > DiskState::Attaching;
+                let mut uuids = None;
+                if finished_target {
+                    uuids = Some(UuidFlags::empty());
+                }
+                let target_of = was.repl.is_sync_target();
+                if has_disk && (became_stable || (finished_target && new.stable())) {
+                    let demoted = old.connections.get(peer).is_some_and(|c| {
+                        c.peer_role == Role::Primary && new.conn(*peer) == ConnState::Connected
+                    });
+                    if !target_of && !(became_stable && demoted) {
+                        uuids = Some(UuidFlags::GOT_STABLE);
+                    }
+                } else if has_disk && became_unstable {
+                    uuids = Some(uuids.unwrap_or(UuidFlags::empty()));
+                }
+                if let Some(flags) = uuids {
+                    self.send_uuids(*peer, *volume, flags);
+                }
+                if wants_state(&was, p, before.disk, after.disk)
+                    || before.have_quorum != after.have_quorum
+                {
+                    self.send_state(*peer, *volume, new);
+                }
+            }
+        }
+    }
+
+    fn after_resource(&mut self, old: &State, new: &State, graceful: bool) {
+        if old.role == Role::Primary && new.role == Role::Secondary {
+            self.after_demotion(new);
+        }
+        if old.role != Role::Primary && new.role == Role::Primary {
+            self.set_primary_bit(true);
+        }
+        for (peer, c) in &new.connections {
+            let before = old.connections.get(peer).copied().unwrap_or_default();
+            if before.peer_role == Role::Primary && c.peer_role == Role::Secondary {
+                self.write_all_bitmaps();
+            }
+        }
+        // A lost member or an open question whether a Primary is left somewhere (10.7).
+        let lost_member = new.connections.iter().any(|(n, c)| {
+            old.conn(*n) == ConnState::Connected
+                && c.conn < ConnState::Connected
+                && c.conn != ConnState::TearDown
+                && !graceful
+                && new.members.contains(*n)
+        });
+        let fell = new
+            .devices
+            .iter()
+            .any(|(v, d)| d.disk == DiskState::Consistent && old.disk(*v) == DiskState::UpToDate);
+        let regained = new.role == Role::Primary
+            && new.devices.iter().any(|(v, d)| {
+                d.data_accessible() && old.devices.get(v).is_some_and(|o| !o.data_accessible())
+            })
+            && old.role == Role::Primary;
+        if lost_member || fell || regained {
+            self.schedule_empty_twopc();
+        }
+        if new.susp_uuid && !old.susp_uuid {
+            self.want_new_uuid_now();
+        }
+        for (volume, d) in &new.devices {
+            for (peer, p) in &d.peers {
+                let was = old.peer_device(*volume, *peer);
+                if was.disk == DiskState::UpToDate
+                    && matches!(p.disk, DiskState::Failed | DiskState::Inconsistent)
+                    && p.repl > ReplState::Off
+                {
+                    self.want_new_uuid_now();
+                }
+            }
+        }
+        if old.devices.iter().any(|(v, d)| {
+            d.have_quorum
+                && new.devices.get(v).is_some_and(|n| !n.have_quorum)
+                && new.role == Role::Primary
+        }) {
+            self.run_handler("quorum-lost", None, None);
+        }
+        self.admission_changed();
+    }
+
+    fn after_demotion(&mut self, new: &State) {
+        self.set_primary_bit(false);
+        self.write_all_bitmaps();
+        for peer in new.connected().iter() {
+            if self.is_established(peer) {
+                self.send_role(peer, new);
+            }
+        }
+    }
+
+    /// Sends this node's state for a volume as `state` has it (semantics.md, 5.2).
+    pub(crate) fn send_state(&mut self, peer: NodeId, volume: VolumeNr, state: &State) {
+        let packet = self.state_packet(peer, volume, state);
+        self.send(peer, Stream::Data, volume, Packet::State(packet));
+    }
+}
+
+/// Lost contact to peer data (semantics.md, 2.1).
+fn lost_contact(before: DiskState, after: DiskState) -> bool {
+    matches!(
+        before,
+        DiskState::Inconsistent | DiskState::Consistent | DiskState::UpToDate
+    ) && (after < DiskState::Inconsistent
+        || matches!(after, DiskState::DUnknown | DiskState::Outdated))
+}
+
+/// The peer has to be told (5.2 point 8).
+fn wants_state(
+    before: &PeerDeviceState,
+    after: &PeerDeviceState,
+    disk_before: DiskState,
+    disk_after: DiskState,
+) -> bool {
+    let newly = before.repl < ReplState::Established;
+    let changed_flags = (before.susp_user, before.susp_dependency, before.susp_other)
+        != (after.susp_user, after.susp_dependency, after.susp_other);
+    newly || before.repl != after.repl || changed_flags || disk_before != disk_after
+}

@@ -1,0 +1,503 @@
+//! A two-phase commit seen from a participant (semantics.md, 10.3).
+
+use alloc::format;
+
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
+use lockstep_format::wire::packet::{TwopcOutcome, TwopcPrepare, TwopcReply, TwopcResize};
+use lockstep_format::wire::{
+    ConnState, DiskNumbering, DiskState, Packet, Role, StateChange, StateWord, TwopcFlags,
+};
+
+use crate::command::ErrorCode;
+use crate::connection::Phase;
+use crate::event::Stream;
+use crate::report::Level;
+use crate::resource::Resource;
+use crate::time::Duration;
+use crate::timers::Timer;
+use crate::transition::Change;
+use crate::twopc::{ReplyKind, Transaction};
+use crate::validity::Refusal;
+
+impl Resource {
+    /// Phase one of somebody else's transaction.
+    pub(crate) fn prepare_received(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        prepare: TwopcPrepare,
+    ) {
+        let head = prepare.head;
+        let is_connect = prepare.change.mask.has(StateWord::CONN)
+            && prepare.change.val.conn() == Some(ConnState::Connected)
+            && volume.is_none();
+        if let Some(t) = self.twopc.current.as_mut() {
+            if t.initiator == head.initiator_node_id && t.tid == head.tid {
+                // A redundant path: it is answered with what the others get.
+                t.parents.insert(peer);
+                t.waiting.remove(peer);
+                if let Some(kind) = t.answered {
+                    self.send_reply(peer, kind);
+                } else {
+                    self.twopc_progress();
+                }
+                return;
+            }
+            if t.initiator == head.initiator_node_id && !t.parents.contains(peer) {
+                let patience =
+                    Duration::from_tenths(u64::from(self.options.twopc_timeout_tenths) / 20);
+                let until = self.now + patience;
+                if self.twopc.postponed.is_none() {
+                    self.twopc.postponed = Some((peer, volume, prepare, until));
+                    return;
+                }
+            }
+            let Some(t) = self.twopc.current.as_ref() else {
+                return;
+            };
+            let own_gives_way = t.wish.is_some() && head.initiator_node_id < self.node_id;
+            if own_gives_way {
+                let Some(t) = self.twopc.current.take() else {
+                    return;
+                };
+                self.timers.clear(Timer::Twopc);
+                self.abort(&t);
+                self.requeue(t);
+            } else {
+                self.reply(
+                    peer,
+                    head.tid,
+                    head.initiator_node_id,
+                    ReplyKind::Retry,
+                    None,
+                );
+                return;
+            }
+        }
+        self.accept(peer, volume, prepare, is_connect);
+    }
+
+    /// This node's own transaction made place for another one; it is tried again later.
+    fn requeue(&mut self, t: Transaction) {
+        let attempt = t.attempt;
+        if let Some(wish) = t.wish {
+            self.yield_wish(wish, attempt, t.handshake);
+        }
+    }
+
+    fn accept(&mut self, peer: NodeId, volume: VolumeNr, prepare: TwopcPrepare, is_connect: bool) {
+        let head = prepare.head;
+        let me = self.node_id;
+        let targeted = head.target_node_id == Some(me);
+        let direct = head.initiator_node_id == peer;
+        let connecting = is_connect && targeted && direct;
+        if connecting && !self.can_handshake(peer) {
+            self.reply(
+                peer,
+                head.tid,
+                head.initiator_node_id,
+                ReplyKind::Retry,
+                None,
+            );
+            return;
+        }
+        let mut reachable = self.established_peers().with(me);
+        if is_connect {
+            reachable.insert(head.initiator_node_id);
+        }
+        let disconnects = prepare.change.mask.has(StateWord::CONN)
+            && prepare.change.val.conn() == Some(ConnState::Disconnecting);
+        if disconnects && targeted {
+            reachable.remove(head.initiator_node_id);
+        }
+        let mut t = Transaction {
+            tid: head.tid,
+            initiator: head.initiator_node_id,
+            target: head.target_node_id,
+            volume,
+            change: prepare.change,
+            wish: None,
+            attempt: 0,
+            parents: NodeMask::of(peer),
+            children: NodeMask::EMPTY,
+            waiting: NodeMask::EMPTY,
+            nodes_to_reach: head.nodes_to_reach,
+            reachable,
+            target_reachable: NodeMask::EMPTY,
+            primary_nodes: NodeMask::EMPTY,
+            weak_nodes: NodeMask::EMPTY,
+            retry: false,
+            no: false,
+            refusal: None,
+            answered: None,
+            handshake: connecting.then_some(peer),
+        };
+        if self.state.role == Role::Primary {
+            t.primary_nodes.insert(me);
+            if self.state.devices.values().any(|d| d.data_accessible()) {
+                t.weak_nodes = reachable.complement();
+            }
+        }
+        match self.check_remote(&t) {
+            Ok(()) => {}
+            Err(refusal) if refusal.code == ErrorCode::IN_TRANSIENT_STATE => {
+                self.reply(
+                    peer,
+                    head.tid,
+                    head.initiator_node_id,
+                    ReplyKind::Retry,
+                    None,
+                );
+                return;
+            }
+            Err(refusal) => t.refusal = Some(refusal),
+        }
+        let forward = self
+            .established_peers()
+            .intersection(head.nodes_to_reach)
+            .without(peer)
+            .without(head.initiator_node_id);
+        t.children = forward;
+        t.waiting = forward;
+        t.nodes_to_reach = head.nodes_to_reach.difference(forward).without(me);
+        let packet = TwopcPrepare {
+            head: self.head(&t, t.nodes_to_reach),
+            primary_nodes: NodeMask::EMPTY,
+            change: t.change,
+        };
+        self.twopc.current = Some(t);
+        let patience = Duration::from_tenths(u64::from(self.options.twopc_timeout_tenths));
+        let at = self.now + patience;
+        self.timers.set(Timer::Twopc, at);
+        for child in forward.iter() {
+            self.send(child, Stream::Data, volume, Packet::TwopcPrepare(packet));
+            self.ping(child);
+        }
+        if connecting {
+            self.timers.clear(Timer::Handshake(peer));
+            self.send_handshake(peer);
+        }
+        self.twopc_progress();
+    }
+
+    /// Whether this node agrees, before anything is applied.
+    fn check_remote(&self, t: &Transaction) -> Result<(), Refusal> {
+        if t.handshake.is_some() {
+            // Decided when the peer's packets are in; `handshake_verdict`.
+            return Ok(());
+        }
+        match self.remote_change(t) {
+            Some(change) => self.check_change(&change).map(|_| ()),
+            None => self.check_far(t),
+        }
+    }
+
+    /// A change between other nodes: only what concerns the whole cluster is checked.
+    fn check_far(&self, t: &Transaction) -> Result<(), Refusal> {
+        let promotes = t.change.mask.has(StateWord::ROLE)
+            && t.change.val.role() == Some(Role::Primary)
+            && !t.change.mask.has(StateWord::CONN);
+        if promotes && self.state.role == Role::Primary {
+            let two = self.connections.values().any(|c| c.net.allow_two_primaries);
+            let has_disk = self
+                .state
+                .devices
+                .values()
+                .any(|d| d.disk > DiskState::Diskless);
+            if !two {
+                return Err(Refusal {
+                    code: ErrorCode::TWO_PRIMARIES,
+                    text: "this node is Primary".into(),
+                });
+            }
+            if has_disk {
+                return Err(Refusal {
+                    code: ErrorCode::WEAKLY_CONNECTED,
+                    text: "this Primary is not connected to the new one".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// What the transaction changes here; none if it is between other nodes.
+    fn remote_change(&self, t: &Transaction) -> Option<Change> {
+        let me = self.node_id;
+        let initiator = t.initiator;
+        let affected = self.state.conn(initiator) == ConnState::Connected
+            && (t.target.is_none() || t.target == Some(me));
+        if !affected || t.change == StateChange::default() {
+            return None;
+        }
+        let StateChange { mask, val } = t.change;
+        let mut change = Change::new();
+        if mask.has(StateWord::ROLE) && !mask.has(StateWord::CONN) {
+            change = change.peer_role(initiator, val.role()?);
+        }
+        let disk = val
+            .disk(DiskNumbering::V9)
+            .filter(|_| mask.has(StateWord::DISK));
+        let pdsk = val
+            .pdsk(DiskNumbering::V9)
+            .filter(|_| mask.has(StateWord::PDSK));
+        if t.volume.is_none() {
+            if mask.has(StateWord::CONN) && val.conn() == Some(ConnState::Disconnecting) {
+                change = change.conn(initiator, ConnState::TearDown);
+                change.graceful = true;
+            }
+            for (volume, device) in &self.state.devices {
+                if let Some(disk) = disk {
+                    let known = device.peers.get(&initiator).map(|p| p.disk);
+                    let lowers = disk == DiskState::Outdated
+                        && known.is_some_and(|d| d < DiskState::Outdated);
+                    let raises = disk == DiskState::UpToDate
+                        && known.is_some_and(|d| d < DiskState::Inconsistent);
+                    if !lowers && !raises {
+                        change = change.peer_disk(*volume, initiator, disk);
+                    }
+                }
+            }
+            if pdsk == Some(DiskState::Outdated) {
+                change = change.lower_disks(DiskState::Outdated);
+                change.ignore_impossible_outdate = true;
+            }
+        } else {
+            if let Some(disk) = disk {
+                change = change.peer_disk(t.volume, initiator, disk);
+            }
+            if mask.has(StateWord::CONN) {
+                let mirrored = StateChange { mask, val }.mirrored();
+                change = change.repl(t.volume, initiator, mirrored.val.repl()?);
+            }
+        }
+        Some(change)
+    }
+
+    /// All children have answered: so does this node.
+    pub(crate) fn answer_parents(&mut self) {
+        let Some(t) = self.twopc.current.as_ref() else {
+            return;
+        };
+        if t.answered.is_some() {
+            return;
+        }
+        let handshake = t.handshake;
+        let verdict = match handshake {
+            Some(peer) if !t.retry => self
+                .handshake_verdict(peer)
+                .and_then(|()| self.check_change(&self.connect_change(peer)).map(|_| ())),
+            _ => Ok(()),
+        };
+        let Some(t) = self.twopc.current.as_mut() else {
+            return;
+        };
+        if let Err(refusal) = verdict {
+            if refusal.code == ErrorCode::IN_TRANSIENT_STATE
+                || refusal.code == ErrorCode::HANDSHAKE_RETRY
+            {
+                t.retry = true;
+            } else if t.refusal.is_none() {
+                t.refusal = Some(refusal);
+            }
+        }
+        let kind = if t.retry {
+            ReplyKind::Retry
+        } else if t.no || t.refusal.is_some() {
+            ReplyKind::No
+        } else {
+            ReplyKind::Yes
+        };
+        t.answered = Some(kind);
+        let parents = t.parents;
+        if let Some(text) = t.refusal.as_ref().map(|r| r.text.clone()) {
+            self.log(
+                Level::Info,
+                None,
+                None,
+                format!("refused a state change: {text}"),
+            );
+        }
+        for parent in parents.iter() {
+            self.send_reply(parent, kind);
+        }
+    }
+
+    fn send_reply(&mut self, peer: NodeId, kind: ReplyKind) {
+        let Some(t) = self.twopc.current.as_ref() else {
+            return;
+        };
+        let reply = TwopcReply {
+            tid: t.tid,
+            initiator_node_id: t.initiator,
+            reachable_nodes: t.reachable,
+            primary_nodes: t.primary_nodes,
+            word: t.weak_nodes.0,
+        };
+        let (tid, initiator) = (t.tid, t.initiator);
+        self.reply(peer, tid, initiator, kind, Some(reply));
+    }
+
+    fn reply(
+        &mut self,
+        peer: NodeId,
+        tid: u32,
+        initiator: NodeId,
+        kind: ReplyKind,
+        full: Option<TwopcReply>,
+    ) {
+        let reply = full.unwrap_or(TwopcReply {
+            tid,
+            initiator_node_id: initiator,
+            ..TwopcReply::default()
+        });
+        let packet = match kind {
+            ReplyKind::Yes => Packet::TwopcYes(reply),
+            ReplyKind::No => Packet::TwopcNo(reply),
+            ReplyKind::Retry => Packet::TwopcRetry(reply),
+        };
+        self.send(peer, Stream::Control, VolumeNr::NONE, packet);
+    }
+
+    /// Phase two.
+    pub(crate) fn outcome_received(&mut self, peer: NodeId, outcome: TwopcOutcome, commit: bool) {
+        let head = outcome.head;
+        let matches = self.twopc.current.as_ref().is_some_and(|t| {
+            t.wish.is_none() && t.tid == head.tid && t.initiator == head.initiator_node_id
+        });
+        let postponed = self.twopc.postponed.as_ref().is_some_and(|(_, _, p, _)| {
+            p.head.tid == head.tid && p.head.initiator_node_id == head.initiator_node_id
+        });
+        if postponed {
+            self.twopc.postponed = None;
+        }
+        if !matches {
+            // Done already, or given up here; an abort is told to whoever may still wait.
+            if !commit {
+                self.forward_outcome(peer, outcome, VolumeNr::NONE, false);
+            }
+            return;
+        }
+        let Some(t) = self.twopc.current.take() else {
+            return;
+        };
+        self.timers.clear(Timer::Twopc);
+        self.forward_outcome(peer, outcome, t.volume, commit);
+        if !commit {
+            if let Some(peer) = t.handshake {
+                self.handshake_aborted(peer);
+            }
+            self.next_wish();
+            return;
+        }
+        let incapable = head.flags.contains(TwopcFlags::PRI_INCAPABLE);
+        let has_reachable = head.flags.contains(TwopcFlags::HAS_REACHABLE);
+        let mut members = self.state.members;
+        if has_reachable {
+            let quorate = self.state.devices.values().all(|d| d.have_quorum);
+            if quorate || self.any_peer_quorate() {
+                members = outcome.reachable_nodes().with(self.node_id);
+            }
+        }
+        members = members.union(self.state.connected());
+        let empty = t.change == StateChange::default();
+        if let Some(peer) = t.handshake {
+            let change = self.connect_change(peer).members(members);
+            self.connect_committed(peer);
+            self.hard_change(change);
+            self.far_primary(outcome.primary_nodes, incapable);
+        } else if let Some(change) = self.remote_change(&t) {
+            self.hard_change(change.members(members));
+        } else {
+            self.hard_change(Change::new().members(members));
+            if empty && self.state.role == Role::Primary {
+                self.outdate_asker(t.initiator);
+            }
+        }
+        if empty {
+            self.empty_committed(outcome.primary_nodes, incapable);
+        } else {
+            self.far_primary(outcome.primary_nodes, incapable);
+        }
+        self.next_wish();
+    }
+
+    /// Someone far away had to ask whether a Primary is left: its data is not current.
+    fn outdate_asker(&mut self, initiator: NodeId) {
+        if self.state.conn(initiator) == ConnState::Connected {
+            return;
+        }
+        let mut change = Change::new();
+        for (volume, device) in &self.state.devices {
+            if device
+                .peers
+                .get(&initiator)
+                .is_some_and(|p| p.disk == DiskState::DUnknown)
+            {
+                change = change.peer_disk(*volume, initiator, DiskState::Outdated);
+            }
+        }
+        self.hard_change(change);
+    }
+
+    fn forward_outcome(
+        &mut self,
+        from: NodeId,
+        outcome: TwopcOutcome,
+        volume: VolumeNr,
+        commit: bool,
+    ) {
+        let to = self
+            .established_peers()
+            .intersection(outcome.head.nodes_to_reach)
+            .without(from)
+            .without(outcome.head.initiator_node_id);
+        if to.is_empty() {
+            return;
+        }
+        let mut forwarded = outcome;
+        forwarded.head.nodes_to_reach = outcome
+            .head
+            .nodes_to_reach
+            .difference(to)
+            .without(self.node_id);
+        for peer in to.iter() {
+            let packet = if commit {
+                Packet::TwopcCommit(forwarded)
+            } else {
+                Packet::TwopcAbort(forwarded)
+            };
+            self.send(peer, Stream::Data, volume, packet);
+        }
+    }
+
+    /// Resizing is not offered by this node yet, so no peer may commit one with it.
+    pub(crate) fn refuse_resize(&mut self, peer: NodeId, resize: &TwopcResize) {
+        self.log(
+            Level::Warn,
+            Some(peer),
+            None,
+            "refused to resize: this node does not support online resize".into(),
+        );
+        let head = resize.head;
+        self.reply(peer, head.tid, head.initiator_node_id, ReplyKind::No, None);
+    }
+
+    /// The peer's packets may be exchanged now: the link waits for exactly this.
+    fn can_handshake(&self, peer: NodeId) -> bool {
+        self.state.conn(peer) == ConnState::Connecting
+            && self
+                .connections
+                .get(&peer)
+                .and_then(|c| c.link.as_ref())
+                .is_some_and(|l| l.phase == Phase::Ready)
+            && self.may_connect_now(peer)
+    }
+
+    /// Whether a running transaction may still change what a new generation depends on.
+    pub(crate) fn in_handshake(&self) -> bool {
+        self.twopc
+            .current
+            .as_ref()
+            .is_some_and(|t| t.handshake.is_some())
+    }
+}

@@ -1,0 +1,1019 @@
+//! New generations: when one is made, how it spreads, and what a received UUID set changes
+//! (semantics.md, 12.4 to 12.11).
+//!
+//! A new current UUID is made in this order, so that no crash at any point leaves two nodes with
+//! generations that look unrelated:
+//!
+//! 1. Requests are held; every connected peer answers a ping, or is dropped.
+//! 2. Lockstep peers that follow are told, write it, and confirm with their own UUIDs. Until a
+//!    node has heard the new UUID from another one it keeps the old one in that node's slot.
+//! 3. It becomes durable here. Kernel peers, who would not confirm, are told now.
+//! 4. Requests go on.
+//!
+//! A peer that is lost between 2 and 3 starts it over with another UUID: no node may hold a UUID
+//! whose first writes it missed without the others knowing.
+
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
+use lockstep_format::wire::packet::{CurrentUuid, PeerDagtag, Uuids110};
+use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, UuidFlags};
+
+use crate::compare;
+use crate::device::{AfterMeta, Reconcile};
+use crate::event::{MetaOp, Stream};
+use crate::generation::{Generations, LearnContext, Learned, PeerView, Rotation};
+use crate::report::Level;
+use crate::resource::{Pending, Resource};
+use crate::state::ReplSets;
+use crate::transition::Change;
+use crate::uuids::PeerUuids;
+
+/// A new current UUID on its way.
+#[derive(Debug)]
+pub struct NewUuid {
+    /// Peers whose ping is not answered yet.
+    pings: NodeMask,
+    /// The volumes and what they become.
+    plans: BTreeMap<VolumeNr, Plan>,
+    step: SpreadStep,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SpreadStep {
+    Pings,
+    Confirm,
+    Writing,
+}
+
+#[derive(Debug)]
+struct Plan {
+    base: Generations,
+    views: Vec<PeerView>,
+    next: Generations,
+    confirm: NodeMask,
+    written: bool,
+}
+
+impl Resource {
+    /// A request waits for the new generation, or a completed one must not be answered without.
+    pub(crate) fn want_new_uuid_now(&mut self) {
+        self.new_uuid_wanted = true;
+    }
+
+    /// A new generation is due or on its way: no request may start, no held one may complete.
+    pub(crate) fn new_uuid_due(&self) -> bool {
+        self.new_uuid.is_some() || self.devices.values().any(|d| d.new_uuid_pending)
+    }
+
+    /// Drives the new generation on; called after every input.
+    pub(crate) fn settle_new_uuid(&mut self) {
+        if self.state.susp_uuid
+            && self.new_uuid.is_none()
+            && !self.devices.values().any(|d| d.new_uuid_pending)
+        {
+            self.hard_change(Change::new().susp_uuid(false));
+        }
+        if self.new_uuid.is_none() {
+            let due = self.devices.values().any(|d| d.new_uuid_pending);
+            if !due {
+                self.new_uuid_wanted = false;
+                return;
+            }
+            let blocked = self.in_handshake()
+                || self.connections.values().any(|c| c.draining)
+                || (self.state.suspended() && !self.state.susp_uuid);
+            if !(self.new_uuid_wanted || self.state.susp_uuid) || blocked {
+                return;
+            }
+            self.begin_new_uuid();
+        }
+        let Some(new) = self.new_uuid.as_ref() else {
+            return;
+        };
+        match new.step {
+            SpreadStep::Pings => self.settle_pings(),
+            SpreadStep::Confirm => self.settle_confirm(),
+            SpreadStep::Writing => {}
+        }
+    }
+
+    fn begin_new_uuid(&mut self) {
+        let peers = self.established_peers();
+        for peer in peers.iter() {
+            self.ping(peer);
+        }
+        self.new_uuid = Some(NewUuid {
+            pings: peers,
+            plans: BTreeMap::new(),
+            step: SpreadStep::Pings,
+        });
+    }
+
+    fn settle_pings(&mut self) {
+        let outstanding: NodeMask = self
+            .connections
+            .values()
+            .filter(|c| c.link.as_ref().is_some_and(|l| l.ping_outstanding))
+            .map(|c| c.peer)
+            .collect();
+        let Some(new) = self.new_uuid.as_mut() else {
+            return;
+        };
+        new.pings = new.pings.intersection(outstanding);
+        if !new.pings.is_empty() || self.connections.values().any(|c| c.draining) {
+            return;
+        }
+        self.plan_new_uuid();
+    }
+
+    /// Chooses the UUIDs and tells the followers.
+    fn plan_new_uuid(&mut self) {
+        let volumes: Vec<VolumeNr> = self
+            .devices
+            .iter()
+            .filter(|(_, d)| d.new_uuid_pending)
+            .map(|(v, _)| *v)
+            .collect();
+        let mut plans = BTreeMap::new();
+        let role = self.state.role;
+        for volume in volumes {
+            let state = self.state.devices.get(&volume);
+            let usable = state.is_some_and(|s| s.have_quorum && s.data_accessible());
+            let up_to_date = self.state.disk(volume) == DiskState::UpToDate;
+            if !usable || role != Role::Primary || !up_to_date {
+                // Without quorum or data there is nothing to label; the loss will be noticed
+                // again when they return.
+                if let Some(device) = self.devices.get_mut(&volume) {
+                    device.new_uuid_pending = false;
+                }
+                continue;
+            }
+            let views = self.peer_views(volume);
+            let dagtag = self.io.dagtag;
+            let mut rng = self.rng.clone();
+            let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
+                continue;
+            };
+            let base = disk.generations.clone();
+            let mut next = base.clone();
+            let rotation = Rotation {
+                peers: &views,
+                weak: NodeMask::EMPTY,
+                dagtag,
+            };
+            let made = next.new_current(&rotation, role, &mut rng);
+            self.rng = rng;
+            if made.is_none() {
+                if let Some(device) = self.devices.get_mut(&volume) {
+                    device.new_uuid_pending = false;
+                }
+                continue;
+            }
+            let followers: NodeMask = views
+                .iter()
+                .filter(|v| {
+                    v.connected
+                        && matches!(
+                            v.disk,
+                            DiskState::Consistent | DiskState::UpToDate | DiskState::Negotiating
+                        )
+                        && self
+                            .connections
+                            .get(&v.node)
+                            .is_some_and(|c| c.is_lockstep())
+                        && self.is_established(v.node)
+                })
+                .map(|v| v.node)
+                .collect();
+            plans.insert(
+                volume,
+                Plan {
+                    base,
+                    views,
+                    next,
+                    confirm: followers,
+                    written: false,
+                },
+            );
+        }
+        for (volume, plan) in &plans {
+            for peer in plan.confirm.iter() {
+                self.send_planned(*volume, peer, &plan.next);
+            }
+        }
+        if plans.is_empty() {
+            self.new_uuid = None;
+            self.new_uuid_wanted = false;
+            self.admission_changed();
+            return;
+        }
+        self.new_uuid = Some(NewUuid {
+            pings: NodeMask::EMPTY,
+            plans,
+            step: SpreadStep::Confirm,
+        });
+        self.settle_confirm();
+    }
+
+    /// Tells a follower the generation that is coming.
+    fn send_planned(&mut self, volume: VolumeNr, peer: NodeId, next: &Generations) {
+        let weak = self.weak_nodes(volume);
+        let Some(mut set) = self.own_uuids(peer, volume, UuidFlags::NEW_DATAGEN) else {
+            return;
+        };
+        set.current = next.current;
+        set.node_mask = weak;
+        self.send(
+            peer,
+            Stream::Data,
+            volume,
+            Packet::Uuids110(set.to_packet110()),
+        );
+    }
+
+    fn settle_confirm(&mut self) {
+        let Some(new) = self.new_uuid.as_ref() else {
+            return;
+        };
+        // Whatever changed meanwhile starts it over with a UUID that nobody has.
+        let changed = new.plans.iter().any(|(volume, plan)| {
+            let disk = self.devices.get(volume).and_then(|d| d.attached());
+            disk.is_none_or(|d| d.generations != plan.base)
+                || self.peer_views(*volume) != plan.views
+        });
+        if changed || self.state.role != Role::Primary {
+            self.new_uuid = None;
+            if self.state.role == Role::Primary {
+                self.new_uuid_wanted = true;
+                self.begin_new_uuid();
+            }
+            return;
+        }
+        let waiting = new.plans.iter().any(|(volume, plan)| {
+            plan.confirm.iter().any(|peer| {
+                !self
+                    .peer_uuids(*volume, peer)
+                    .is_some_and(|u| u.current.same_generation(plan.next.current))
+            })
+        });
+        if waiting {
+            return;
+        }
+        let Some(new) = self.new_uuid.as_mut() else {
+            return;
+        };
+        new.step = SpreadStep::Writing;
+        let volumes: Vec<VolumeNr> = new.plans.keys().copied().collect();
+        for volume in volumes {
+            let Some(plan) = self.new_uuid.as_ref().and_then(|n| n.plans.get(&volume)) else {
+                continue;
+            };
+            let next = plan.next.clone();
+            if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+                disk.generations = next;
+            }
+            self.after_superblock(volume, AfterMeta::NewUuid);
+        }
+        self.close_epoch();
+    }
+
+    /// The new current UUID is durable on a volume.
+    pub(crate) fn new_uuid_durable(&mut self, volume: VolumeNr) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.new_uuid_pending = false;
+            device.exposed_uuid = device.current_uuid();
+        }
+        for peer in self.established_peers().iter() {
+            if self.state.peer_device(volume, peer).repl < ReplState::Established {
+                continue;
+            }
+            let confirmed = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+            let flags = if confirmed {
+                UuidFlags::empty()
+            } else {
+                UuidFlags::NEW_DATAGEN
+            };
+            self.send_uuids(peer, volume, flags);
+        }
+        let done = match self.new_uuid.as_mut() {
+            Some(new) => {
+                if let Some(plan) = new.plans.get_mut(&volume) {
+                    plan.written = true;
+                }
+                new.plans.values().all(|p| p.written)
+            }
+            None => true,
+        };
+        if done {
+            self.new_uuid = None;
+            self.new_uuid_wanted = false;
+            self.admission_changed();
+        }
+    }
+
+    pub(crate) fn new_uuid_timer(&mut self) {
+        self.settle_new_uuid();
+    }
+
+    pub(crate) fn pings_progress(&mut self) {
+        self.settle_new_uuid();
+        self.twopc_progress();
+    }
+
+    /// A forced promotion made old data current: a new generation that no peer follows.
+    pub(crate) fn forced_generation(&mut self) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let views = self.peer_views(volume);
+            let weak: NodeMask = views
+                .iter()
+                .filter(|v| v.disk == DiskState::Inconsistent)
+                .map(|v| v.node)
+                .collect();
+            let dagtag = self.io.dagtag;
+            let role = self.state.role;
+            let mut rng = self.rng.clone();
+            let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+                continue;
+            };
+            let rotation = Rotation {
+                peers: &views,
+                weak,
+                dagtag,
+            };
+            if disk
+                .generations
+                .new_current(&rotation, role, &mut rng)
+                .is_none()
+            {
+                // Nobody is tracked: the data still become a generation of their own.
+                disk.generations.current = rng.uuid();
+                disk.generations.set_primary_bit(role);
+            }
+            self.rng = rng;
+            if let Some(device) = self.devices.get_mut(&volume) {
+                device.new_uuid_pending = false;
+                device.exposed_uuid = device.current_uuid();
+            }
+            self.after_superblock(volume, AfterMeta::ForcedUuid);
+        }
+    }
+
+    /// The forced generation is durable: the peers compare.
+    pub(crate) fn forced_uuid_durable(&mut self, volume: VolumeNr) {
+        for peer in self.established_peers().iter() {
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.consider_resync = true;
+            }
+            self.send_uuids(peer, volume, UuidFlags::RESYNC);
+            let state = self.state.clone();
+            self.send_state(peer, volume, &state);
+            self.compare_now(peer, volume);
+        }
+        self.admission_changed();
+    }
+
+    pub(crate) fn set_primary_bit(&mut self, primary: bool) {
+        let role = if primary {
+            Role::Primary
+        } else {
+            Role::Secondary
+        };
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+                disk.generations.set_primary_bit(role);
+                self.write_superblock(volume);
+            }
+        }
+    }
+
+    pub(crate) fn set_slot_uuid(&mut self, volume: VolumeNr, peer: NodeId, peer_current: Uuid) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations
+                .full_resync_starts_as_source(peer, peer_current);
+            self.write_superblock(volume);
+        }
+    }
+
+    pub(crate) fn retire_slot_uuid(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations.retire_slot(peer);
+            self.write_superblock(volume);
+        }
+    }
+
+    /// Equal without a resync: the slot names nothing any more (semantics.md, 5.2 point 2).
+    pub(crate) fn forget_differences(&mut self, volume: VolumeNr, peer: NodeId) {
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if self.marked_towards(volume, peer) && lockstep {
+            // Marked blocks are resynced, not forgotten.
+            if let Some(theirs) = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&peer))
+                .and_then(|pd| pd.last_state)
+            {
+                self.compare_established(peer, volume, theirs, compare::Phase::Attach);
+            }
+            return;
+        }
+        if !self.slot_uuid(volume, peer).is_zero() {
+            self.retire_slot_uuid(volume, peer);
+        }
+        if !lockstep {
+            self.clear_slot(volume, peer);
+        }
+    }
+
+    // Received UUIDs.
+
+    pub(crate) fn uuids_received(&mut self, peer: NodeId, volume: VolumeNr, packet: &Uuids110) {
+        if !self.devices.contains_key(&volume) {
+            return;
+        }
+        let set = PeerUuids::from_packet110(packet);
+        let flags = set.flags;
+        let before = self.peer_uuids(volume, peer).cloned();
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.current_uuid = set.current;
+            pd.uuids = Some(set.clone());
+        }
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations.note_existing_nodes(&set);
+        }
+        if self.state.conn(peer) != ConnState::Connected {
+            return;
+        }
+        let own = self.state.disk(volume);
+        if own < DiskState::Inconsistent {
+            self.expose_from(peer, volume, &set);
+            return;
+        }
+        let created = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.current_uuid() == Uuid::JUST_CREATED);
+        let established = self.state.peer_device(volume, peer).repl == ReplState::Established;
+        if flags.contains(UuidFlags::SKIP_INITIAL_SYNC) && created && established {
+            self.skip_initial_sync(peer, volume, set.current);
+            return;
+        }
+        if flags.contains(UuidFlags::NEW_DATAGEN) {
+            self.new_datagen(peer, volume, &set, Some(set.node_mask));
+        } else {
+            self.learn(peer, volume, &set);
+        }
+        self.retire_provisional(peer, volume, &set);
+        let lost_slot = before.is_some_and(|b| !b.current.same_generation(set.current));
+        let _ = lost_slot;
+        if flags.contains(UuidFlags::GOT_STABLE) || flags.contains(UuidFlags::RESYNC) {
+            self.stable_news(peer, volume, flags);
+        }
+        self.follow_neighbour(peer, volume);
+    }
+
+    /// The other end is stable now, or wants a comparison (semantics.md, 14.2).
+    fn stable_news(&mut self, peer: NodeId, volume: VolumeNr, flags: UuidFlags) {
+        let mine = self.state.peer_device(volume, peer);
+        if flags.contains(UuidFlags::GOT_STABLE)
+            && mine.repl == ReplState::Established
+            && self.state.stable()
+        {
+            self.send_uuids(peer, volume, UuidFlags::RESYNC);
+            self.compare_now(peer, volume);
+        } else if flags.contains(UuidFlags::RESYNC) {
+            self.compare_now(peer, volume);
+        }
+    }
+
+    /// Compares with the peer's last state.
+    pub(crate) fn compare_now(&mut self, peer: NodeId, volume: VolumeNr) {
+        let theirs = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .and_then(|p| p.last_state);
+        if let Some(mut theirs) = theirs {
+            theirs.disk = self.state.peer_device(volume, peer).disk;
+            self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
+        }
+    }
+
+    /// Equal and nothing marked: an Outdated or Consistent disk takes the neighbour's state.
+    fn follow_neighbour(&mut self, peer: NodeId, volume: VolumeNr) {
+        let mine = self.state.peer_device(volume, peer);
+        let own = self.state.disk(volume);
+        let stable = self
+            .peer_uuids(volume, peer)
+            .is_some_and(|u| self.is_stable_set(u));
+        if mine.repl == ReplState::Established
+            && own == DiskState::Outdated
+            && mine.disk >= DiskState::Consistent
+            && stable
+            && self.peer_got_stable(volume, peer)
+            && self.same_current(volume, peer)
+        {
+            self.hard_change(Change::new().disk(volume, mine.disk));
+        }
+    }
+
+    /// A Primary made a new generation (semantics.md, 12.6, receiver).
+    fn new_datagen(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        set: &PeerUuids,
+        weak: Option<NodeMask>,
+    ) {
+        let Some(state) = self.state.devices.get(&volume) else {
+            return;
+        };
+        let behind = state.peers.values().any(|p| {
+            p.repl.is_sync_target() || matches!(p.repl, ReplState::Behind | ReplState::WfBitmapT)
+        });
+        if behind || state.disk != DiskState::UpToDate {
+            return;
+        }
+        let views = self.peer_views(volume);
+        let conn = self.connections.get(&peer);
+        let dagtag = conn.map_or(Dagtag(0), |c| c.last_dagtag);
+        let lockstep = conn.is_some_and(|c| c.is_lockstep());
+        let mut weak = weak.unwrap_or(NodeMask::EMPTY);
+        let mut provisional = NodeMask::EMPTY;
+        if lockstep {
+            // Nobody counts as following before it said so.
+            for view in &views {
+                let follows = self
+                    .peer_uuids(volume, view.node)
+                    .is_some_and(|u| u.current.same_generation(set.current));
+                if view.node == peer || !follows {
+                    provisional.insert(view.node);
+                }
+            }
+        } else if self.state.peer_device(volume, peer).disk == DiskState::Diskless {
+            weak.insert(peer);
+        }
+        let role = self.state.role;
+        let own = state.disk;
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let old = disk.generations.current;
+        if old.same_generation(set.current) {
+            return;
+        }
+        let rotation = Rotation {
+            peers: &views,
+            weak: weak.union(provisional),
+            dagtag,
+        };
+        let before = disk.generations.slots;
+        disk.generations
+            .receive_new_datagen(set.current, &rotation, own, role);
+        let after = disk.generations.slots;
+        for node in provisional.iter() {
+            let at = usize::from(node.0);
+            let slot = after[at].bitmap_uuid;
+            let made_now =
+                before[at].bitmap_uuid.is_zero() && slot.same_generation(old) && !slot.is_zero();
+            if made_now {
+                if let Some(pd) = self.peer_device_mut(volume, node) {
+                    pd.provisional = Some(slot);
+                }
+            }
+        }
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.exposed_uuid = device.current_uuid();
+        }
+        self.after_superblock(volume, AfterMeta::SpreadUuids);
+    }
+
+    /// A node that reports the new generation follows: its slot names nothing any more.
+    fn retire_provisional(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let own = device.current_uuid();
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return;
+        };
+        let Some(provisional) = pd.provisional else {
+            return;
+        };
+        let announced = set.flags.contains(UuidFlags::NEW_DATAGEN);
+        if announced || !set.current.same_generation(own) {
+            return;
+        }
+        pd.provisional = None;
+        let Some(disk) = device.attached_mut() else {
+            return;
+        };
+        if disk
+            .generations
+            .slot(peer)
+            .bitmap_uuid
+            .same_generation(provisional)
+        {
+            disk.generations.retire_slot(peer);
+            self.write_superblock(volume);
+        }
+    }
+
+    /// The new generation is durable on this follower: everybody hears it from here.
+    pub(crate) fn spread_uuids(&mut self, volume: VolumeNr) {
+        for peer in self.established_peers().iter() {
+            if self.state.peer_device(volume, peer).repl >= ReplState::Established {
+                self.send_uuids(peer, volume, UuidFlags::empty());
+            }
+        }
+        self.acks_ungated(volume);
+    }
+
+    /// What the set says about third nodes (semantics.md, 12.11). Bits are never cleared on
+    /// hearsay: a mark too many costs a block of resync, one too few costs data.
+    fn learn(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) {
+        let Some(state) = self.state.devices.get(&volume) else {
+            return;
+        };
+        let context = LearnContext {
+            sender: peer,
+            busy: state
+                .peers
+                .iter()
+                .filter(|(_, p)| p.repl > ReplState::Established)
+                .map(|(n, _)| *n)
+                .collect(),
+            connected: self.state.connected(),
+            any_sync_target: state.peers.values().any(|p| p.repl.becomes_target())
+                || set.flags.contains(UuidFlags::SYNC_TARGET),
+        };
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let learned = disk.generations.learn(set, &context);
+        if learned.is_empty() {
+            return;
+        }
+        let mut copied = false;
+        for item in &learned {
+            if let Learned::Copy { from, to, .. } = item {
+                copied = true;
+                disk.io.bitmap.merge_slot(*from, *to);
+            }
+        }
+        self.write_superblock(volume);
+        for other in self.established_peers().iter() {
+            let up = self.state.peer_device(volume, other).repl >= ReplState::Established;
+            if up && (copied || other != peer) {
+                self.send_uuids(other, volume, UuidFlags::empty());
+            }
+        }
+    }
+
+    /// A diskless node follows the generation of an UpToDate peer.
+    fn expose_from(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) {
+        let p = self.state.peer_device(volume, peer);
+        let secondary = self.state.role == Role::Secondary;
+        if let Some(device) = self.devices.get_mut(&volume) {
+            let follows = p.repl >= ReplState::Established && p.disk == DiskState::UpToDate;
+            if follows
+                && (secondary
+                    || device.exposed_uuid.is_zero()
+                    || set.flags.contains(UuidFlags::NEW_DATAGEN))
+            {
+                device.exposed_uuid = set.current;
+            }
+        }
+    }
+
+    /// `P_CURRENT_UUID`: a diskless node's generation, or a survivor's before a reconciliation.
+    pub(crate) fn current_uuid_received(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        packet: CurrentUuid,
+    ) {
+        if !self.devices.contains_key(&volume) {
+            return;
+        }
+        let connected = self.state.conn(peer) == ConnState::Connected;
+        let from_primary = self
+            .state
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.peer_role == Role::Primary);
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return;
+        };
+        pd.current_uuid = packet.uuid;
+        let mut set = pd.uuids.clone().unwrap_or_default();
+        set.current = packet.uuid;
+        if !connected {
+            set.dirty_bits = 0;
+            set.flags = UuidFlags::STABLE;
+        }
+        pd.uuids = Some(set.clone());
+        if connected && from_primary && self.state.disk(volume) == DiskState::UpToDate {
+            self.new_datagen(peer, volume, &set, Some(packet.weak_nodes));
+        }
+    }
+
+    // Reconciliation between survivors (semantics.md, 18.5).
+
+    /// The lost peer was Primary: the other survivors hear how far this node came.
+    pub(crate) fn notify_lost_primary(&mut self, lost: NodeId) {
+        let Some(conn) = self.connections.get_mut(&lost) else {
+            return;
+        };
+        if !conn.notify_lost_primary {
+            return;
+        }
+        conn.notify_lost_primary = false;
+        let dagtag = conn.last_dagtag;
+        let survivors = self.established_peers().without(lost);
+        for peer in survivors.iter() {
+            let mut owed = false;
+            let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+            for volume in volumes {
+                let p = self.state.peer_device(volume, peer);
+                let own = self.state.disk(volume);
+                let diskful = p.disk >= DiskState::Inconsistent && p.disk != DiskState::DUnknown;
+                if !diskful || own < DiskState::Inconsistent {
+                    continue;
+                }
+                self.send_uuids(peer, volume, UuidFlags::empty());
+                if p.repl == ReplState::Established && own >= DiskState::Consistent {
+                    if let Some(pd) = self.peer_device_mut(volume, peer) {
+                        if pd.reconcile == Reconcile::No {
+                            pd.reconcile = Reconcile::Pending { lost };
+                        }
+                    }
+                }
+                owed = true;
+            }
+            if owed {
+                let packet = PeerDagtag {
+                    dagtag,
+                    node_id: lost,
+                };
+                self.send(
+                    peer,
+                    Stream::Data,
+                    VolumeNr::NONE,
+                    Packet::PeerDagtag(packet),
+                );
+            }
+            self.try_reconcile(peer);
+        }
+        self.reconcile_settled();
+    }
+
+    pub(crate) fn peer_dagtag_received(&mut self, peer: NodeId, packet: PeerDagtag) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        conn.peer_dagtag = Some((packet.node_id, packet.dagtag));
+        if self.state.conn(peer) != ConnState::Connected {
+            return;
+        }
+        if self.state.conn(packet.node_id) == ConnState::Connected {
+            // It is alive as far as this node knows; a ping tells.
+            self.ping(packet.node_id);
+            return;
+        }
+        self.try_reconcile(peer);
+    }
+
+    /// Both survivors have said how far they came and have cleaned up: the shorter one follows.
+    fn try_reconcile(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let Some((lost, theirs)) = conn.peer_dagtag else {
+            return;
+        };
+        let Some(lost_conn) = self.connections.get(&lost) else {
+            return;
+        };
+        let gone = self.state.conn(lost) != ConnState::Connected
+            && !lost_conn.draining
+            && !lost_conn.notify_lost_primary;
+        if !gone {
+            return;
+        }
+        let mine = lost_conn.last_dagtag;
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.peer_dagtag = None;
+        }
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let p = self.state.peer_device(volume, peer);
+            let own = self.state.disk(volume);
+            if p.repl != ReplState::Established
+                || !matches!(own, DiskState::Consistent | DiskState::UpToDate)
+                || !matches!(
+                    p.disk,
+                    DiskState::Consistent | DiskState::UpToDate | DiskState::Outdated
+                )
+            {
+                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                    pd.reconcile = Reconcile::No;
+                }
+                continue;
+            }
+            self.reconcile_volume(volume, peer, lost, mine, theirs);
+        }
+        self.reconcile_settled();
+    }
+
+    fn reconcile_volume(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        lost: NodeId,
+        mine: Dagtag,
+        theirs: Dagtag,
+    ) {
+        let equal = self.same_current(volume, peer);
+        let repl = if !equal {
+            // Different generations: the comparison knows the direction.
+            None
+        } else if mine == theirs {
+            Some(ReplState::Established)
+        } else if mine.is_newer_than(theirs) {
+            Some(ReplState::WfBitmapS)
+        } else {
+            Some(ReplState::WfBitmapT)
+        };
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return;
+        };
+        match repl {
+            None => {
+                pd.reconcile = Reconcile::No;
+                self.compare_now(peer, volume);
+            }
+            Some(ReplState::Established) => {
+                pd.reconcile = Reconcile::No;
+                if self.marked_towards(volume, peer) {
+                    // Both have the same prefix of the stream, but a mark is older than it.
+                    let repl = if self.node_id < peer {
+                        ReplState::WfBitmapS
+                    } else {
+                        ReplState::WfBitmapT
+                    };
+                    self.hard_change(Change::new().repl(volume, peer, repl));
+                }
+            }
+            Some(repl) => {
+                pd.reconcile = Reconcile::Running {
+                    lost,
+                    dagtag: if mine.is_newer_than(theirs) {
+                        mine
+                    } else {
+                        theirs
+                    },
+                };
+                self.log(
+                    Level::Info,
+                    Some(peer),
+                    Some(volume),
+                    format!("reconciling after the loss of node {lost}: {repl:?}"),
+                );
+                self.hard_change(Change::new().repl(volume, peer, repl));
+            }
+        }
+    }
+
+    /// Nothing is owed any more: Consistent disks ask whether they may be UpToDate.
+    pub(crate) fn reconcile_settled(&mut self) {
+        let open = self
+            .devices
+            .keys()
+            .any(|v| self.state.disk(*v) == DiskState::Consistent && !self.reconcile_hold(*v));
+        if open {
+            self.schedule_empty_twopc();
+        }
+    }
+
+    // The superblock on disk.
+
+    /// Writes the superblock with all changes up to now; changes during a write go with the next.
+    pub(crate) fn write_superblock(&mut self, volume: VolumeNr) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.writer.changed += 1;
+        self.push_superblock(volume);
+    }
+
+    /// Runs `then` once everything up to now is durable.
+    pub(crate) fn after_superblock(&mut self, volume: VolumeNr, then: AfterMeta) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.writer.changed += 1;
+        let count = disk.writer.changed;
+        disk.writer.waiting.push_back((count, then));
+        self.push_superblock(volume);
+    }
+
+    fn push_superblock(&mut self, volume: VolumeNr) {
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let members = self.state.members;
+        let up_to_date_somewhere = self
+            .state
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.data_accessible());
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        if disk.writer.in_flight.is_some() || disk.writer.changed == disk.writer.durable {
+            return;
+        }
+        let count = disk.writer.changed;
+        let Some((offset, bytes)) = disk.encode_superblock(size, members, up_to_date_somewhere)
+        else {
+            return;
+        };
+        disk.writer.in_flight = Some(count);
+        self.meta(
+            volume,
+            MetaOp::Write {
+                offset,
+                bytes,
+                flush_data: false,
+            },
+            Pending::Superblock(volume, count),
+        );
+    }
+
+    pub(crate) fn superblock_written(
+        &mut self,
+        volume: VolumeNr,
+        count: u64,
+        result: Result<(), crate::event::DiskError>,
+    ) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        if disk.writer.in_flight != Some(count) {
+            return;
+        }
+        disk.writer.in_flight = None;
+        if result.is_err() {
+            self.log(
+                Level::Error,
+                None,
+                Some(volume),
+                "writing the metadata superblock failed".into(),
+            );
+            self.disk_failed(volume, crate::data::DiskFault::Meta);
+            return;
+        }
+        disk.writer.durable = count;
+        let mut due = Vec::new();
+        while disk
+            .writer
+            .waiting
+            .front()
+            .is_some_and(|(at, _)| *at <= count)
+        {
+            if let Some((_, then)) = disk.writer.waiting.pop_front() {
+                due.push(then);
+            }
+        }
+        self.push_superblock(volume);
+        for then in due {
+            self.meta_durable(volume, then);
+        }
+        self.admission_changed();
+        self.acks_ungated(volume);
+        self.detach_progress(volume);
+    }
+
+    fn meta_durable(&mut self, volume: VolumeNr, then: AfterMeta) {
+        match then {
+            AfterMeta::NewUuid => self.new_uuid_durable(volume),
+            AfterMeta::ForcedUuid => self.forced_uuid_durable(volume),
+            AfterMeta::SpreadUuids => self.spread_uuids(volume),
+            AfterMeta::Answer(id) => self.answer(id, Ok(crate::command::Answer::Done)),
+            AfterMeta::ResyncStart(peer) => self.resync_target_ready(volume, peer),
+            AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
+            AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),
+        }
+    }
+
+    /// All metadata changes of the volume up to now are durable.
+    pub(crate) fn meta_is_durable(&self, volume: VolumeNr) -> bool {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.disk.as_ref())
+            .is_none_or(|d| d.writer.durable == d.writer.changed)
+    }
+}

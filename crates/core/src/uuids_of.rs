@@ -1,0 +1,334 @@
+//! Questions about generations: this node's, and what is known of the peers' (semantics.md, 12).
+
+use alloc::vec::Vec;
+
+use lockstep_format::disk::v09::PeerFlags;
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
+
+use crate::device::PeerDevice;
+use crate::generation::{self, PeerView, SendContext};
+use crate::resource::Resource;
+use crate::state::{PeerDeviceState, ReplSets, State};
+use crate::uuids::PeerUuids;
+
+impl Resource {
+    pub(crate) fn peer_device_mut(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+    ) -> Option<&mut PeerDevice> {
+        self.devices.get_mut(&volume)?.peers.get_mut(&peer)
+    }
+
+    /// The peer's UUIDs as last reported on this link or the one before.
+    pub(crate) fn peer_uuids(&self, volume: VolumeNr, peer: NodeId) -> Option<&PeerUuids> {
+        self.devices.get(&volume)?.peers.get(&peer)?.uuids.as_ref()
+    }
+
+    /// The peer reported the generation that this node is at.
+    pub(crate) fn same_current(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let own = device.current_uuid();
+        self.peer_uuids(volume, peer)
+            .is_some_and(|u| u.current.same_generation(own) && !u.current.is_zero())
+    }
+
+    pub(crate) fn is_stable_set(&self, uuids: &PeerUuids) -> bool {
+        uuids.flags.contains(UuidFlags::STABLE)
+    }
+
+    pub(crate) fn peer_got_stable(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.peer_uuids(volume, peer)
+            .is_some_and(|u| u.flags.contains(UuidFlags::GOT_STABLE))
+            && !self.marked_towards(volume, peer)
+    }
+
+    /// Either side has marked blocks towards the other.
+    pub(crate) fn marked_towards(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.out_of_sync_blocks(volume, peer) > 0
+            || self
+                .peer_uuids(volume, peer)
+                .is_some_and(|u| u.dirty_bits > 0)
+    }
+
+    /// Marked blocks in the peer's slot.
+    pub(crate) fn out_of_sync_blocks(&self, volume: VolumeNr, peer: NodeId) -> u64 {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.attached())
+            .and_then(|d| d.io.slot(peer).map(|slot| d.io.bitmap.count(slot)))
+            .unwrap_or(0)
+    }
+
+    pub(crate) fn slot_uuid(&self, volume: VolumeNr, peer: NodeId) -> Uuid {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.attached())
+            .map_or(Uuid::ZERO, |d| d.generations.slot(peer).bitmap_uuid)
+    }
+
+    pub(crate) fn slot_is_outdated(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.slot_flags(volume, peer).contains(PeerFlags::OUTDATED)
+    }
+
+    pub(crate) fn slot_seen_with_disk(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.slot_flags(volume, peer)
+            .contains(PeerFlags::DEVICE_SEEN)
+    }
+
+    fn slot_flags(&self, volume: VolumeNr, peer: NodeId) -> PeerFlags {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.attached())
+            .map_or(PeerFlags::empty(), |d| d.generations.slot(peer).flags)
+    }
+
+    /// Nodes that quorum counts, this one left out (semantics.md, 11.1).
+    pub(crate) fn quorum_nodes(&self, volume: VolumeNr, with_disk: bool) -> Vec<NodeId> {
+        let Some(device) = self.devices.get(&volume) else {
+            return Vec::new();
+        };
+        let Some(disk) = device.attached().filter(|_| with_disk) else {
+            return device.peers.keys().copied().collect();
+        };
+        (0..NodeId::COUNT)
+            .map(NodeId)
+            .filter(|n| *n != self.node_id)
+            .filter(|n| {
+                disk.generations.exists(*n)
+                    || disk
+                        .generations
+                        .slot(*n)
+                        .flags
+                        .contains(PeerFlags::DEVICE_SEEN)
+            })
+            .collect()
+    }
+
+    pub(crate) fn peer_is_quorate(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .is_some_and(|pd| pd.quorate)
+    }
+
+    pub(crate) fn any_peer_quorate(&self) -> bool {
+        self.devices.values().any(|d| {
+            d.peers
+                .iter()
+                .any(|(n, pd)| pd.quorate && self.state.conn(*n) == ConnState::Connected)
+        })
+    }
+
+    /// A diskless Primary serves another generation than this disk's.
+    pub(crate) fn diskless_primary_of_other_generation(&self, volume: VolumeNr) -> bool {
+        self.state.connections.iter().any(|(peer, c)| {
+            c.peer_role == Role::Primary
+                && self.state.peer_device(volume, *peer).disk == DiskState::Diskless
+                && !self.same_current(volume, *peer)
+        })
+    }
+
+    /// What the flags of the metadata make of the disk (semantics.md, 8.2).
+    pub(crate) fn disk_state_from_metadata(&self, volume: VolumeNr) -> DiskState {
+        let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
+            return DiskState::Diskless;
+        };
+        let peers: Vec<(NodeId, PeerDeviceState)> = self
+            .state
+            .devices
+            .get(&volume)
+            .map(|d| d.peers.iter().map(|(n, p)| (*n, *p)).collect())
+            .unwrap_or_default();
+        generation::disk_state_of(
+            disk.generations.flags,
+            self.may_be_up_to_date(volume, peers),
+        )
+    }
+
+    /// No peer can have newer data, as far as fencing is configured (semantics.md, 8.2).
+    pub(crate) fn may_be_up_to_date(
+        &self,
+        volume: VolumeNr,
+        peers: Vec<(NodeId, PeerDeviceState)>,
+    ) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let Some(disk) = device.attached() else {
+            return false;
+        };
+        if self.diskless_primary_of_other_generation(volume) || self.reconcile_hold(volume) {
+            return false;
+        }
+        let disk_of = |node: NodeId| {
+            peers
+                .iter()
+                .find(|(n, _)| *n == node)
+                .map_or(DiskState::DUnknown, |(_, p)| {
+                    if p.repl == ReplState::Off {
+                        DiskState::DUnknown
+                    } else {
+                        p.disk
+                    }
+                })
+        };
+        let diskless = device
+            .peers
+            .iter()
+            .filter(|(_, pd)| !pd.options.bitmap)
+            .map(|(n, _)| *n)
+            .collect();
+        disk.generations.may_be_up_to_date(disk_of, diskless)
+    }
+
+    /// Some other peer is a source that does not change unseen (semantics.md, 14.2).
+    pub(crate) fn stable_source_present(
+        &self,
+        volume: VolumeNr,
+        except: NodeId,
+        state: &State,
+    ) -> bool {
+        let authoritative = self
+            .peer_uuids(volume, except)
+            .map_or(NodeMask::EMPTY, |u| u.node_mask);
+        if authoritative.contains(self.node_id) {
+            return true;
+        }
+        let Some(device) = state.devices.get(&volume) else {
+            return false;
+        };
+        device.peers.iter().any(|(peer, p)| {
+            if *peer == except {
+                return false;
+            }
+            let linked = p.repl == ReplState::Established
+                || p.repl == ReplState::WfBitmapS
+                || p.repl.has_progress();
+            let primary = state
+                .connections
+                .get(peer)
+                .is_some_and(|c| c.peer_role == Role::Primary);
+            let stable = self
+                .peer_uuids(volume, *peer)
+                .is_some_and(|u| self.is_stable_set(u));
+            linked
+                && (authoritative.contains(*peer) || primary || (p.repl.is_sync_target() && stable))
+        })
+    }
+
+    /// The peers as a rotation sees them.
+    pub(crate) fn peer_views(&self, volume: VolumeNr) -> Vec<PeerView> {
+        let Some(device) = self.devices.get(&volume) else {
+            return Vec::new();
+        };
+        device
+            .peers
+            .iter()
+            .map(|(node, pd)| {
+                let p = self.state.peer_device(volume, *node);
+                PeerView {
+                    node: *node,
+                    disk: p.disk,
+                    connected: p.repl > ReplState::Off,
+                    has_bitmap: pd.options.bitmap,
+                }
+            })
+            .collect()
+    }
+
+    /// Nodes that do not get a new generation of this volume.
+    pub(crate) fn weak_nodes(&self, volume: VolumeNr) -> NodeMask {
+        generation::weak_nodes(
+            self.node_id,
+            self.state.disk(volume),
+            &self.peer_views(volume),
+        )
+    }
+
+    /// This node's UUIDs for a peer.
+    pub(crate) fn own_uuids(
+        &self,
+        peer: NodeId,
+        volume: VolumeNr,
+        flags: UuidFlags,
+    ) -> Option<PeerUuids> {
+        let device = self.devices.get(&volume)?;
+        let disk = device.attached()?;
+        let pd = device.peers.get(&peer)?;
+        let state = self.state.devices.get(&volume)?;
+        let stable = self.state.stable();
+        let mut flags = flags | pd.uuid_flags;
+        flags.set(UuidFlags::STABLE, stable);
+        flags.set(
+            UuidFlags::DISCARD_MY_DATA,
+            self.connections
+                .get(&peer)
+                .is_some_and(|c| c.discard_my_data),
+        );
+        flags.set(UuidFlags::CRASHED_PRIMARY, disk.crashed_primary);
+        flags.set(UuidFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
+        flags.set(UuidFlags::RECONNECT, pd.reconnect);
+        let inconsistent = state.disk == DiskState::Inconsistent
+            || (state.disk == DiskState::Negotiating
+                && !disk
+                    .generations
+                    .flags
+                    .contains(lockstep_format::disk::v09::DeviceFlags::CONSISTENT));
+        flags.set(UuidFlags::INCONSISTENT, inconsistent);
+        let source = state
+            .peers
+            .iter()
+            .find(|(_, p)| p.repl.is_sync_target())
+            .map(|(n, _)| *n);
+        flags.set(UuidFlags::SYNC_TARGET, source.is_some());
+        let resolved = source
+            .and_then(|n| self.peer_uuids(volume, n))
+            .map(|u| u.current);
+        let node_mask = if stable {
+            if self.state.role == Role::Primary {
+                self.weak_nodes(volume)
+            } else {
+                NodeMask::EMPTY
+            }
+        } else {
+            self.state
+                .connections
+                .iter()
+                .filter(|(_, c)| c.peer_role == Role::Primary)
+                .map(|(n, _)| *n)
+                .collect()
+        };
+        let target_of = state
+            .peers
+            .iter()
+            .filter(|(n, p)| p.repl.is_sync_target() && !self.same_current(volume, **n))
+            .map(|(n, _)| *n)
+            .collect();
+        Some(disk.generations.to_send(&SendContext {
+            receiver: peer,
+            resolved_current: resolved,
+            target_of,
+            dirty_bits: self.out_of_sync_blocks(volume, peer),
+            flags,
+            node_mask,
+        }))
+    }
+
+    /// A Primary that both this node and the peer lost: what this node has of its stream.
+    pub(crate) fn lost_primary_for(&self, peer: NodeId) -> Option<(NodeId, Dagtag)> {
+        let mut absent = self.connections.values().filter(|c| {
+            c.peer != peer
+                && self.state.conn(c.peer) != ConnState::Connected
+                && c.last_dagtag != Dagtag(0)
+        });
+        let first = absent.next()?;
+        absent
+            .next()
+            .is_none()
+            .then_some((first.peer, first.last_dagtag))
+    }
+}

@@ -1,0 +1,351 @@
+//! Which state changes are refused, and with which code (semantics.md, 3.3 and 3.4).
+
+use alloc::format;
+use alloc::string::String;
+
+use lockstep_format::units::VolumeNr;
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
+
+use crate::command::ErrorCode;
+use crate::options::Fencing;
+use crate::resource::Resource;
+use crate::state::{ReplSets, State};
+
+/// Why a change was refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The code.
+    pub code: ErrorCode,
+    /// What stands in the way, in words.
+    pub text: String,
+}
+
+fn refuse<T>(code: ErrorCode, text: impl Into<String>) -> Result<T, Refusal> {
+    Err(Refusal {
+        code,
+        text: text.into(),
+    })
+}
+
+impl Resource {
+    /// Rules that hold even for facts. An edge that breaks one is a bug of this program or an
+    /// operator's command in the wrong moment; facts are filtered before they get here.
+    pub(crate) fn hard_validity(&self, old: &State, new: &State) -> Result<(), Refusal> {
+        for (peer, after) in &new.connections {
+            let before = old.conn(*peer);
+            if before == after.conn {
+                continue;
+            }
+            match before {
+                ConnState::StandAlone if after.conn == ConnState::Disconnecting => {
+                    return refuse(
+                        ErrorCode::ALREADY_STANDALONE,
+                        format!("the connection to node {peer} is StandAlone already"),
+                    );
+                }
+                ConnState::StandAlone if after.conn != ConnState::Unconnected => {
+                    return refuse(
+                        ErrorCode::NEED_CONNECTION,
+                        format!("node {peer} is not connected"),
+                    );
+                }
+                ConnState::Timeout
+                | ConnState::BrokenPipe
+                | ConnState::NetworkFailure
+                | ConnState::ProtocolError
+                | ConnState::TearDown
+                    if after.conn != ConnState::Unconnected
+                        && after.conn != ConnState::Disconnecting =>
+                {
+                    return refuse(
+                        ErrorCode::IN_TRANSIENT_STATE,
+                        format!("the connection to node {peer} is being cleaned up"),
+                    );
+                }
+                ConnState::Disconnecting if after.conn != ConnState::StandAlone => {
+                    return refuse(
+                        ErrorCode::IN_TRANSIENT_STATE,
+                        format!("the connection to node {peer} is being closed"),
+                    );
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Rules that an operator's or a peer's wish has to pass; facts do not.
+    pub(crate) fn soft_validity(
+        &self,
+        old: &State,
+        new: &State,
+        ignore_openers: bool,
+    ) -> Result<(), Refusal> {
+        let becomes_primary = old.role != Role::Primary && new.role == Role::Primary;
+        for (peer, c) in &new.connections {
+            let two = self
+                .connections
+                .get(peer)
+                .is_some_and(|c| c.net.allow_two_primaries);
+            let was = old
+                .connections
+                .get(peer)
+                .is_some_and(|o| o.peer_role == Role::Primary);
+            if new.role == Role::Primary
+                && c.peer_role == Role::Primary
+                && !two
+                && (becomes_primary || !was)
+            {
+                return refuse(
+                    ErrorCode::TWO_PRIMARIES,
+                    format!("node {peer} is Primary, and two Primaries are not allowed"),
+                );
+            }
+        }
+        if becomes_primary && self.in_handshake() {
+            return refuse(
+                ErrorCode::IN_TRANSIENT_STATE,
+                "a connection is being established",
+            );
+        }
+        if becomes_primary && old.fail_io {
+            return refuse(
+                ErrorCode::DEVICE_IN_USE,
+                "openers of before the forced demotion still hold a volume",
+            );
+        }
+        for (peer, c) in &new.connections {
+            let before = old.conn(*peer);
+            if c.conn == ConnState::Disconnecting && before == ConnState::StandAlone {
+                return refuse(
+                    ErrorCode::ALREADY_STANDALONE,
+                    "the connection is StandAlone",
+                );
+            }
+            if c.conn == ConnState::Connecting && before < ConnState::Unconnected {
+                return refuse(ErrorCode::NO_NET_CONFIG, "the connection is not configured");
+            }
+        }
+        for volume in new.devices.keys() {
+            self.soft_device(*volume, old, new, becomes_primary, ignore_openers)?;
+            self.soft_peers(*volume, old, new)?;
+        }
+        Ok(())
+    }
+
+    fn soft_device(
+        &self,
+        volume: VolumeNr,
+        old: &State,
+        new: &State,
+        becomes_primary: bool,
+        ignore_openers: bool,
+    ) -> Result<(), Refusal> {
+        let Some(after) = new.devices.get(&volume) else {
+            return Ok(());
+        };
+        let before = old.disk(volume);
+        let openers = self
+            .devices
+            .get(&volume)
+            .map(|d| d.openers)
+            .unwrap_or_default();
+        let starts_attach = before < DiskState::Attaching && after.disk == DiskState::Attaching;
+        let starts_detach = before > DiskState::Detaching && after.disk == DiskState::Detaching;
+        if self.in_handshake() && (starts_attach || starts_detach) {
+            return refuse(
+                ErrorCode::IN_TRANSIENT_STATE,
+                "a connection is being established",
+            );
+        }
+        let demoted = old.role == Role::Primary && new.role == Role::Secondary;
+        if demoted && openers.writers > 0 && !ignore_openers {
+            return refuse(
+                ErrorCode::DEVICE_IN_USE,
+                format!("volume {volume} is held open for writing; unmount it first"),
+            );
+        }
+        if before == DiskState::Diskless && after.disk > DiskState::Attaching {
+            return refuse(
+                ErrorCode::IS_DISKLESS,
+                format!("volume {volume} has no disk"),
+            );
+        }
+        let resync_ends = after.peers.iter().any(|(peer, p)| {
+            old.peer_device(volume, *peer).repl.is_sync_target() && p.repl == ReplState::Established
+        });
+        if after.disk == DiskState::Outdated
+            && before < DiskState::Outdated
+            && !matches!(before, DiskState::Attaching | DiskState::Negotiating)
+            && !resync_ends
+        {
+            return refuse(
+                ErrorCode::LOWER_THAN_OUTDATED,
+                format!("the disk of volume {volume} is {before:?}, lower than Outdated"),
+            );
+        }
+        let had_data = old.role == Role::Primary
+            && old
+                .devices
+                .get(&volume)
+                .is_some_and(|d| !d.data_accessible());
+        if new.role == Role::Primary && !after.data_accessible() && !had_data {
+            return refuse(
+                ErrorCode::NO_UP_TO_DATE_DISK,
+                format!("volume {volume} has no UpToDate data, neither here nor at a peer"),
+            );
+        }
+        let had_quorum = old.devices.get(&volume).is_some_and(|d| d.have_quorum);
+        if new.role == Role::Primary && !after.have_quorum && (becomes_primary || had_quorum) {
+            let n = self.count_quorum(volume, old, new);
+            return refuse(
+                ErrorCode::NO_QUORUM,
+                if n.up_to_date < n.needed_up_to_date {
+                    format!(
+                        "volume {volume}: {} of {} nodes up_to_date, need {} for \
+                         quorum-minimum-redundancy",
+                        n.up_to_date, n.voters, n.needed_up_to_date
+                    )
+                } else {
+                    format!(
+                        "volume {volume}: {} of {} nodes visible, need {} for quorum",
+                        n.up_to_date + n.present,
+                        n.voters,
+                        n.needed
+                    )
+                },
+            );
+        }
+        let negotiating = after
+            .peers
+            .values()
+            .filter(|p| p.disk == DiskState::Negotiating)
+            .count()
+            + usize::from(after.disk == DiskState::Negotiating);
+        if negotiating > 1 && before != DiskState::Negotiating {
+            return refuse(
+                ErrorCode::IN_TRANSIENT_STATE,
+                "another node attaches right now",
+            );
+        }
+        Ok(())
+    }
+
+    fn soft_peers(&self, volume: VolumeNr, old: &State, new: &State) -> Result<(), Refusal> {
+        let Some(after) = new.devices.get(&volume) else {
+            return Ok(());
+        };
+        let own_before = old.disk(volume);
+        for (peer, p) in &after.peers {
+            let before = old.peer_device(volume, *peer);
+            let net = self.connections.get(peer).map(|c| &c.net);
+            let fences = net.is_some_and(|n| n.fencing >= Fencing::ResourceOnly);
+            if fences
+                && new.role == Role::Primary
+                && p.repl < ReplState::Established
+                && p.disk > DiskState::Outdated
+                && !(old.role == Role::Primary
+                    && before.repl < ReplState::Established
+                    && before.disk > DiskState::Outdated)
+            {
+                return refuse(
+                    ErrorCode::PRIMARY_NOP,
+                    format!("node {peer} has to be fenced first"),
+                );
+            }
+            if p.repl > ReplState::Established && before.repl <= ReplState::Established {
+                if after.disk < DiskState::Inconsistent {
+                    return refuse(
+                        ErrorCode::NO_LOCAL_DISK,
+                        format!("volume {volume} has no local disk to resync"),
+                    );
+                }
+                if p.disk < DiskState::Inconsistent {
+                    return refuse(
+                        ErrorCode::NO_REMOTE_DISK,
+                        format!("volume {volume} has no disk at node {peer} to resync"),
+                    );
+                }
+            }
+            if own_before > DiskState::Outdated
+                && after.disk == DiskState::Outdated
+                && !self.may_be_outdated(volume, new)
+            {
+                return refuse(
+                    ErrorCode::CONNECTED_OUTDATES,
+                    "a connected Primary keeps this disk current",
+                );
+            }
+            let verifies = matches!(p.repl, ReplState::VerifyS | ReplState::VerifyT);
+            if verifies && before.repl != p.repl {
+                if net.is_none_or(|n| n.verify_alg.is_none()) {
+                    return refuse(ErrorCode::NO_VERIFY_ALG, "verify-alg is not configured");
+                }
+                if before.repl < ReplState::Established {
+                    return refuse(ErrorCode::NEED_CONNECTION, "verify needs a connection");
+                }
+                if before.repl > ReplState::Established {
+                    return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
+                }
+            }
+            if (before.repl.is_sync_source() && p.repl == ReplState::WfBitmapS)
+                || (before.repl.is_sync_target() && p.repl == ReplState::WfBitmapT)
+            {
+                return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
+            }
+            let starting = matches!(p.repl, ReplState::StartingSyncS | ReplState::StartingSyncT);
+            if starting && before.repl != p.repl {
+                if before.repl > ReplState::Established {
+                    return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
+                }
+                if before.repl < ReplState::Established {
+                    return refuse(
+                        ErrorCode::NEED_CONNECTION,
+                        format!("node {peer} is not connected"),
+                    );
+                }
+            }
+            let has_bitmap = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(peer))
+                .is_none_or(|pd| pd.options.bitmap);
+            if !has_bitmap
+                && before.disk == DiskState::Diskless
+                && p.disk > DiskState::Diskless
+                && p.disk != DiskState::DUnknown
+            {
+                return refuse(
+                    ErrorCode::ATTACH_NO_BITMAP,
+                    format!("node {peer} is configured diskless here (bitmap no)"),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// The own disk may be called Outdated in `new` (semantics.md, 3.4 at the end).
+    fn may_be_outdated(&self, volume: VolumeNr, new: &State) -> bool {
+        let Some(device) = new.devices.get(&volume) else {
+            return true;
+        };
+        if device.peers.values().any(|p| p.repl.becomes_target()) {
+            return true;
+        }
+        if new.role == Role::Primary {
+            return false;
+        }
+        let primaries = new
+            .connections
+            .iter()
+            .filter(|(_, c)| c.peer_role == Role::Primary);
+        let mut none = true;
+        for (peer, _) in primaries {
+            none = false;
+            if new.peer_device(volume, *peer).disk == DiskState::Diskless {
+                return true;
+            }
+        }
+        none
+    }
+}
