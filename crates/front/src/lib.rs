@@ -5,5 +5,11 @@
 
 #![deny(unsafe_code)]
 
+pub mod device;
+mod fuse;
+mod loopdev;
 pub mod nbd;
 pub mod ram;
+mod sys;
+
+pub use loopdev::{BlockAccess, LoopNumber};

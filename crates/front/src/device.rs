@@ -1,0 +1,621 @@
+//! The mountable device: a volume as a real block device, without a kernel module.
+//!
+//! A volume is served as a regular file over FUSE, a loop device with direct I/O is bound to that
+//! file, and symbolic links (`/dev/drbd0`) point to the loop device. What the kernel's block layer
+//! sends arrives as requests of `lockstep_io::port`: a flush as a flush (force unit access too, as
+//! two flushes, because loop devices know no FUA), a discard and a write of zeroes as zeroes.
+//!
+//! What the kernel tells about users: a mount or another exclusive user is seen at once
+//! ([`MountedDevice::is_claimed`]); plain openers are found by looking at all processes
+//! ([`MountedDevice::users`]); and the final word is the detach itself, which the kernel refuses
+//! atomically while anybody has the device open.
+//!
+//! When the server dies, the kernel ends the FUSE connection as soon as the last copy of its
+//! descriptor is closed: all I/O fails with an error and no process hangs. If a holder process
+//! (`hold`) has a copy, I/O waits instead until a new server resumes.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use lockstep_io::port::{PortSink, VolumePort, VolumeProperties};
+
+use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
+use crate::fuse::{Connection, abort_connection};
+use crate::loopdev::{self, BlockAccess, Detached, LoopNumber, Settings};
+
+/// Largest payload of one request in bytes.
+const MAX_WRITE_BYTES: u32 = 1 << 20;
+/// Largest unit in which discards are announced, in bytes.
+const MAX_GRANULARITY_BYTES: u32 = 1 << 16;
+
+/// Gives a reader thread its port of the volume.
+pub type ConnectPort<'a> = &'a mut dyn FnMut(Box<dyn PortSink>) -> Box<dyn VolumePort + Send>;
+
+/// What device to make.
+#[derive(Clone, Debug)]
+pub struct DeviceSpec {
+    /// Names the node on this machine, so that nodes of several directories do not take each
+    /// other's devices for their own: at most 16 bytes.
+    pub owner: String,
+    /// `resource/volume`, for labels and messages.
+    pub name: String,
+    /// The volume's properties now.
+    pub properties: VolumeProperties,
+    /// Symbolic links that are made to the device, with their directories.
+    pub links: Vec<PathBuf>,
+    /// Threads that read the kernel's requests; 1 is right unless the volume runs on them itself.
+    pub readers: usize,
+    /// Whether writes are let through.
+    pub access: BlockAccess,
+}
+
+/// Why a device could not be made or let go.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// A volume without data has no device.
+    #[error("{name}: the volume's size is unknown; attach a disk or connect to a peer first")]
+    NoSize {
+        /// The volume.
+        name: String,
+    },
+    /// The kernel has no FUSE, or this process may not use it.
+    #[error(
+        "{name}: cannot make a FUSE file; the mountable device needs root, /dev/fuse and a \
+         kernel from 5.8 on (volumes can be used over NBD without)"
+    )]
+    Fuse {
+        /// The volume.
+        name: String,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No loop device could be bound.
+    #[error("{name}: cannot bind a loop device; it needs root and /dev/loop-control")]
+    Loop {
+        /// The volume.
+        name: String,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A link could not be made.
+    #[error("{name}: cannot make the link {}", .link.display())]
+    Link {
+        /// The volume.
+        name: String,
+        /// The link.
+        link: PathBuf,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Somebody uses the device.
+    #[error("{name}: {} is in use by {}", .device.display(), users_text(.users))]
+    InUse {
+        /// The volume.
+        name: String,
+        /// The loop device.
+        device: PathBuf,
+        /// Who, in words.
+        users: Vec<String>,
+    },
+    /// The device that a dead server left cannot be resumed.
+    #[error("{name}: cannot resume {}: {reason}", .device.display())]
+    Resume {
+        /// The volume.
+        name: String,
+        /// The loop device.
+        device: PathBuf,
+        /// What was found.
+        reason: String,
+    },
+}
+
+fn users_text(users: &[String]) -> String {
+    if users.is_empty() {
+        "a process that has just gone".into()
+    } else {
+        users.join(", ")
+    }
+}
+
+/// What a new server must know to serve a device that a dead one made. Text, to be kept by the
+/// holder together with the descriptor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceState {
+    /// The loop device.
+    pub number: LoopNumber,
+    max_write: u32,
+    block_bytes: u32,
+    connection: u32,
+    can_resend: bool,
+}
+
+impl DeviceState {
+    /// As one line.
+    pub fn to_line(&self) -> String {
+        let resend = u8::from(self.can_resend);
+        let DeviceState {
+            number,
+            max_write,
+            block_bytes,
+            connection,
+            ..
+        } = self;
+        format!(
+            "1 {} {max_write} {block_bytes} {connection} {resend}",
+            number.0
+        )
+    }
+
+    /// From that line; `None` if another version wrote it.
+    pub fn from_line(line: &str) -> Option<DeviceState> {
+        let numbers: Option<Vec<u32>> = line.split(' ').map(|word| word.parse().ok()).collect();
+        match numbers?[..] {
+            [1, number, max_write, block_bytes, connection, resend] => Some(DeviceState {
+                number: LoopNumber(number),
+                max_write,
+                block_bytes,
+                connection,
+                can_resend: resend == 1,
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// A volume's block device while it is served.
+pub struct MountedDevice {
+    name: String,
+    label: String,
+    links: Vec<PathBuf>,
+    state: DeviceState,
+    fuse: Arc<OwnedFd>,
+    stop: Arc<Stop>,
+    shape: Arc<FileShape>,
+    readers: Vec<JoinHandle<Ended>>,
+}
+
+impl MountedDevice {
+    /// Makes the device and its links and starts to serve it.
+    pub fn create(
+        spec: &DeviceSpec,
+        connect: ConnectPort<'_>,
+    ) -> Result<MountedDevice, DeviceError> {
+        let properties = &spec.properties;
+        let name = spec.name.clone();
+        if properties.size_bytes == 0 {
+            return Err(DeviceError::NoSize { name });
+        }
+        let fuse_error = |source| DeviceError::Fuse {
+            name: spec.name.clone(),
+            source,
+        };
+        let max_write = MAX_WRITE_BYTES
+            .min(properties.max_request_bytes)
+            .max(1 << 16)
+            & !4095;
+        let connection = Connection::mount(&name, max_write).map_err(fuse_error)?;
+        let shape = Arc::new(FileShape {
+            size_bytes: AtomicU64::new(properties.size_bytes),
+            block_bytes: granularity(properties),
+            max_write,
+        });
+        let Connection {
+            fuse,
+            mount,
+            can_resend,
+        } = connection;
+        let fuse = Arc::new(fuse);
+        let stop = Arc::new(Stop::new().map_err(fuse_error)?);
+        let mut device = MountedDevice {
+            label: label(&spec.owner, &name),
+            name,
+            links: Vec::new(),
+            state: DeviceState {
+                number: LoopNumber(u32::MAX),
+                max_write,
+                block_bytes: shape.block_bytes,
+                connection: 0,
+                can_resend,
+            },
+            fuse,
+            stop,
+            shape,
+            readers: Vec::new(),
+        };
+        device
+            .start_readers(spec.readers.max(1), connect)
+            .map_err(fuse_error)?;
+        match device.bind(spec, &mount) {
+            Ok(()) => Ok(device),
+            Err(error) => {
+                drop(mount);
+                device.stop_readers(Order::Finish);
+                Err(error)
+            }
+        }
+    }
+
+    /// Serves a device that a dead server left, with the descriptor that a holder kept. I/O that
+    /// waited goes on: first what the dead server had begun, in order, then the rest.
+    pub fn resume(
+        spec: &DeviceSpec,
+        fuse: OwnedFd,
+        state: DeviceState,
+        connect: ConnectPort<'_>,
+    ) -> Result<MountedDevice, DeviceError> {
+        let refuse = |reason: String| DeviceError::Resume {
+            name: spec.name.clone(),
+            device: state.number.path(),
+            reason,
+        };
+        let label = label(&spec.owner, &spec.name);
+        if !loopdev::label(state.number).is_ok_and(|found| found == label) {
+            return Err(refuse("it is not bound to this volume any more".into()));
+        }
+        if !state.can_resend {
+            let reason = "the kernel cannot repeat requests (it needs 6.9 or newer)";
+            return Err(refuse(reason.into()));
+        }
+        let shape = Arc::new(FileShape {
+            size_bytes: AtomicU64::new(spec.properties.size_bytes),
+            block_bytes: state.block_bytes,
+            max_write: state.max_write,
+        });
+        let stop = Arc::new(Stop::new().map_err(|error| refuse(error.to_string()))?);
+        let mut device = MountedDevice {
+            name: spec.name.clone(),
+            label,
+            links: Vec::new(),
+            state,
+            fuse: Arc::new(fuse),
+            stop,
+            shape,
+            readers: Vec::new(),
+        };
+        let refuse = |device: &MountedDevice, error: std::io::Error| DeviceError::Resume {
+            name: device.name.clone(),
+            device: device.path(),
+            reason: error.to_string(),
+        };
+        let mut first = device
+            .reader(connect)
+            .map_err(|error| refuse(&device, error))?;
+        let repeated = first.replay().map_err(|error| refuse(&device, error))?;
+        tracing::info!(device = %device.path().display(), repeated, "device resumed");
+        device
+            .spawn(first)
+            .map_err(|error| refuse(&device, error))?;
+        let more = spec.readers.saturating_sub(1);
+        device
+            .start_readers(more, connect)
+            .map_err(|error| refuse(&device, error))?;
+        // The size may have changed meanwhile; nothing hangs on it if it cannot be told.
+        if let Err(error) = loopdev::update_size(device.state.number) {
+            tracing::warn!(%error, "the resumed device's size could not be checked");
+        }
+        device.make_links(&spec.links)?;
+        Ok(device)
+    }
+
+    /// The block device's own path, `/dev/loopN`.
+    pub fn path(&self) -> PathBuf {
+        self.state.number.path()
+    }
+
+    /// What the holder must keep for [`Self::resume`].
+    pub fn state(&self) -> &DeviceState {
+        &self.state
+    }
+
+    /// A copy of the descriptor for the holder.
+    pub fn descriptor(&self) -> std::io::Result<OwnedFd> {
+        self.fuse.try_clone()
+    }
+
+    /// A file system or another exclusive user has the device.
+    pub fn is_claimed(&self) -> bool {
+        loopdev::claimed(self.state.number).unwrap_or(true)
+    }
+
+    /// Everybody who uses the device, in words; looks at all processes, so it takes milliseconds.
+    pub fn users(&self) -> Vec<String> {
+        loopdev::users(self.state.number).unwrap_or_else(|error| vec![error.to_string()])
+    }
+
+    /// Anybody has the device open or mounted.
+    pub fn is_in_use(&self) -> bool {
+        self.is_claimed() || !self.users().is_empty()
+    }
+
+    /// Lets writes through or not.
+    pub fn set_access(&self, access: BlockAccess) -> std::io::Result<()> {
+        loopdev::set_access(self.state.number, access)
+    }
+
+    /// Tells the kernel the volume's new size.
+    pub fn resize(&self, size_bytes: u64) -> std::io::Result<()> {
+        self.shape.size_bytes.store(size_bytes, Ordering::SeqCst);
+        rustix::io::write(&*self.fuse, &crate::fuse::abi::notify_attributes_changed())?;
+        loopdev::update_size(self.state.number)
+    }
+
+    /// Takes the device away, if nobody uses it. Else it goes on as it was and comes back with the
+    /// error.
+    pub fn detach(mut self) -> Result<(), (Box<MountedDevice>, DeviceError)> {
+        let name = self.name.clone();
+        match loopdev::detach(self.state.number, &self.label) {
+            Ok(Detached::Yes) => {}
+            Ok(Detached::InUse) => {
+                let error = DeviceError::InUse {
+                    name,
+                    device: self.path(),
+                    users: self.users(),
+                };
+                return Err((Box::new(self), error));
+            }
+            Err(source) => return Err((Box::new(self), DeviceError::Loop { name, source })),
+        }
+        self.remove_links();
+        self.stop_readers(Order::Finish);
+        Ok(())
+    }
+
+    /// Stops serving and leaves the device to a holder: I/O waits until the next server resumes.
+    /// Without a holder this ends as [`Self::abandon`] does.
+    pub fn leave(mut self) {
+        self.stop_readers(Order::Finish);
+    }
+
+    /// Gives the device up while it may be in use: all I/O fails from now on, and the loop device
+    /// goes away with its last user.
+    pub fn abandon(mut self) {
+        self.remove_links();
+        if let Err(error) = abort_connection(self.state.connection) {
+            tracing::warn!(%error, "the FUSE connection could not be aborted");
+        }
+        if let Err(error) = loopdev::detach_on_last_close(self.state.number) {
+            tracing::warn!(%error, "the loop device could not be detached");
+        }
+        self.stop_readers(Order::Abandon);
+    }
+
+    fn bind(&mut self, spec: &DeviceSpec, mount: &OwnedFd) -> Result<(), DeviceError> {
+        let name = || self.name.clone();
+        let file = crate::fuse::open_file(mount).map_err(|source| DeviceError::Fuse {
+            name: name(),
+            source,
+        })?;
+        let metadata = file.metadata().map_err(|source| DeviceError::Fuse {
+            name: name(),
+            source,
+        })?;
+        self.state.connection = rustix::fs::minor(metadata.dev());
+        let properties = &spec.properties;
+        let settings = Settings {
+            logical_block_bytes: properties.logical_block_bytes.clamp(512, 4096),
+            max_discard_bytes: if properties.discard {
+                properties.max_discard_bytes
+            } else {
+                0
+            },
+            access: spec.access,
+        };
+        self.state.number =
+            loopdev::attach(file.as_fd(), &self.label, settings).map_err(|source| {
+                DeviceError::Loop {
+                    name: name(),
+                    source,
+                }
+            })?;
+        // From here on the loop device keeps the file and its mount alive.
+        drop(file);
+        let made = self.make_links(&spec.links);
+        if made.is_err() {
+            self.remove_links();
+            if let Err(error) = loopdev::detach(self.state.number, &self.label) {
+                tracing::warn!(%error, "the loop device could not be detached");
+            }
+        }
+        made
+    }
+
+    fn reader(&self, connect: ConnectPort<'_>) -> std::io::Result<Reader> {
+        Reader::new(
+            self.fuse.clone(),
+            self.stop.clone(),
+            self.shape.clone(),
+            connect,
+        )
+    }
+
+    fn spawn(&mut self, reader: Reader) -> std::io::Result<()> {
+        let thread = std::thread::Builder::new()
+            .name(format!("fuse {}", self.name))
+            .spawn(move || reader.run())?;
+        self.readers.push(thread);
+        Ok(())
+    }
+
+    fn start_readers(&mut self, count: usize, connect: ConnectPort<'_>) -> std::io::Result<()> {
+        for _ in 0..count {
+            let reader = self.reader(connect)?;
+            self.spawn(reader)?;
+        }
+        Ok(())
+    }
+
+    fn stop_readers(&mut self, order: Order) {
+        self.stop.tell(order);
+        for reader in std::mem::take(&mut self.readers) {
+            match reader.join() {
+                Ok(Ended::Stopped | Ended::Unmounted) => {}
+                Ok(Ended::Failed) => tracing::error!("a reader of the device had failed"),
+                Err(_) => tracing::error!("a reader of the device had panicked"),
+            }
+        }
+    }
+
+    fn make_links(&mut self, links: &[PathBuf]) -> Result<(), DeviceError> {
+        for link in links {
+            make_link(&self.path(), link).map_err(|source| DeviceError::Link {
+                name: self.name.clone(),
+                link: link.clone(),
+                source,
+            })?;
+            self.links.push(link.clone());
+        }
+        Ok(())
+    }
+
+    fn remove_links(&mut self) {
+        let device = self.path();
+        for link in std::mem::take(&mut self.links) {
+            // Somebody else's link of the same name stays.
+            if std::fs::read_link(&link).is_ok_and(|target| target == device)
+                && let Err(error) = std::fs::remove_file(&link)
+            {
+                tracing::warn!(link = %link.display(), %error, "a link could not be removed");
+            }
+        }
+    }
+}
+
+impl Drop for MountedDevice {
+    /// A device that was neither detached nor left is given up as [`Self::abandon`] does, so that
+    /// no process hangs on it.
+    fn drop(&mut self) {
+        if self.readers.is_empty() {
+            return;
+        }
+        self.remove_links();
+        if self.state.number != LoopNumber(u32::MAX) {
+            // Errors have nobody to go to, and the descriptors are closed anyway.
+            let _ = abort_connection(self.state.connection);
+            let _ = loopdev::detach_on_last_close(self.state.number);
+        }
+        self.stop_readers(Order::Abandon);
+    }
+}
+
+/// A device that a dead server of this node had left.
+#[derive(Debug)]
+pub struct Leftover {
+    /// Its loop device.
+    pub number: LoopNumber,
+    /// Its volume, cut if it was long.
+    pub name: String,
+    /// `None` if it is gone now, else who still uses it. It goes with its last user.
+    pub in_use: Option<Vec<String>>,
+}
+
+/// Takes away the devices that dead servers of this node left, except those to be resumed. Call it
+/// at the start, when no server of the node runs.
+pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<Leftover>> {
+    let prefix = label(owner, "");
+    let mut found = Vec::new();
+    for (number, label) in loopdev::bound()? {
+        let Some(name) = label.strip_prefix(&prefix) else {
+            continue;
+        };
+        if keep.contains(&number) {
+            continue;
+        }
+        let in_use = match loopdev::detach(number, &label)? {
+            Detached::Yes => None,
+            Detached::InUse => {
+                let users = loopdev::users(number)?;
+                loopdev::detach_on_last_close(number)?;
+                Some(users)
+            }
+        };
+        found.push(Leftover {
+            number,
+            name: name.to_string(),
+            in_use,
+        });
+    }
+    Ok(found)
+}
+
+/// The label of a volume's loop device; the kernel keeps 63 bytes of it.
+fn label(owner: &str, name: &str) -> String {
+    let mut label = format!("lockstep:{owner}:{name}");
+    while label.len() > loopdev::MAX_LABEL_LEN {
+        label.pop();
+    }
+    label
+}
+
+fn granularity(properties: &VolumeProperties) -> u32 {
+    let wanted = properties
+        .discard_granularity_bytes
+        .max(properties.physical_block_bytes);
+    wanted
+        .clamp(4096, MAX_GRANULARITY_BYTES)
+        .next_power_of_two()
+}
+
+/// Makes or replaces a symbolic link in one step, and its directory if need be.
+fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
+    if let Ok(metadata) = std::fs::symlink_metadata(link)
+        && !metadata.file_type().is_symlink()
+    {
+        return Err(std::io::ErrorKind::AlreadyExists.into());
+    }
+    let directory = link.parent().ok_or(std::io::ErrorKind::InvalidInput)?;
+    std::fs::create_dir_all(directory)?;
+    let mut new = link.as_os_str().to_owned();
+    new.push(format!(".{}", std::process::id()));
+    let new = PathBuf::from(new);
+    match std::fs::remove_file(&new) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    std::os::unix::fs::symlink(target, &new)?;
+    std::fs::rename(&new, link)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holders_line_comes_back_and_other_versions_do_not() {
+        let state = DeviceState {
+            number: LoopNumber(3),
+            max_write: 1 << 20,
+            block_bytes: 4096,
+            connection: 57,
+            can_resend: true,
+        };
+        assert_eq!(DeviceState::from_line(&state.to_line()), Some(state));
+        assert_eq!(DeviceState::from_line("2 3 4 5 6 1"), None);
+        assert_eq!(DeviceState::from_line(""), None);
+    }
+
+    #[test]
+    fn a_link_replaces_a_link_but_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("by-res/r0/0");
+        make_link(Path::new("/dev/loop1"), &link).unwrap();
+        make_link(Path::new("/dev/loop2"), &link).unwrap();
+        assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/dev/loop2"));
+        let file = dir.path().join("file");
+        std::fs::write(&file, "x").unwrap();
+        assert!(make_link(Path::new("/dev/loop1"), &file).is_err());
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "x");
+    }
+
+    #[test]
+    fn labels_fit_the_kernel_and_keep_owner_and_volume() {
+        assert_eq!(label("ab", "r0/0"), "lockstep:ab:r0/0");
+        assert_eq!(label("ab", &"x".repeat(100)).len(), 63);
+    }
+}

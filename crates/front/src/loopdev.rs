@@ -1,0 +1,384 @@
+//! Loop devices: binding one to a file, its settings, who uses it, and letting it go.
+//!
+//! Nothing here keeps a loop device open: an open descriptor of our own would count as a user.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
+
+/// Attempts to get a free loop device while other processes take them too.
+const ATTACH_ATTEMPTS: u32 = 64;
+/// How long the kernel may take to let go of a device that nobody uses.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long somebody may look at a device that is to be detached.
+const PASSING_USER_TIMEOUT: Duration = Duration::from_millis(500);
+/// Longest label of a loop device in bytes; the kernel keeps 64 with the final zero.
+pub(crate) const MAX_LABEL_LEN: usize = 63;
+/// The block layer's major number of loop devices.
+const LOOP_MAJOR: u32 = 7;
+
+const FLAG_AUTOCLEAR: u32 = 4;
+const FLAG_DIRECT_IO: u32 = 16;
+
+/// Offsets within `struct loop_info64`, which has 232 bytes.
+mod info {
+    pub(super) const LEN: usize = 232;
+    pub(super) const FLAGS: usize = 52;
+    pub(super) const FILE_NAME: usize = 56;
+}
+
+/// A loop device by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LoopNumber(pub u32);
+
+/// How a device is to be set up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    /// Logical block size in bytes: 512 or 4096.
+    pub(crate) logical_block_bytes: u32,
+    /// Largest discard in bytes; 0 without discards.
+    pub(crate) max_discard_bytes: u32,
+    /// Whether writes are let through.
+    pub(crate) access: BlockAccess,
+}
+
+/// Whether a block device lets writes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockAccess {
+    /// Reads only.
+    ReadOnly,
+    /// Everything.
+    ReadWrite,
+}
+
+/// What became of an attempt to detach.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Detached {
+    /// The device is free.
+    Yes,
+    /// Somebody uses it; it stays as it was.
+    InUse,
+}
+
+impl LoopNumber {
+    /// The device's node.
+    pub fn path(self) -> PathBuf {
+        PathBuf::from(format!("/dev/loop{}", self.0))
+    }
+
+    fn sysfs(self) -> PathBuf {
+        PathBuf::from(format!("/sys/block/loop{}", self.0))
+    }
+
+    fn open(self) -> io::Result<File> {
+        let path = self.path();
+        match File::options().read(true).open(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                // Without devtmpfs the nodes are ours to make.
+                let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+                let device = rustix::fs::makedev(LOOP_MAJOR, self.0);
+                let kind = rustix::fs::FileType::BlockDevice;
+                rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, device)?;
+                File::options().read(true).open(&path)
+            }
+            opened => opened,
+        }
+    }
+}
+
+/// Binds a free loop device to the file, with direct I/O.
+pub(crate) fn attach(
+    file: BorrowedFd<'_>,
+    label: &str,
+    settings: Settings,
+) -> io::Result<LoopNumber> {
+    let control_file = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/loop-control")?;
+    let mut config = [0u8; 304];
+    config[..4].copy_from_slice(&(file.as_raw_fd() as u32).to_ne_bytes());
+    config[4..8].copy_from_slice(&settings.logical_block_bytes.to_ne_bytes());
+    put_label(&mut config[8..8 + info::LEN], label);
+    put_flags(&mut config[8..8 + info::LEN], FLAG_DIRECT_IO);
+    for _ in 0..ATTACH_ATTEMPTS {
+        let number = LoopNumber(control(&control_file, NumberRequest::GetFreeLoop)?);
+        // Writable, or the kernel makes the device read-only.
+        let device = match number
+            .open()
+            .and_then(|_| File::options().read(true).write(true).open(number.path()))
+        {
+            Ok(device) => device,
+            // Somebody removed it, or holds it exclusively.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        match control_memory(&device, MemoryRequest::LoopConfigure, &mut config) {
+            Ok(()) => {
+                if let Err(error) = finish_attach(number, &device, settings) {
+                    drop(device);
+                    // The first error is the one to tell.
+                    let _ = detach(number, label);
+                    return Err(error);
+                }
+                return Ok(number);
+            }
+            // Another process was faster.
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let text = format!("no loop device stayed free in {ATTACH_ATTEMPTS} attempts");
+    Err(io::Error::new(ErrorKind::ResourceBusy, text))
+}
+
+fn finish_attach(number: LoopNumber, device: &File, settings: Settings) -> io::Result<()> {
+    // The read-only flag of a block device outlives its last user, so it is always set.
+    set_access_of(device, settings.access)?;
+    if !read_flag(number, "loop/dio") {
+        let text = format!("{}: the kernel refused direct I/O", number.path().display());
+        return Err(io::Error::new(ErrorKind::Unsupported, text));
+    }
+    for (setting, value) in [
+        // The volume orders its requests itself, and its replicas have schedulers of their own.
+        ("queue/scheduler", "none".to_string()),
+        ("queue/add_random", "0".to_string()),
+        ("queue/rotational", "0".to_string()),
+        (
+            "queue/discard_max_bytes",
+            settings.max_discard_bytes.to_string(),
+        ),
+    ] {
+        if let Err(error) = fs::write(number.sysfs().join(setting), &value) {
+            tracing::debug!(number = number.0, setting, value, %error, "setting not taken");
+        }
+    }
+    Ok(())
+}
+
+/// Lets writes through or not.
+pub(crate) fn set_access(number: LoopNumber, access: BlockAccess) -> io::Result<()> {
+    set_access_of(&number.open()?, access)
+}
+
+fn set_access_of(device: &File, access: BlockAccess) -> io::Result<()> {
+    let wanted = i32::from(access == BlockAccess::ReadOnly);
+    let mut value = wanted.to_ne_bytes();
+    control_memory(device, MemoryRequest::BlockSetReadOnly, &mut value)?;
+    let mut now = [0; 4];
+    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
+    if i32::from_ne_bytes(now) == wanted {
+        Ok(())
+    } else {
+        Err(io::Error::other(
+            "the kernel did not take the read-only flag of the loop device",
+        ))
+    }
+}
+
+/// Takes over the file's new size.
+pub(crate) fn update_size(number: LoopNumber) -> io::Result<()> {
+    control(number.open()?, NumberRequest::LoopSetCapacity).map(drop)
+}
+
+/// Unbinds the device with this label, unless somebody uses it. Programs that look at every block
+/// device for a moment (udev's, `losetup -a`) are waited for.
+pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
+    let deadline = Instant::now() + PASSING_USER_TIMEOUT;
+    loop {
+        let detached = try_detach(number, expected)?;
+        if detached == Detached::Yes || Instant::now() > deadline || claimed(number)? {
+            return Ok(detached);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
+    let device = number.open()?;
+    match control(&device, NumberRequest::LoopClear) {
+        Ok(_) => {}
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(Detached::Yes),
+        Err(error) => return Err(error),
+    }
+    // With other users the kernel only notes that the last close unbinds it, and the status can
+    // still be read; else it cannot. Taking the note back fails if the last user went meanwhile.
+    if let Ok(mut status) = status_of(&device)
+        && flags_of(&status) & FLAG_AUTOCLEAR != 0
+    {
+        let flags = flags_of(&status) & !FLAG_AUTOCLEAR;
+        put_flags(&mut status, flags);
+        if control_memory(&device, MemoryRequest::LoopSetStatus, &mut status).is_ok() {
+            return Ok(Detached::InUse);
+        }
+    }
+    drop(device);
+    let deadline = Instant::now() + DETACH_TIMEOUT;
+    // Another process may bind the number to something else at once.
+    while label(number).is_ok_and(|now| now == expected) {
+        if Instant::now() > deadline {
+            return Ok(Detached::InUse);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(Detached::Yes)
+}
+
+/// Lets the kernel unbind the device when its last user closes it.
+pub(crate) fn detach_on_last_close(number: LoopNumber) -> io::Result<()> {
+    match control(number.open()?, NumberRequest::LoopClear) {
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),
+        result => result.map(drop),
+    }
+}
+
+/// All bound loop devices with their labels.
+pub(crate) fn bound() -> io::Result<Vec<(LoopNumber, String)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/sys/block")? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let number = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("loop")?.parse().ok());
+        let Some(number) = number.map(LoopNumber) else {
+            continue;
+        };
+        if !entry.path().join("loop").exists() {
+            continue;
+        }
+        // It may have gone meanwhile.
+        if let Ok(status) = number.open().and_then(|device| status_of(&device)) {
+            found.push((number, label_of(&status)));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The label of a bound device.
+pub(crate) fn label(number: LoopNumber) -> io::Result<String> {
+    Ok(label_of(&status_of(&number.open()?)?))
+}
+
+/// Somebody has claimed the device: a mounted file system, device mapper, swap.
+pub(crate) fn claimed(number: LoopNumber) -> io::Result<bool> {
+    let exclusive = File::options()
+        .read(true)
+        .custom_flags(libc::O_EXCL)
+        .open(number.path());
+    match exclusive {
+        Ok(_) => Ok(false),
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+/// Who uses the device, in words. What other users' processes have open is seen by root only.
+pub(crate) fn users(number: LoopNumber) -> io::Result<Vec<String>> {
+    let mut users = BTreeSet::new();
+    if let Ok(holders) = fs::read_dir(number.sysfs().join("holders")) {
+        for holder in holders.flatten() {
+            users.insert(format!(
+                "block device {}",
+                holder.file_name().to_string_lossy()
+            ));
+        }
+    }
+    if let Ok(swaps) = fs::read_to_string("/proc/swaps")
+        && swaps
+            .lines()
+            .any(|line| line.split(' ').next() == number.path().to_str())
+    {
+        users.insert("swap".into());
+    }
+    for process in fs::read_dir("/proc")?.flatten() {
+        let name = process.file_name();
+        if name
+            .to_str()
+            .is_some_and(|name| name.parse::<u32>().is_ok())
+        {
+            users_of_process(number, &process.path(), &mut users);
+        }
+    }
+    if users.is_empty() && claimed(number)? {
+        users.insert("a kernel user that shows in no process's mounts".into());
+    }
+    Ok(users.into_iter().collect())
+}
+
+fn users_of_process(number: LoopNumber, process: &Path, users: &mut BTreeSet<String>) {
+    // Processes come and go; one that has gone uses nothing.
+    let device = format!("{LOOP_MAJOR}:{}", number.0);
+    if let Ok(mounts) = fs::read_to_string(process.join("mountinfo")) {
+        for line in mounts.lines() {
+            let mut fields = line.split(' ').skip(2);
+            if fields.next() == Some(device.as_str()) {
+                let place = fields.nth(1).unwrap_or("?");
+                users.insert(format!("mount on {place}"));
+            }
+        }
+    }
+    let Ok(descriptors) = fs::read_dir(process.join("fd")) else {
+        return;
+    };
+    for descriptor in descriptors.flatten() {
+        let is_path = fs::read_link(descriptor.path()).is_ok_and(|target| target.has_root());
+        let is_device = |metadata: &fs::Metadata| {
+            metadata.file_type().is_block_device()
+                && metadata.rdev() == rustix::fs::makedev(LOOP_MAJOR, number.0)
+        };
+        if is_path && fs::metadata(descriptor.path()).is_ok_and(|metadata| is_device(&metadata)) {
+            let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
+            let pid = process
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            users.insert(format!("process {pid} ({})", name.trim()));
+        }
+    }
+}
+
+fn read_flag(number: LoopNumber, attribute: &str) -> bool {
+    fs::read_to_string(number.sysfs().join(attribute)).is_ok_and(|text| text.trim() == "1")
+}
+
+fn status_of(device: &File) -> io::Result<[u8; info::LEN]> {
+    let mut status = [0; info::LEN];
+    control_memory(device, MemoryRequest::LoopGetStatus, &mut status)?;
+    Ok(status)
+}
+
+fn flags_of(status: &[u8]) -> u32 {
+    let bytes = status[info::FLAGS..info::FLAGS + 4]
+        .try_into()
+        .expect("four bytes");
+    u32::from_ne_bytes(bytes)
+}
+
+fn put_flags(status: &mut [u8], flags: u32) {
+    status[info::FLAGS..info::FLAGS + 4].copy_from_slice(&flags.to_ne_bytes());
+}
+
+fn label_of(status: &[u8]) -> String {
+    let bytes = &status[info::FILE_NAME..info::FILE_NAME + MAX_LABEL_LEN + 1];
+    let len = bytes
+        .iter()
+        .position(|byte| *byte == 0)
+        .unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..len]).into_owned()
+}
+
+fn put_label(status: &mut [u8], label: &str) {
+    let bytes = &label.as_bytes()[..label.len().min(MAX_LABEL_LEN)];
+    status[info::FILE_NAME..info::FILE_NAME + bytes.len()].copy_from_slice(bytes);
+}

@@ -1,0 +1,100 @@
+//! The few system calls of this crate that have no safe wrapper: control requests of the loop and
+//! block layers. The only module of the crate with unsafe code.
+
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsFd, AsRawFd};
+
+/// A control request whose argument is a plain number, and which returns a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NumberRequest {
+    /// Unbind a loop device from its file (on the last close, if others have it open).
+    LoopClear,
+    /// Take over the backing file's new size.
+    LoopSetCapacity,
+    /// A loop device's number that is free now.
+    GetFreeLoop,
+}
+
+/// A control request whose argument is memory that the kernel reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemoryRequest {
+    /// `struct loop_config`, read.
+    LoopConfigure,
+    /// `struct loop_info64`, read.
+    LoopSetStatus,
+    /// `struct loop_info64`, written.
+    LoopGetStatus,
+    /// An `int`, read: 1 makes the block device read-only.
+    BlockSetReadOnly,
+    /// An `int`, written.
+    BlockGetReadOnly,
+}
+
+impl NumberRequest {
+    const fn number(self) -> libc::c_ulong {
+        match self {
+            NumberRequest::LoopClear => 0x4C01,
+            NumberRequest::LoopSetCapacity => 0x4C07,
+            NumberRequest::GetFreeLoop => 0x4C82,
+        }
+    }
+}
+
+impl MemoryRequest {
+    const fn number(self) -> libc::c_ulong {
+        match self {
+            MemoryRequest::LoopSetStatus => 0x4C04,
+            MemoryRequest::LoopGetStatus => 0x4C05,
+            MemoryRequest::LoopConfigure => 0x4C0A,
+            MemoryRequest::BlockSetReadOnly => 0x125D,
+            MemoryRequest::BlockGetReadOnly => 0x125E,
+        }
+    }
+
+    /// How many bytes the kernel reads or writes.
+    const fn len(self) -> usize {
+        match self {
+            MemoryRequest::LoopConfigure => 304,
+            MemoryRequest::LoopSetStatus | MemoryRequest::LoopGetStatus => 232,
+            MemoryRequest::BlockSetReadOnly | MemoryRequest::BlockGetReadOnly => 4,
+        }
+    }
+}
+
+/// Runs a control request without memory.
+pub(crate) fn control(fd: impl AsFd, request: NumberRequest) -> std::io::Result<u32> {
+    // SAFETY: these requests ignore their argument, so the kernel touches no memory of ours.
+    let result = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request.number() as _, 0) };
+    match u32::try_from(result) {
+        Ok(number) => Ok(number),
+        Err(_) => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// Runs a control request on `memory`, which must have the request's length.
+pub(crate) fn control_memory(
+    fd: impl AsFd,
+    request: MemoryRequest,
+    memory: &mut [u8],
+) -> std::io::Result<()> {
+    assert_eq!(
+        memory.len(),
+        request.len(),
+        "{request:?} has a fixed length"
+    );
+    // SAFETY: the kernel reads or writes exactly `request.len()` bytes there (without any need for
+    // alignment, it copies), which the exclusive borrow covers; it keeps no pointer.
+    let result = unsafe {
+        libc::ioctl(
+            fd.as_fd().as_raw_fd(),
+            request.number() as _,
+            memory.as_mut_ptr(),
+        )
+    };
+    if result < 0 {
+        Err(std::io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}

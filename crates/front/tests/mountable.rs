@@ -1,0 +1,391 @@
+//! The mountable device under real file systems and tools. Needs root, FUSE and loop devices.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use lockstep_core::event::RequestError;
+use lockstep_front::BlockAccess;
+use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, clean_leftovers};
+use lockstep_front::ram::{Hold, RamVolume, Runs};
+use support::{have_programs, run, skip};
+
+const MIB: u64 = 1 << 20;
+
+/// One test at a time: a process that another test starts has, until it becomes its program, all
+/// our descriptors open, so devices would seem to be in use.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// The right to use devices, if the machine can do it at all.
+fn can_mount() -> Option<MutexGuard<'static, ()>> {
+    let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    has_devices().then_some(guard)
+}
+
+fn has_devices() -> bool {
+    if !rustix::process::geteuid().is_root() {
+        skip("not root, and the mountable device needs it");
+        return false;
+    }
+    for device in ["/dev/fuse", "/dev/loop-control"] {
+        if std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(device)
+            .is_err()
+        {
+            skip(&format!("{device} cannot be opened"));
+            return false;
+        }
+    }
+    true
+}
+
+fn spec(volume: &RamVolume, owner: &str, links: &[&Path]) -> DeviceSpec {
+    DeviceSpec {
+        owner: owner.into(),
+        name: "r0/0".into(),
+        properties: volume.properties(),
+        links: links.iter().map(|link| link.to_path_buf()).collect(),
+        readers: 1,
+        access: BlockAccess::ReadWrite,
+    }
+}
+
+/// An owner that no other test or run has.
+fn owner(test: &str) -> String {
+    format!("{}-{test}", std::process::id())
+}
+
+fn create(volume: &RamVolume, test: &str) -> MountedDevice {
+    let spec = spec(volume, &owner(test), &[]);
+    MountedDevice::create(&spec, &mut |sink| volume.port(sink)).unwrap()
+}
+
+/// Whether it comes true within a time that is much longer than needed.
+fn becomes(condition: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+    true
+}
+
+fn detach(device: MountedDevice) {
+    device.detach().map_err(|(_, error)| error).unwrap();
+}
+
+/// Runs a shell script in a mount namespace of its own.
+fn script(text: &str, args: &[&str]) -> String {
+    let mut all = vec!["-m", "--propagation", "private", "sh", "-euc", text, "sh"];
+    all.extend_from_slice(args);
+    run("unshare", &all)
+}
+
+#[test]
+fn ext4_lives_on_the_device_and_every_kind_of_request_passes() {
+    let Some(_guard) = can_mount() else { return };
+    if !have_programs(&["mkfs.ext4", "e2fsck", "fstrim", "unshare", "blkdiscard"]) {
+        return;
+    }
+    for runs in [Runs::Inline, Runs::OwnThread] {
+        let volume = RamVolume::new(128 * MIB, runs).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("drbd7");
+        let spec = spec(&volume, &owner("ext4"), &[&link]);
+        let device = MountedDevice::create(&spec, &mut |sink| volume.port(sink)).unwrap();
+        assert_eq!(std::fs::canonicalize(&link).unwrap(), device.path());
+        let place = dir.path().join("mnt");
+        std::fs::create_dir(&place).unwrap();
+        let out = script(
+            "mkfs.ext4 -q -F $1; mount $1 $2
+             dd if=/dev/urandom of=$2/a bs=64k count=200 2>/dev/null
+             cp $2/a $2/b; sync; rm $2/b
+             dd if=/dev/zero of=$2/c bs=4k count=50 oflag=dsync 2>/dev/null
+             fstrim -v $2; sum1=$(cksum <$2/a)
+             umount $2; e2fsck -fn $1 >&2; mount $1 $2
+             sum2=$(cksum <$2/a); umount $2
+             echo \"$sum1 = $sum2\"",
+            &[link.to_str().unwrap(), place.to_str().unwrap()],
+        );
+        let sums = out.lines().last().unwrap();
+        let (before, after) = sums.split_once(" = ").unwrap();
+        assert_eq!(before, after, "{out}");
+        let counts = volume.counts();
+        assert!(
+            counts.flushes.load(Ordering::Relaxed) >= 50,
+            "each dsync write is flushed"
+        );
+        assert!(
+            counts.zeroes.load(Ordering::Relaxed) > 0,
+            "fstrim reaches the volume"
+        );
+        run("blkdiscard", &["-z", device.path().to_str().unwrap()]);
+        let mut bytes = vec![1; MIB as usize];
+        volume.peek(0, &mut bytes);
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        detach(device);
+        assert!(!link.exists());
+    }
+}
+
+#[test]
+fn fio_verifies_random_writes_on_the_device() {
+    let Some(_guard) = can_mount() else { return };
+    if !have_programs(&["fio"]) {
+        return;
+    }
+    let volume = RamVolume::new(64 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "fio");
+    let filename = format!("--filename={}", device.path().display());
+    let mut args = vec![
+        "--name=check",
+        &filename,
+        "--ioengine=libaio",
+        "--direct=1",
+        "--rw=randrw",
+        "--bsrange=512-2m",
+        "--blockalign=512",
+        "--iodepth=32",
+        "--size=48m",
+        "--verify=crc32c",
+        "--do_verify=1",
+        "--verify_fatal=1",
+        "--output-format=terse",
+    ];
+    run("fio", &args);
+    args[4] = "--rw=randwrite";
+    args[5] = "--bs=4k";
+    args.push("--fdatasync=8");
+    run("fio", &args);
+    detach(device);
+}
+
+#[test]
+fn unaligned_and_out_of_range_requests_fail_and_large_ones_are_whole() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(16 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "range");
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(device.path())
+        .unwrap();
+    let data: Vec<u8> = (0..5 * MIB).map(|at| (at / 311) as u8).collect();
+    file.write_all_at(&data, 12345).unwrap();
+    file.sync_all().unwrap();
+    let mut bytes = vec![0; data.len()];
+    volume.peek(12345, &mut bytes);
+    assert!(
+        bytes == data,
+        "the kernel's page cache makes whole blocks of anything"
+    );
+    assert!(
+        file.write_at(&[1; 512], 16 * MIB).is_err(),
+        "beyond the end"
+    );
+    assert_eq!(file.read_at(&mut [0; 512], 16 * MIB).unwrap(), 0);
+    drop(file);
+    let direct = std::fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(device.path())
+        .unwrap();
+    let mut buf = lockstep_io::pool::IoBuf::standalone(4096).unwrap();
+    assert!(
+        direct.read_at(&mut buf[..100], 0).is_err(),
+        "less than a block"
+    );
+    drop(direct);
+    detach(device);
+}
+
+#[test]
+fn errors_of_the_volume_reach_the_application() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "error");
+    let mut options = std::fs::File::options();
+    let file = options.read(true).write(true).open(device.path()).unwrap();
+    volume.fail_requests(Some(RequestError::Io));
+    file.write_all_at(&[1; 4096], 0).unwrap();
+    let error = file.sync_all().unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    volume.fail_requests(None);
+    file.write_all_at(&[2; 4096], 0).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    volume.remove();
+    let file = std::fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(device.path())
+        .unwrap();
+    let mut buf = lockstep_io::pool::IoBuf::standalone(512).unwrap();
+    assert!(
+        file.read_at(&mut buf[..512], 0).is_err(),
+        "a removed volume answers with errors"
+    );
+    drop(file);
+    detach(device);
+}
+
+#[test]
+fn a_device_in_use_is_not_taken_away_and_its_users_are_named() {
+    let Some(_guard) = can_mount() else { return };
+    if !have_programs(&["mkfs.ext4", "unshare"]) {
+        return;
+    }
+    let volume = RamVolume::new(32 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "use");
+    assert!(becomes(|| !device.is_in_use()));
+    run("mkfs.ext4", &["-q", "-F", device.path().to_str().unwrap()]);
+
+    // A plain opener.
+    let file = std::fs::File::open(device.path()).unwrap();
+    assert!(!device.is_claimed());
+    assert!(device.is_in_use());
+    let (device, error) = device.detach().err().unwrap();
+    let text = error.to_string();
+    assert!(
+        text.contains(&format!("process {}", std::process::id())),
+        "{text}"
+    );
+    assert!(matches!(error, DeviceError::InUse { .. }));
+    drop(file);
+    assert!(becomes(|| !device.is_in_use()));
+
+    // A mount, even in a namespace of its own.
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = Command::new("unshare")
+        .args([
+            "-m",
+            "--propagation",
+            "private",
+            "sh",
+            "-ec",
+            "mount $1 $2; echo up; read x",
+            "sh",
+        ])
+        .args([&device.path(), dir.path()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut up = [0; 3];
+    child.stdout.as_mut().unwrap().read_exact(&mut up).unwrap();
+    assert!(device.is_claimed());
+    let (device, error) = device.detach().err().unwrap();
+    let text = error.to_string();
+    assert!(
+        text.contains(&format!("mount on {}", dir.path().display())),
+        "{text}"
+    );
+    child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    assert!(child.wait().unwrap().success());
+    detach(*device);
+}
+
+#[test]
+fn a_secondary_device_takes_no_writes_and_a_later_one_is_writable_again() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "ro");
+    device.set_access(BlockAccess::ReadOnly).unwrap();
+    let refused = std::fs::File::options().write(true).open(device.path());
+    let refused = refused.and_then(|file| file.write_all_at(&[1; 512], 0));
+    assert!(refused.is_err());
+    let path = device.path();
+    detach(device);
+    let device = create(&volume, "ro");
+    let file = std::fs::File::options()
+        .write(true)
+        .open(device.path())
+        .unwrap();
+    file.write_all_at(&[1; 512], 0).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    detach(device);
+    drop(path);
+}
+
+#[test]
+fn the_device_follows_the_volumes_size() {
+    let Some(_guard) = can_mount() else { return };
+    if !have_programs(&["blockdev"]) {
+        return;
+    }
+    let volume = RamVolume::new(8 * MIB, Runs::OwnThread).unwrap();
+    volume.change(|properties| properties.size_bytes = 4 * MIB);
+    let device = create(&volume, "size");
+    let size = || {
+        run(
+            "blockdev",
+            &["--getsize64", device.path().to_str().unwrap()],
+        )
+    };
+    assert_eq!(size().trim(), "4194304");
+    volume.change(|properties| properties.size_bytes = 8 * MIB);
+    device.resize(8 * MIB).unwrap();
+    assert_eq!(size().trim(), "8388608");
+    detach(device);
+}
+
+#[test]
+fn abandoning_a_device_in_use_gives_errors_and_no_hanging_process() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "abandon");
+    let path = device.path();
+    let file = std::fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&path)
+        .unwrap();
+    // A read that the volume never answers hangs in the kernel until the device is given up.
+    volume.hold(Hold::Stopped);
+    let reader = std::thread::spawn(move || {
+        let mut buf = lockstep_io::pool::IoBuf::standalone(4096).unwrap();
+        file.read_at(&mut buf[..4096], 0)
+    });
+    wait_for_a_read_in_flight(&path);
+    device.abandon();
+    assert!(reader.join().unwrap().is_err());
+    volume.hold(Hold::Running);
+    assert!(clean_leftovers(&owner("abandon"), &[]).unwrap().is_empty());
+}
+
+/// Returns when the kernel waits for a read of the loop device.
+fn wait_for_a_read_in_flight(device: &Path) {
+    let name = device.file_name().unwrap().to_str().unwrap();
+    let inflight = format!("/sys/block/{name}/inflight");
+    while std::fs::read_to_string(&inflight)
+        .unwrap()
+        .split_whitespace()
+        .next()
+        == Some("0")
+    {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_bad_link_undoes_everything() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    let spec = spec(&volume, &owner("link"), &[Path::new("/proc/version")]);
+    let error = MountedDevice::create(&spec, &mut |sink| volume.port(sink))
+        .err()
+        .unwrap();
+    assert!(matches!(error, DeviceError::Link { .. }), "{error}");
+    assert!(clean_leftovers(&owner("link"), &[]).unwrap().is_empty());
+}
