@@ -993,10 +993,8 @@ impl Resource {
         };
         for peer in qualifying {
             self.send_uuids(peer, volume, flags);
-            if force_resync {
-                if let Some(pd) = self.peer_device_mut(volume, peer) {
-                    pd.consider_resync = true;
-                }
+            if force_resync && let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.consider_resync = true;
             }
         }
         self.hard_change(change);

@@ -110,7 +110,6 @@ fn error(code: ErrorCode, text: String) -> CommandError {
 
 impl Resource {
     /// `attach`.
-    #[expect(clippy::too_many_arguments, reason = "the command has so many parts")]
     pub(crate) fn command_attach(
         &mut self,
         id: CommandId,
@@ -480,15 +479,14 @@ impl Resource {
             }
             let index = slot.or(held);
             disk.io.set_slot(peer, index);
-            if let Some(slot) = index {
-                if disk
+            if let Some(slot) = index
+                && disk
                     .generations
                     .slot(peer)
                     .flags
                     .contains(PeerFlags::FULL_SYNC)
-                {
-                    disk.io.bitmap.fill(slot, true);
-                }
+            {
+                disk.io.bitmap.fill(slot, true);
             }
         }
         self.write_recovered(volume)
@@ -831,13 +829,13 @@ impl Resource {
             return;
         };
         device.size_sectors = size;
-        if let Some(disk) = device.disk.as_mut() {
-            if let Some(layout) = disk.layout.as_ref() {
-                let shape = layout.bitmap_shape(size);
-                let loaded = disk.io.bitmap.shape().bits();
-                if shape.bits() != loaded {
-                    disk.io.bitmap.resize(shape, true);
-                }
+        if let Some(disk) = device.disk.as_mut()
+            && let Some(layout) = disk.layout.as_ref()
+        {
+            let shape = layout.bitmap_shape(size);
+            let loaded = disk.io.bitmap.shape().bits();
+            if shape.bits() != loaded {
+                disk.io.bitmap.resize(shape, true);
             }
         }
         self.log(

@@ -107,11 +107,11 @@ impl Resource {
             .connections
             .get(&peer)
             .map(|c| c.ping_timeout().times(10));
-        if let (Some(patience), true) = (patience, self.node_id > peer) {
-            if self.state.conn(peer) == ConnState::Connecting {
-                let at = self.now + patience;
-                self.timers.set(Timer::Handshake(peer), at);
-            }
+        if let (Some(patience), true) = (patience, self.node_id > peer)
+            && self.state.conn(peer) == ConnState::Connecting
+        {
+            let at = self.now + patience;
+            self.timers.set(Timer::Handshake(peer), at);
         }
     }
 
@@ -738,10 +738,10 @@ impl Resource {
             .get(&peer)
             .and_then(|pd| pd.uuids.as_ref())
             .map(|u| u.current);
-        if let Some(current) = current {
-            if device.exposed_uuid.is_zero() || self.state.role == Role::Secondary {
-                device.exposed_uuid = current;
-            }
+        if let Some(current) = current
+            && (device.exposed_uuid.is_zero() || self.state.role == Role::Secondary)
+        {
+            device.exposed_uuid = current;
         }
     }
 

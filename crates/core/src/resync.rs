@@ -223,12 +223,11 @@ impl Resource {
             }
         }
         self.hard_change(change);
-        if let Some((lost, dagtag)) = lost {
-            if let Some(conn) = self.connections.get_mut(&lost) {
-                if dagtag.is_newer_than(conn.last_dagtag) {
-                    conn.last_dagtag = dagtag;
-                }
-            }
+        if let Some((lost, dagtag)) = lost
+            && let Some(conn) = self.connections.get_mut(&lost)
+            && dagtag.is_newer_than(conn.last_dagtag)
+        {
+            conn.last_dagtag = dagtag;
         }
         if disk.is_some() {
             self.run_handler("after-resync-target", Some(volume), Some(peer));
@@ -365,10 +364,10 @@ impl Resource {
         peer: NodeId,
         edit: impl FnOnce(&mut crate::bitmap::Bitmap, u8),
     ) {
-        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
-            if let Some(slot) = disk.io.slot(peer) {
-                edit(&mut disk.io.bitmap, slot);
-            }
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut())
+            && let Some(slot) = disk.io.slot(peer)
+        {
+            edit(&mut disk.io.bitmap, slot);
         }
         self.schedule_bitmap_write(volume);
     }

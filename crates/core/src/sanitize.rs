@@ -148,10 +148,9 @@ impl Resource {
                 && p.repl < ReplState::Established
                 && p.disk == DiskState::DUnknown
                 && (old.role != Role::Primary || before.disk != DiskState::DUnknown)
+                && let Some(c) = new.connections.get_mut(&peer)
             {
-                if let Some(c) = new.connections.get_mut(&peer) {
-                    c.susp_fen = true;
-                }
+                c.susp_fen = true;
             }
         }
     }
@@ -210,10 +209,8 @@ impl Resource {
                 } else {
                     ReplState::SyncTarget
                 };
-            } else if p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS {
-                p.susp_other = true;
             } else {
-                p.susp_other = false;
+                p.susp_other = p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS;
             }
         }
     }
@@ -425,10 +422,11 @@ impl Resource {
         let no_primary = new.primary_peer().is_none();
         if crashed && no_primary && new.role == Role::Secondary {
             let alone = self.sole_authority(volume, old, new);
-            if let Some(state) = new.devices.get_mut(&volume) {
-                if state.disk == DiskState::UpToDate && !alone {
-                    state.disk = DiskState::Consistent;
-                }
+            if let Some(state) = new.devices.get_mut(&volume)
+                && state.disk == DiskState::UpToDate
+                && !alone
+            {
+                state.disk = DiskState::Consistent;
             }
         }
         let quorum = self.count_quorum(volume, old, new);

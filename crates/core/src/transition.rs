@@ -375,14 +375,14 @@ impl Resource {
             let stable = self
                 .peer_uuids(volume, *peer)
                 .is_some_and(|u| self.is_stable_set(u));
-            if !stable && !self.stable_source_present(volume, *peer, new) {
-                if let Some(pd) = self
+            if !stable
+                && !self.stable_source_present(volume, *peer, new)
+                && let Some(pd) = self
                     .devices
                     .get_mut(&volume)
                     .and_then(|d| d.peers.get_mut(peer))
-                {
-                    pd.unstable_resync = true;
-                }
+            {
+                pd.unstable_resync = true;
             }
         }
     }
@@ -677,7 +677,8 @@ impl Resource {
                     let demoted = old.connections.get(peer).is_some_and(|c| {
                         c.peer_role == Role::Primary && new.conn(*peer) == ConnState::Connected
                     });
-                    if !target_of && !(became_stable && demoted) {
+                    let skip = target_of || (became_stable && demoted);
+                    if !skip {
                         uuids = Some(UuidFlags::GOT_STABLE);
                     }
                 } else if has_disk && became_unstable {

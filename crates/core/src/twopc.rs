@@ -811,10 +811,10 @@ impl Resource {
             }
             self.next_wish();
         } else {
-            if let Some(t) = self.twopc.current.as_mut() {
-                if !voted || handshake_gone {
-                    t.retry = true;
-                }
+            if let Some(t) = self.twopc.current.as_mut()
+                && (!voted || handshake_gone)
+            {
+                t.retry = true;
             }
             self.twopc_progress();
         }

@@ -580,10 +580,8 @@ impl Resource {
             let slot = after[at].bitmap_uuid;
             let made_now =
                 before[at].bitmap_uuid.is_zero() && slot.same_generation(old) && !slot.is_zero();
-            if made_now {
-                if let Some(pd) = self.peer_device_mut(volume, node) {
-                    pd.provisional = Some(slot);
-                }
+            if made_now && let Some(pd) = self.peer_device_mut(volume, node) {
+                pd.provisional = Some(slot);
             }
         }
         if let Some(device) = self.devices.get_mut(&volume) {
@@ -746,12 +744,12 @@ impl Resource {
                     continue;
                 }
                 self.send_uuids(peer, volume, UuidFlags::empty());
-                if p.repl == ReplState::Established && own >= DiskState::Consistent {
-                    if let Some(pd) = self.peer_device_mut(volume, peer) {
-                        if pd.reconcile == Reconcile::No {
-                            pd.reconcile = Reconcile::Pending { lost };
-                        }
-                    }
+                if p.repl == ReplState::Established
+                    && own >= DiskState::Consistent
+                    && let Some(pd) = self.peer_device_mut(volume, peer)
+                    && pd.reconcile == Reconcile::No
+                {
+                    pd.reconcile = Reconcile::Pending { lost };
                 }
                 owed = true;
             }

@@ -6,7 +6,7 @@ use crate::resource::Resource;
 use alloc::vec::Vec;
 use lockstep_format::disk::bitmap::BitmapShape;
 use lockstep_format::disk::layout::AlGeometry;
-use lockstep_format::units::{Dagtag, NodeId, Sector, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
 #[derive(Clone, Copy, Debug)]
 pub struct DiskIoGeometry {
