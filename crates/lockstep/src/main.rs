@@ -1,5 +1,6 @@
-//! The one binary: the first argument selects the role.
+//! The one binary: its name, or else the first argument, selects the role.
 
+mod drbdadm;
 mod inspect;
 
 use std::process::ExitCode;
@@ -7,18 +8,25 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 Usage: lockstep COMMAND [ARGS]
 
+  drbdadm   brings resources to the state of the configuration (also by that name)
   inspect   shows files and traffic in the formats that Lockstep reads and writes";
 
 fn main() -> ExitCode {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    match args.split_first() {
-        Some((command, rest)) => run(command, rest),
-        None => usage_error("lockstep: say what to do"),
+    let words: Vec<String> = std::env::args().collect();
+    let name = words
+        .first()
+        .and_then(|word| word.rsplit('/').next())
+        .unwrap_or_default();
+    match (name, words.get(1..).unwrap_or_default()) {
+        ("drbdadm", _) => drbdadm::run(&words),
+        (_, [command, rest @ ..]) => run(command, rest, &words),
+        (_, []) => usage_error("lockstep: say what to do"),
     }
 }
 
-fn run(command: &str, args: &[String]) -> ExitCode {
+fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
     match command {
+        "drbdadm" => drbdadm::run(&words[1..]),
         "inspect" => inspect::run(args),
         "--help" | "-h" | "help" => {
             println!("{USAGE}");
