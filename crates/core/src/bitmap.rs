@@ -210,11 +210,14 @@ impl Bitmap {
 
     /// A page of `pages` differs from the disk, or is being written.
     pub fn is_dirty_in(&self, pages: Range<u64>) -> bool {
-        self.changed.first_in(pages.clone()).is_some()
-            || self
-                .writing
-                .iter()
-                .any(|(first, count)| *first < pages.end && pages.start < first + count)
+        self.changed.first_in(pages.clone()).is_some() || self.is_writing_in(pages)
+    }
+
+    /// A page of `pages` is being written.
+    pub fn is_writing_in(&self, pages: Range<u64>) -> bool {
+        self.writing
+            .iter()
+            .any(|(first, count)| *first < pages.end && pages.start < first + count)
     }
 
     /// All pages of the area.

@@ -434,6 +434,14 @@ pub enum Output {
         /// The bytes.
         payload: Payload,
     },
+    /// Copy the bytes of one payload into another of the same length, before the outputs that
+    /// follow: the reply to a remote read goes into the front end's buffer.
+    Copy {
+        /// Source.
+        from: Payload,
+        /// Destination.
+        to: Payload,
+    },
     /// Run a handler of the configuration; answer `HandlerDone`.
     Handler {
         /// Completes with `HandlerDone`.

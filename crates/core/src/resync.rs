@@ -187,6 +187,10 @@ impl Resource {
                     Reconcile::No | Reconcile::Pending { .. } => None,
                 };
                 pd.resync_ready = false;
+                if let Some(uuids) = pd.uuids.as_mut().filter(|_| disk.is_some()) {
+                    // What the peer had marked at the start has been copied.
+                    uuids.dirty_bits = 0;
+                }
                 lost
             }
             None => None,

@@ -1,150 +1,599 @@
-//! The data path: placeholder of its border until the real one lands.
-#![allow(dead_code, missing_docs, unused_variables)]
-use crate::bitmap::Bitmap;
-use crate::event::{DiskError, Payload, Request, Stream};
-use crate::resource::Resource;
+//! The data path: application requests, writes of peers, resync, and the bookkeeping of both.
+//!
+//! What the rest of the core calls: `front_request`, `data_packet`, the completions (`data_done`,
+//! `data_meta_done`, `data_sent`, `data_digest`), `settle_data` after every input, the hooks of a
+//! state change (`close_epoch`, `replication_started`, `thawed`, `resync_left`, `resync_entered`,
+//! `resync_resumed`, `queue_peer_ack`), of a lost connection (`drain_connection`, answered by
+//! `connection_drained`; `lose_requests`), and of a bitmap exchange (`send_bitmap`).
+//!
+//! Wake-ups never nest: whoever may go on is queued in `ResourceIo::wakes` and runs from
+//! `settle_data`.
+
+mod disk;
+mod exchange;
+mod peer_write;
+mod request;
+mod resync_source;
+mod resync_target;
+mod slab;
+mod write;
+
+use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
-use lockstep_format::disk::bitmap::BitmapShape;
-use lockstep_format::disk::layout::AlGeometry;
-use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
-use lockstep_format::wire::Packet;
-#[derive(Clone, Copy, Debug)]
-pub struct DiskIoGeometry {
-    pub al_offset_bytes: u64,
-    pub al: AlGeometry,
-    pub bitmap_offset_bytes: u64,
-    pub bitmap: BitmapShape,
-}
+
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, Packet};
+
+pub use disk::{BitmapThen, DiskIo, DiskIoGeometry};
+
+use crate::event::{DiskError, DiskOp, Output, Payload, Request, Stream};
+use crate::interval::Intervals;
+use crate::resource::{Pending, Resource};
+use disk::FlushWaiter;
+use peer_write::{PeerWrite, ReceivedEpoch};
+use resync_source::SourceRead;
+use resync_target::TargetSync;
+use slab::{Key, Slab};
+use write::{AppRequest, PeerAckQueue};
+
+/// What an output of the data path is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BitmapThen {
-    Nothing,
-    Detach,
-    Prepared(NodeId),
-    FullSync(NodeId),
-}
-#[derive(Debug)]
-pub struct DiskIo {
-    pub bitmap: Bitmap,
-    pub bitmap_writes: u64,
-}
-impl DiskIo {
-    pub fn new(g: DiskIoGeometry, a: u32, b: bool, c: bool) -> Self {
-        DiskIo {
-            bitmap: Bitmap::new(g.bitmap),
-            bitmap_writes: 0,
-        }
-    }
-    pub fn set_slot(&mut self, node: NodeId, slot: Option<u8>) {}
-    pub fn slot(&self, node: NodeId) -> Option<u8> {
-        None
-    }
-    pub fn is_idle(&self) -> bool {
-        true
-    }
-    pub fn transactions(&self) -> u64 {
-        0
-    }
-    pub fn al_suspended(&self) -> bool {
-        false
-    }
-}
-#[derive(Debug)]
 pub(crate) enum DataOp {
-    None,
+    /// Local write, discard or zero-out of an application request.
+    AppWrite(Key),
+    /// Local read of an application request.
+    AppRead(Key),
+    /// A write received from a peer.
+    PeerWrite(VolumeNr, NodeId, u64),
+    /// Read for a peer's `P_DATA_REQUEST`.
+    Serve(Key),
+    /// Read for a peer's resync.
+    SourceRead(VolumeNr, NodeId, Key),
+    /// Digest of a block for a peer's checksum resync.
+    SourceDigest(VolumeNr, NodeId, Key),
+    /// Write of a resync reply.
+    TargetWrite(VolumeNr, NodeId, Key),
+    /// Flush of a volume's data device.
+    Flush(VolumeNr),
+    /// Bitmap pages starting at this one.
+    BitmapPages(VolumeNr, u64),
+    /// An activity-log transaction.
+    AlBlock(VolumeNr),
 }
+
+/// Who waits for an extent, a range or a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiskFault {
-    Data,
-    Meta,
+pub(crate) enum Owner {
+    /// An application request.
+    App(Key),
+    /// A peer's write: its number on the connection.
+    Peer(NodeId, u64),
+    /// A resync request of this node.
+    Target(NodeId, Key),
+    /// A resync request of the peer.
+    Source(NodeId, Key),
 }
+
+/// Something that may go on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Wake {
+    /// Its extents are in the activity log.
+    Al(VolumeNr, Owner),
+    /// Nothing overlaps any more.
+    Range(VolumeNr, Owner),
+    /// The flush is done.
+    Flushed(VolumeNr, FlushWaiter, Result<(), DiskError>),
+}
+
+/// The data path's part of a resource.
 #[derive(Debug, Default)]
 pub struct ResourceIo {
+    /// Sectors written by this node's applications so far.
     pub(crate) dagtag: Dagtag,
+    /// Number of the open epoch, and writes in it.
+    pub(crate) epoch: u32,
+    pub(crate) epoch_writes: u32,
+    /// Application requests that were admitted.
+    pub(crate) requests: Slab<AppRequest>,
+    /// Submitted writes in order, until they are settled.
+    pub(crate) log: VecDeque<Key>,
+    /// Requests that are not admitted yet, in order.
+    pub(crate) held: VecDeque<Request>,
+    /// Admitted writes that wait for the end of a suspension, in order.
+    pub(crate) postponed: VecDeque<Key>,
+    /// Finished writes whose completion is held.
+    pub(crate) held_completions: VecDeque<Key>,
+    /// Number of the last `P_FLUSH_REQUESTS` sent.
+    pub(crate) flush_sequence: u64,
+    /// Flushes of front ends.
+    pub(crate) flushes: Vec<Key>,
+    /// Reads for peers.
+    pub(crate) serving: Slab<Serving>,
+    pub(crate) peer_ack: PeerAckQueue,
+    pub(crate) wakes: VecDeque<Wake>,
+    /// Some connection may owe a barrier.
+    pub(crate) barriers_due: bool,
+    /// Writes parked during a suspension have to be resent or given up.
+    pub(crate) parked_due: bool,
+    /// Writes parked so far that are still in the log.
+    pub(crate) parked: usize,
 }
+
+/// A read for a peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Serving {
+    pub(crate) peer: NodeId,
+    pub(crate) link: crate::event::LinkId,
+    pub(crate) volume: VolumeNr,
+    pub(crate) request: lockstep_format::wire::packet::BlockRequest,
+}
+
+/// The data path's part of a volume.
 #[derive(Debug, Default)]
 pub struct DeviceIo {
-    pub read_sectors: u64,
-    pub written_sectors: u64,
+    pub(crate) ranges: Intervals<Owner>,
+    /// Writes of peers whose acks wait until the volume's metadata are durable.
+    pub(crate) gated_acks: Vec<(NodeId, u64)>,
+    /// Counts the disks that were attached and went.
+    pub(crate) disk_serial: u64,
+    /// Peer that served the last remote read.
+    pub(crate) last_read_peer: Option<NodeId>,
+    /// Front-end requests admitted and not completed.
     pub upper_pending: u64,
+    /// Local disk operations in flight.
     pub lower_pending: u64,
+    /// Sectors read by front ends from the local disk.
+    pub read_sectors: u64,
+    /// Sectors written to the local disk.
+    pub written_sectors: u64,
+    /// The same at the last step of a resync's rate controller.
+    pub(crate) written_at_grant: u64,
 }
+
+/// The data path's part of a connection.
 #[derive(Debug, Default)]
 pub struct ConnIo {
+    /// Epoch of the last write sent and the writes sent in it without a barrier.
+    pub(crate) epoch: u32,
+    pub(crate) epoch_writes: u32,
+    /// Barriers sent and not acked: epoch and unconfirmed writes.
+    pub(crate) unacked: VecDeque<(u32, u32)>,
+    /// Writes sent and neither barrier-acked nor confirmed, in order.
+    pub(crate) sent: VecDeque<Key>,
+    /// Counts of all writes sent and of those settled on this link.
+    pub(crate) sent_count: u64,
+    pub(crate) settled_count: u64,
+    /// The peer's mirror of this node's dagtag; none before the first `P_DAGTAG` of the link.
+    pub(crate) mirror: Option<Dagtag>,
+    /// Writes received and not peer-acked, in order; `first_write` numbers the front one.
+    pub(crate) writes: VecDeque<PeerWrite>,
+    pub(crate) first_write: u64,
+    /// Epochs received and not acked; the last one is open.
+    pub(crate) epochs: VecDeque<ReceivedEpoch>,
+    pub(crate) first_epoch: u64,
+    /// Epochs that the flush in progress covers, and disks that it waits for.
+    pub(crate) flushing: Option<peer_write::EpochFlush>,
+    pub(crate) flush_serial: u64,
+    /// The link is gone; what was received is still being written.
+    pub(crate) draining: bool,
+    /// `P_FLUSH_REQUESTS` of the peer that wait for the settling of earlier writes.
+    pub(crate) flush_requests: VecDeque<write::FlushDue>,
+    /// Application writes in flight, in sectors.
     pub ap_in_flight_sectors: u64,
 }
+
+/// The data path's part of a volume towards a peer.
 #[derive(Debug, Default)]
 pub struct PeerIo {
-    pub received_sectors: u64,
-    pub sent_sectors: u64,
+    /// Counter of wire.md, 6.4.
+    pub(crate) seq: u32,
+    /// Resync from this peer.
+    pub(crate) target: Option<TargetSync>,
+    /// Resync requests of the peer, and their keys by first sector.
+    pub(crate) source: Slab<SourceRead>,
+    pub(crate) source_by_sector: BTreeMap<Sector, Key>,
+    /// Bit position up to which the peer's bitmap has come.
+    pub(crate) bitmap_in: u64,
+    /// The peer's whole bitmap is here and was not used yet.
+    pub(crate) bitmap_received: bool,
+    /// Bits when the resync started, and failed ones.
     pub resync_total_bits: u64,
+    /// Bits that failed.
     pub resync_failed_bits: u64,
+    /// When the resync started.
     pub resync_started: crate::time::Instant,
+    /// Sectors received.
+    pub received_sectors: u64,
+    /// Sectors sent.
+    pub sent_sectors: u64,
 }
+
+/// What failed on a local disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskFault {
+    /// A read or write of data.
+    Data,
+    /// Metadata, or a flush: what is on disk is not known any more.
+    Meta,
+}
+
 impl PeerIo {
+    /// Sectors of resync requests in flight.
     pub fn rs_in_flight_sectors(&self) -> u64 {
-        0
+        self.target
+            .as_ref()
+            .map_or(0, TargetSync::in_flight_sectors)
     }
+
+    /// Speed of the resync so far in KiB/s.
     pub fn resync_rate_kib_s(&self, now: crate::time::Instant) -> u32 {
-        0
+        let sectors = self.target.as_ref().map_or(0, TargetSync::done_sectors);
+        let ms = (now - self.resync_started).as_millis().max(1);
+        (sectors / 2 * 1000 / ms) as u32
     }
 }
+
 impl Resource {
-    pub(crate) fn front_request(&mut self, request: Request) {}
-    pub(crate) fn data_done(&mut self, op: DataOp, result: Result<Option<Payload>, DiskError>) {}
-    pub(crate) fn data_meta_done(&mut self, op: DataOp, result: Result<Vec<u8>, DiskError>) {}
-    pub(crate) fn data_sent(&mut self, op: DataOp) {}
-    pub(crate) fn data_digest(&mut self, op: DataOp, d: Vec<u8>) {}
-    pub(crate) fn settle_data(&mut self) {}
+    /// A disk operation of the data path is done.
+    pub(crate) fn data_done(&mut self, op: DataOp, result: Result<Option<Payload>, DiskError>) {
+        if let Some(volume) = self.volume_of(op)
+            && let Some(device) = self.devices.get_mut(&volume)
+        {
+            device.io.lower_pending = device.io.lower_pending.saturating_sub(1);
+        }
+        match op {
+            DataOp::AppWrite(key) => self.app_write_done(key, result.map(|_| ())),
+            DataOp::AppRead(key) => self.app_read_done(key, result.map(|_| ())),
+            DataOp::PeerWrite(volume, peer, number) => {
+                self.peer_write_done(volume, peer, number, result.map(|_| ()));
+            }
+            DataOp::Serve(key) => self.serve_done(key, result),
+            DataOp::SourceRead(volume, peer, key) => {
+                self.source_read_done(volume, peer, key, result);
+            }
+            DataOp::TargetWrite(volume, peer, key) => {
+                self.target_write_done(volume, peer, key, result.map(|_| ()));
+            }
+            DataOp::Flush(volume) => self.flush_done(volume, result.map(|_| ())),
+            DataOp::SourceDigest(..) | DataOp::BitmapPages(..) | DataOp::AlBlock(_) => {
+                unreachable!("not a disk operation")
+            }
+        }
+    }
+
+    /// A metadata operation of the data path is done.
+    pub(crate) fn data_meta_done(&mut self, op: DataOp, result: Result<Vec<u8>, DiskError>) {
+        let result = result.map(|_| ());
+        match op {
+            DataOp::BitmapPages(volume, page) => self.bitmap_pages_done(volume, page, result),
+            DataOp::AlBlock(volume) => self.al_block_done(volume, result),
+            _ => unreachable!("not a metadata operation"),
+        }
+    }
+
+    /// Bytes of a send have left; the data path does not ask for it.
+    pub(crate) fn data_sent(&mut self, _op: DataOp) {}
+
+    /// A digest is computed.
+    pub(crate) fn data_digest(&mut self, op: DataOp, digest: Vec<u8>) {
+        if let DataOp::SourceDigest(volume, peer, key) = op {
+            self.source_digest_done(volume, peer, key, &digest);
+        }
+    }
+
+    /// Runs whatever may go on after an input.
+    pub(crate) fn settle_data(&mut self) {
+        loop {
+            while let Some(wake) = self.io.wakes.pop_front() {
+                self.wake(wake);
+            }
+            if self.io.parked_due {
+                self.io.parked_due = false;
+                self.settle_parked();
+            }
+            self.release_completions();
+            self.admit_held();
+            if self.io.wakes.is_empty() {
+                break;
+            }
+        }
+        if self.io.barriers_due {
+            self.io.barriers_due = false;
+            self.send_due_barriers();
+        }
+    }
+
+    fn wake(&mut self, wake: Wake) {
+        match wake {
+            Wake::Al(volume, Owner::App(key)) => self.app_write_hot(volume, key),
+            Wake::Al(volume, Owner::Peer(peer, number)) => {
+                self.peer_write_hot(volume, peer, number);
+            }
+            Wake::Al(..) => unreachable!("resync does not use the activity log"),
+            Wake::Range(_, Owner::App(key)) => self.app_write_clear(key),
+            Wake::Range(volume, Owner::Peer(peer, number)) => {
+                self.peer_write_submit(volume, peer, number);
+            }
+            Wake::Range(volume, Owner::Target(peer, key)) => {
+                self.target_range_clear(volume, peer, key);
+            }
+            Wake::Range(volume, Owner::Source(peer, key)) => {
+                self.source_range_clear(volume, peer, key);
+            }
+            Wake::Flushed(volume, waiter, result) => self.flushed(volume, waiter, result),
+        }
+    }
+
+    /// A packet of an established connection that is not about states.
     pub(crate) fn data_packet(
         &mut self,
         peer: NodeId,
-        s: Stream,
-        v: VolumeNr,
-        p: Packet,
-        q: Option<Payload>,
+        _stream: Stream,
+        volume: VolumeNr,
+        packet: Packet,
+        payload: Option<Payload>,
     ) {
+        match packet {
+            Packet::Data(data) => self.peer_data(peer, volume, &data, payload),
+            Packet::Trim(trim) => self.peer_trim(peer, volume, &trim, false),
+            Packet::Zeroes(trim) => self.peer_trim(peer, volume, &trim, true),
+            Packet::Barrier(barrier) => self.peer_barrier(peer, barrier.barrier),
+            Packet::Dagtag(dagtag) => self.peer_dagtag_jump(peer, dagtag),
+            Packet::PeerAck(ack) => self.peer_ack(peer, ack.dagtag, ack.mask),
+            Packet::PeersInSync(sync) => self.peers_in_sync(peer, volume, &sync),
+            Packet::OutOfSync(desc) => self.peer_out_of_sync(peer, volume, &desc),
+            Packet::UnplugRemote | Packet::DelayProbe(_) => {}
+            Packet::RecvAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Received),
+            Packet::WriteAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Written),
+            Packet::WriteAckInSync(ack) => self.write_ack(peer, volume, &ack, write::Ack::InSync),
+            Packet::NegAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Failed),
+            Packet::BarrierAck(ack) => self.barrier_ack(peer, ack.barrier, ack.set_size),
+            Packet::ConfirmStable(confirm) => self.confirm_stable(peer, &confirm),
+            Packet::DataRequest(request) => self.serve_read(peer, volume, request),
+            Packet::DataReply(data) => self.read_reply(peer, volume, &data, payload),
+            Packet::NegDreply(ack) => self.read_refused(peer, volume, &ack),
+            Packet::FlushRequests(flush) => {
+                self.flush_requested(peer, flush.flush_sequence);
+            }
+            Packet::FlushForward(forward) => {
+                self.flush_forwarded(peer, forward.flush_sequence, forward.initiator_node_id);
+            }
+            Packet::FlushRequestsAck(ack) => {
+                self.flush_acked(peer, ack.flush_sequence, ack.primary_node_id);
+            }
+            Packet::Bitmap(words) => self.bitmap_words(peer, volume, &words),
+            Packet::CompressedBitmap(code) => self.bitmap_code(peer, volume, &code),
+            Packet::RsDataRequest(r) => {
+                self.source_request(peer, volume, r, (NodeId(0), Dagtag(0)), None);
+            }
+            Packet::RsDagtagReq(r) => {
+                let request = lockstep_format::wire::packet::BlockRequest {
+                    sector: r.sector,
+                    block_id: r.block_id,
+                    size_bytes: r.size_bytes,
+                };
+                let after = (r.dagtag_node_id, r.dagtag);
+                self.source_request(peer, volume, request, after, None);
+            }
+            Packet::RsCsumDagtagReq(r) => {
+                let request = lockstep_format::wire::packet::BlockRequest {
+                    sector: r.sector,
+                    block_id: r.block_id,
+                    size_bytes: r.size_bytes,
+                };
+                let after = (r.dagtag_node_id, r.dagtag);
+                self.source_request(peer, volume, request, after, Some(r.digest));
+            }
+            Packet::RsWriteAck(ack) => self.source_ack(peer, volume, &ack, true),
+            Packet::RsNegAck(ack) => self.source_ack(peer, volume, &ack, false),
+            Packet::RsDataReply(data) => self.target_reply(peer, volume, &data, payload),
+            Packet::NegRsDreply(ack) => self.target_refused(peer, volume, &ack, true),
+            Packet::RsCancel(ack) | Packet::RsCancelAhead(ack) => {
+                self.target_refused(peer, volume, &ack, false);
+            }
+            other => {
+                if let Some(payload) = payload {
+                    self.release(payload.buf);
+                }
+                let text = alloc::format!("{:?} is not supported here", other.command());
+                self.protocol_error(peer, Some(volume), text);
+            }
+        }
     }
-    pub(crate) fn close_epoch(&mut self) {}
-    pub(crate) fn replication_started(&mut self, peer: NodeId) {}
-    pub(crate) fn queue_peer_ack(&mut self) {}
-    pub(crate) fn flush_peer_ack(&mut self) {}
-    pub(crate) fn peer_ack_timer(&mut self) {}
-    pub(crate) fn thawed(&mut self) {}
-    pub(crate) fn resync_left(&mut self, v: VolumeNr, p: NodeId) {}
-    pub(crate) fn resync_entered(&mut self, v: VolumeNr, p: NodeId) {}
-    pub(crate) fn resync_resumed(&mut self, v: VolumeNr, p: NodeId) {}
-    pub(crate) fn send_bitmap(&mut self, v: VolumeNr, p: NodeId) {}
-    pub(crate) fn await_bitmap(&mut self, v: VolumeNr, p: NodeId) {}
-    pub(crate) fn write_bitmap(&mut self, v: VolumeNr, t: BitmapThen) {}
-    pub(crate) fn write_all_bitmaps(&mut self) {}
-    pub(crate) fn bitmap_write_timer(&mut self, v: VolumeNr) {}
-    pub(crate) fn resync_step_timer(&mut self, v: VolumeNr, p: NodeId) {}
-    pub(crate) fn resync_flush_timer(&mut self, v: VolumeNr) {}
-    pub(crate) fn request_age_timer(&mut self, p: NodeId) {}
-    pub(crate) fn drain_connection(&mut self, p: NodeId) {
-        self.connection_drained(p);
+
+    pub(crate) fn protocol_error(
+        &mut self,
+        peer: NodeId,
+        volume: Option<VolumeNr>,
+        text: alloc::string::String,
+    ) {
+        self.log(crate::report::Level::Error, Some(peer), volume, text);
+        self.drop_connection(peer, ConnState::ProtocolError);
     }
-    pub(crate) fn lose_requests(&mut self, p: NodeId) {}
-    pub(crate) fn connection_established(&mut self, p: NodeId) {}
-    pub(crate) fn unsettled_requests(&self, p: NodeId) -> bool {
-        false
+
+    /// Starts a disk operation.
+    fn disk_op(&mut self, volume: VolumeNr, op: DiskOp, data: DataOp) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.lower_pending += 1;
+        }
+        let tag = self.tags.insert(Pending::Data(data));
+        self.output(Output::Disk { tag, volume, op });
     }
-    pub(crate) fn admission_changed(&mut self) {}
-    pub(crate) fn acks_ungated(&mut self, v: VolumeNr) {}
-    pub(crate) fn peer_writes_in_flight(&self, v: VolumeNr) -> bool {
-        false
+
+    /// Activity log, bitmap and flushes of a volume with an attached disk.
+    fn disk_io(&mut self, volume: VolumeNr) -> Option<&mut DiskIo> {
+        Some(&mut self.devices.get_mut(&volume)?.attached_mut()?.io)
     }
-    pub(crate) fn local_requests_open(&self, v: VolumeNr) -> bool {
-        false
+
+    /// The local disk takes writes.
+    fn takes_writes(&self, volume: VolumeNr) -> bool {
+        let disk = self.state.disk(volume);
+        disk >= DiskState::Inconsistent
+            && disk != DiskState::DUnknown
+            && self
+                .devices
+                .get(&volume)
+                .is_some_and(|d| d.attached().is_some())
     }
-    pub(crate) fn data_disk_gone(&mut self, v: VolumeNr) {}
+
+    fn peer_io(&mut self, volume: VolumeNr, peer: NodeId) -> Option<&mut PeerIo> {
+        Some(&mut self.devices.get_mut(&volume)?.peers.get_mut(&peer)?.io)
+    }
+
+    /// Next number of wire.md, 6.4.
+    fn next_seq(&mut self, volume: VolumeNr, peer: NodeId) -> u32 {
+        match self.peer_io(volume, peer) {
+            Some(io) => {
+                io.seq = io.seq.wrapping_add(1);
+                io.seq
+            }
+            None => 0,
+        }
+    }
+
+    /// The new current UUID of this volume has to be durable before requests go on.
+    fn uuid_hold(&self, volume: VolumeNr) -> bool {
+        self.devices
+            .get(&volume)
+            .is_some_and(|d| d.new_uuid_pending)
+            || self.new_uuid.is_some()
+    }
+
+    /// Owners whose ranges are clear now go on.
+    fn wake_ranges(&mut self, volume: VolumeNr, ready: Vec<Owner>) {
+        self.io
+            .wakes
+            .extend(ready.into_iter().map(|owner| Wake::Range(volume, owner)));
+    }
+
+    /// Nodes of established connections.
+    fn established(&self) -> Vec<NodeId> {
+        self.connections
+            .keys()
+            .copied()
+            .filter(|p| self.is_established(*p))
+            .collect()
+    }
+
+    fn volume_of(&self, op: DataOp) -> Option<VolumeNr> {
+        match op {
+            DataOp::AppWrite(key) | DataOp::AppRead(key) => {
+                self.io.requests.get(key).map(|r| r.volume)
+            }
+            DataOp::Serve(key) => self.io.serving.get(key).map(|s| s.volume),
+            DataOp::PeerWrite(volume, ..)
+            | DataOp::SourceRead(volume, ..)
+            | DataOp::SourceDigest(volume, ..)
+            | DataOp::TargetWrite(volume, ..)
+            | DataOp::Flush(volume)
+            | DataOp::BitmapPages(volume, _)
+            | DataOp::AlBlock(volume) => Some(volume),
+        }
+    }
+
+    /// Writes that this peer missed are not in the bitmap yet.
+    pub(crate) fn unsettled_requests(&self, peer: NodeId) -> bool {
+        !self.state.suspended()
+            && self
+                .io
+                .log
+                .iter()
+                .filter_map(|key| self.io.requests.get(*key))
+                .any(|req| {
+                    req.sent.contains(peer)
+                        && !req.ok.contains(peer)
+                        && !req.unsettled.contains(peer)
+                        && !req.accounted.contains(peer)
+                })
+    }
+
+    /// Writes of this volume are on their way to the local disk.
+    pub(crate) fn local_requests_open(&self, volume: VolumeNr) -> bool {
+        self.io
+            .log
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key))
+            .any(|req| req.volume == volume && req.local == write::Local::Pending)
+    }
+
+    /// No write is on its way: every submitted one is where it can get.
     pub(crate) fn io_is_quiet(&self) -> bool {
-        true
+        self.io
+            .log
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key))
+            .all(|req| {
+                req.completed || (req.local != write::Local::Pending && req.pending.is_empty())
+            })
     }
-    pub(crate) fn pending_towards(&self, v: VolumeNr, p: NodeId) -> u64 {
-        0
+
+    /// Requests sent to the peer without an answer.
+    pub(crate) fn pending_towards(&self, volume: VolumeNr, peer: NodeId) -> u64 {
+        let writes = self
+            .io
+            .log
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key));
+        let writes = writes
+            .filter(|r| r.volume == volume && r.pending.contains(peer))
+            .count();
+        let resync = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer)?.io.target.as_ref())
+            .map_or(0, TargetSync::in_flight);
+        (writes + resync) as u64
     }
-    pub(crate) fn unacked_of(&self, v: VolumeNr, p: NodeId) -> u64 {
-        0
+
+    /// Requests of the peer without an answer.
+    pub(crate) fn unacked_of(&self, volume: VolumeNr, peer: NodeId) -> u64 {
+        let writes = self.connections.get(&peer).map_or(0, |c| {
+            c.io.writes
+                .iter()
+                .filter(|w| w.volume == volume && w.is_active())
+                .count()
+        });
+        let resync = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .map_or(0, |pd| pd.io.source.len());
+        (writes + resync) as u64
+    }
+
+    /// The connection is past its handshake.
+    pub(crate) fn connection_established(&mut self, peer: NodeId) {
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.io.mirror = None;
+        }
+        self.io.parked_due = true;
+    }
+
+    /// `Timer::RequestAge`: the oldest write is without an answer for too long.
+    pub(crate) fn request_age_timer(&mut self, peer: NodeId) {
+        self.check_request_age(peer);
+    }
+
+    /// Sends all peer acks that are due, for a demotion.
+    pub(crate) fn flush_peer_ack(&mut self) {
+        self.close_epoch();
+        self.queue_peer_ack();
+    }
+
+    /// Marks a range out of sync towards all peers but those of `except`.
+    fn set_out_of_sync(
+        &mut self,
+        volume: VolumeNr,
+        sector: Sector,
+        size_bytes: u32,
+        except: NodeMask,
+    ) {
+        if let Some(io) = self.disk_io(volume) {
+            let except = io.slot_mask(except);
+            io.bitmap.set_range_in_all(sector, size_bytes, except);
+        }
     }
 }
+
+#[cfg(test)]
+mod tests;

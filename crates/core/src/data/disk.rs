@@ -1,0 +1,498 @@
+//! What a volume's disk needs besides data: activity log, bitmap pages, flushes.
+
+use alloc::collections::BTreeSet;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use lockstep_format::disk::BLOCK_BYTES;
+use lockstep_format::disk::bitmap::{BitmapShape, PAGE_BYTES};
+use lockstep_format::disk::layout::AlGeometry;
+use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
+
+use super::slab::Key;
+use super::{DataOp, DiskFault, Owner, Wake};
+use crate::al::{ActivityLog, AlMode, AlPriority, Extents, Prepared};
+use crate::bitmap::Bitmap;
+use crate::event::{DiskError, DiskOp, MetaOp};
+use crate::resource::{Pending, Resource};
+
+/// Where activity log and bitmap lie, and their shapes.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskIoGeometry {
+    /// First byte of the activity log on the metadata device.
+    pub al_offset_bytes: u64,
+    /// Shape of the activity log.
+    pub al: AlGeometry,
+    /// First byte of the bitmap on the metadata device.
+    pub bitmap_offset_bytes: u64,
+    /// Shape of the bitmap.
+    pub bitmap: BitmapShape,
+}
+
+/// What follows when the bitmap has been written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapThen {
+    /// Nothing.
+    Nothing,
+    /// A step of a detach.
+    Detach,
+    /// A step before the exchange with this peer.
+    Prepared(NodeId),
+    /// Another step of a full sync with this peer.
+    FullSync(NodeId),
+}
+
+/// Activity log, bitmap and flushes of one disk.
+#[derive(Debug)]
+pub struct DiskIo {
+    geometry: DiskIoGeometry,
+    /// The bitmap.
+    pub bitmap: Bitmap,
+    pub(crate) al: ActivityLog<Owner>,
+    slots: [Option<u8>; NodeId::COUNT as usize],
+    /// The activity-log transaction whose block is not written yet.
+    prepared: Option<Prepared>,
+    jobs: Vec<PageJob>,
+    /// Flushes do something on this disk.
+    flushes: bool,
+    flushing: Option<Vec<FlushWaiter>>,
+    flush_next: Vec<FlushWaiter>,
+    /// Writes of the bitmap.
+    pub bitmap_writes: u64,
+}
+
+/// Who waits for a flush of the data device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FlushWaiter {
+    /// A flush of a front end.
+    App(Key),
+    /// Epochs received from a peer.
+    Epochs(NodeId, u64),
+    /// Resync data received from a peer.
+    Target(NodeId),
+}
+
+/// Bitmap pages that have to be written before something.
+#[derive(Debug)]
+struct PageJob {
+    ranges: Vec<Range<u64>>,
+    /// First pages of the writes that it waits for; none before they were started.
+    writes: Option<BTreeSet<u64>>,
+    then: JobThen,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum JobThen {
+    AlBlock,
+    Hook(BitmapThen),
+}
+
+impl DiskIo {
+    /// An empty activity log and an all-clear bitmap; the attach loads the latter.
+    pub fn new(geometry: DiskIoGeometry, al_extents: u32, al_updates: bool, flushes: bool) -> Self {
+        let mode = if al_updates {
+            AlMode::Logged
+        } else {
+            AlMode::Unlogged
+        };
+        DiskIo {
+            bitmap: Bitmap::new(geometry.bitmap),
+            al: ActivityLog::new(al_extents, geometry.al, mode),
+            geometry,
+            slots: [None; NodeId::COUNT as usize],
+            prepared: None,
+            jobs: Vec::new(),
+            flushes,
+            flushing: None,
+            flush_next: Vec::new(),
+            bitmap_writes: 0,
+        }
+    }
+
+    /// Says which bitmap slot belongs to a node.
+    pub fn set_slot(&mut self, node: NodeId, slot: Option<u8>) {
+        if let Some(entry) = self.slots.get_mut(usize::from(node.0)) {
+            *entry = slot.filter(|s| *s < self.bitmap.shape().slots());
+        }
+    }
+
+    /// The bitmap slot of a node.
+    pub fn slot(&self, node: NodeId) -> Option<u8> {
+        *self.slots.get(usize::from(node.0))?
+    }
+
+    /// Slots of a set of nodes; bit n is slot n.
+    pub(crate) fn slot_mask(&self, nodes: NodeMask) -> u32 {
+        nodes
+            .iter()
+            .filter_map(|n| self.slot(n))
+            .fold(0, |mask, slot| mask | 1 << slot)
+    }
+
+    /// Nothing of the disk's bookkeeping is in flight.
+    pub fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.prepared.is_none() && self.flushing.is_none()
+    }
+
+    /// The activity log has moved.
+    pub fn transactions(&self) -> u64 {
+        self.al.transactions()
+    }
+
+    /// Requests wait for the activity log.
+    pub fn al_suspended(&self) -> bool {
+        self.al.has_waiters()
+    }
+}
+
+impl Resource {
+    /// References to the extents of a write; false if the owner has to wait for its wake-up.
+    pub(crate) fn al_get(
+        &mut self,
+        volume: VolumeNr,
+        sector: Sector,
+        size_bytes: u32,
+        owner: Owner,
+    ) -> bool {
+        let priority = match owner {
+            Owner::Peer(..) => AlPriority::Peer,
+            _ => AlPriority::Local,
+        };
+        let Some(io) = self.disk_io(volume) else {
+            return true;
+        };
+        if io.al.get(Extents::of(sector, size_bytes), owner, priority) {
+            return true;
+        }
+        self.al_run(volume);
+        false
+    }
+
+    /// Names the present log of a volume: references of an older one went with it.
+    pub(crate) fn al_serial(&self, volume: VolumeNr) -> u64 {
+        self.devices.get(&volume).map_or(0, |d| d.io.disk_serial)
+    }
+
+    /// Gives the references of a write back that were taken from the log named `serial`.
+    pub(crate) fn al_put(&mut self, volume: VolumeNr, sector: Sector, size: u32, serial: u64) {
+        if serial != self.al_serial(volume) {
+            return;
+        }
+        let size_bytes = size;
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        io.al.put(Extents::of(sector, size_bytes));
+        if io.al.has_waiters() {
+            self.al_run(volume);
+        }
+    }
+
+    fn al_run(&mut self, volume: VolumeNr) {
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let mut ready = Vec::new();
+        let prepared = io.al.prepare(&mut ready);
+        let starving = io.al.is_starving();
+        if let Some(prepared) = prepared {
+            let ranges = prepared
+                .evicted
+                .iter()
+                .map(|e| io.bitmap.extent_pages(*e))
+                .collect::<Vec<_>>();
+            io.prepared = Some(prepared);
+            io.jobs.push(PageJob {
+                ranges,
+                writes: None,
+                then: JobThen::AlBlock,
+            });
+        }
+        self.io
+            .wakes
+            .extend(ready.into_iter().map(|owner| Wake::Al(volume, owner)));
+        self.run_page_jobs(volume);
+        if starving {
+            self.al_starves(volume);
+        }
+    }
+
+    /// Nobody gets an extent before a reference drops: settle what can be settled early.
+    fn al_starves(&mut self, volume: VolumeNr) {
+        self.close_epoch();
+        self.queue_peer_ack();
+        for peer in self.established() {
+            self.confirm_early(volume, peer);
+        }
+    }
+
+    /// Writes the changed pages of the whole bitmap, then does `then`.
+    pub(crate) fn write_bitmap(&mut self, volume: VolumeNr, then: BitmapThen) {
+        if then == BitmapThen::Detach {
+            self.mark_unsettled(volume);
+        }
+        let Some(io) = self.disk_io(volume) else {
+            self.bitmap_written(volume, then);
+            return;
+        };
+        let ranges = vec![io.bitmap.all_pages()];
+        io.jobs.push(PageJob {
+            ranges,
+            writes: None,
+            then: JobThen::Hook(then),
+        });
+        self.run_page_jobs(volume);
+    }
+
+    /// The activity log is about to be forgotten: what it stands for becomes bits.
+    fn mark_unsettled(&mut self, volume: VolumeNr) {
+        let mut ranges = Vec::new();
+        for key in &self.io.log {
+            let Some(req) = self.io.requests.get(*key) else {
+                continue;
+            };
+            if req.volume == volume {
+                ranges.push((req.sector, req.size_bytes, req.ok.difference(req.unsettled)));
+            }
+        }
+        for (sector, size, have) in ranges {
+            self.set_out_of_sync(volume, sector, size, have);
+        }
+        self.apply_unacked(volume);
+    }
+
+    /// Writes the changed pages of all bitmaps.
+    pub(crate) fn write_all_bitmaps(&mut self) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            self.write_bitmap(volume, BitmapThen::Nothing);
+        }
+    }
+
+    /// `Timer::BitmapWrite`: bits that were cleared are written lazily.
+    pub(crate) fn bitmap_write_timer(&mut self, volume: VolumeNr) {
+        if self.disk_io(volume).is_some_and(|io| io.bitmap.is_dirty()) {
+            self.write_bitmap(volume, BitmapThen::Nothing);
+        }
+    }
+
+    fn run_page_jobs(&mut self, volume: VolumeNr) {
+        let mut done = Vec::new();
+        let mut out = Vec::new();
+        {
+            let Some(io) = self.disk_io(volume) else {
+                return;
+            };
+            let DiskIo { jobs, bitmap, .. } = io;
+            jobs.retain_mut(|job| {
+                if job.writes.is_none() {
+                    // A write in flight may lack the newest bits: wait for it, then write again.
+                    if job.ranges.iter().any(|r| bitmap.is_writing_in(r.clone())) {
+                        return true;
+                    }
+                    let mut writes = BTreeSet::new();
+                    for range in &job.ranges {
+                        while let Some(write) = bitmap.next_write(range.clone()) {
+                            writes.insert(write.first_page);
+                            out.push(write);
+                        }
+                    }
+                    job.writes = Some(writes);
+                }
+                let finished = job.writes.as_ref().is_some_and(BTreeSet::is_empty);
+                if finished {
+                    done.push(job.then);
+                }
+                !finished
+            });
+            io.bitmap_writes += out.len() as u64;
+        }
+        let Some(base) = self
+            .disk_io(volume)
+            .map(|io| io.geometry.bitmap_offset_bytes)
+        else {
+            return;
+        };
+        for write in out {
+            let op = MetaOp::Write {
+                offset: base + write.first_page * PAGE_BYTES,
+                bytes: write.bytes,
+                flush_data: false,
+            };
+            self.meta(
+                volume,
+                op,
+                Pending::Data(DataOp::BitmapPages(volume, write.first_page)),
+            );
+        }
+        for then in done {
+            match then {
+                JobThen::AlBlock => self.write_al_block(volume),
+                JobThen::Hook(then) => self.bitmap_written(volume, then),
+            }
+        }
+    }
+
+    fn write_al_block(&mut self, volume: VolumeNr) {
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let Some(prepared) = io.prepared.take() else {
+            return;
+        };
+        let at = u64::from(prepared.block_index) * BLOCK_BYTES as u64;
+        let op = MetaOp::Write {
+            offset: io.geometry.al_offset_bytes + at,
+            bytes: prepared.block,
+            // The data of an extent are durable before it leaves the log.
+            flush_data: !prepared.evicted.is_empty() && io.flushes,
+        };
+        self.meta(volume, op, Pending::Data(DataOp::AlBlock(volume)));
+    }
+
+    pub(crate) fn bitmap_pages_done(
+        &mut self,
+        volume: VolumeNr,
+        page: u64,
+        result: Result<(), DiskError>,
+    ) {
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        if result.is_err() {
+            io.bitmap.write_failed(page);
+            self.disk_failed(volume, DiskFault::Meta);
+            return;
+        }
+        io.bitmap.written(page);
+        for job in &mut io.jobs {
+            if let Some(writes) = job.writes.as_mut() {
+                writes.remove(&page);
+            }
+        }
+        self.run_page_jobs(volume);
+    }
+
+    pub(crate) fn al_block_done(&mut self, volume: VolumeNr, result: Result<(), DiskError>) {
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        if result.is_err() {
+            self.disk_failed(volume, DiskFault::Meta);
+            return;
+        }
+        let mut ready = Vec::new();
+        io.al.committed(&mut ready);
+        self.io
+            .wakes
+            .extend(ready.into_iter().map(|owner| Wake::Al(volume, owner)));
+        self.al_run(volume);
+    }
+
+    /// The disk is not used any more: what waits for its metadata goes on without it.
+    pub(crate) fn data_disk_gone(&mut self, volume: VolumeNr) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.disk_serial += 1;
+        }
+        let Some(io) = self
+            .devices
+            .get_mut(&volume)
+            .and_then(|d| d.disk.as_mut())
+            .map(|d| &mut d.io)
+        else {
+            return;
+        };
+        let owners = io.al.abandon();
+        let jobs = core::mem::take(&mut io.jobs);
+        io.prepared = None;
+        let mut waiters = io.flushing.take().unwrap_or_default();
+        waiters.append(&mut io.flush_next);
+        for owner in owners {
+            self.io.wakes.push_back(Wake::Al(volume, owner));
+        }
+        for waiter in waiters {
+            self.io
+                .wakes
+                .push_back(Wake::Flushed(volume, waiter, Err(DiskError::Gone)));
+        }
+        let gated = match self.devices.get_mut(&volume) {
+            Some(device) => core::mem::take(&mut device.io.gated_acks),
+            None => Vec::new(),
+        };
+        for (peer, number) in gated {
+            self.peer_write_failed(volume, peer, number);
+        }
+        for job in jobs {
+            if let JobThen::Hook(then) = job.then {
+                self.bitmap_written(volume, then);
+            }
+        }
+    }
+
+    /// Flushes the data device for `waiter`; one flush serves all who asked before it started.
+    pub(crate) fn flush_disk(&mut self, volume: VolumeNr, waiter: FlushWaiter) {
+        let needed = self.disk_io(volume).map(|io| io.flushes);
+        match needed {
+            Some(true) => {}
+            Some(false) => {
+                self.io
+                    .wakes
+                    .push_back(Wake::Flushed(volume, waiter, Ok(())));
+                return;
+            }
+            None => {
+                self.io
+                    .wakes
+                    .push_back(Wake::Flushed(volume, waiter, Err(DiskError::Gone)));
+                return;
+            }
+        }
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        io.flush_next.push(waiter);
+        if io.flushing.is_none() {
+            self.start_flush(volume);
+        }
+    }
+
+    fn start_flush(&mut self, volume: VolumeNr) {
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        io.flushing = Some(core::mem::take(&mut io.flush_next));
+        self.disk_op(volume, DiskOp::Flush, DataOp::Flush(volume));
+    }
+
+    pub(crate) fn flush_done(&mut self, volume: VolumeNr, result: Result<(), DiskError>) {
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let waiters = io.flushing.take().unwrap_or_default();
+        let more = !io.flush_next.is_empty();
+        for waiter in waiters {
+            self.io
+                .wakes
+                .push_back(Wake::Flushed(volume, waiter, result));
+        }
+        if result.is_err() {
+            self.disk_failed(volume, DiskFault::Meta);
+        } else if more {
+            self.start_flush(volume);
+        }
+    }
+
+    pub(crate) fn flushed(
+        &mut self,
+        volume: VolumeNr,
+        waiter: FlushWaiter,
+        result: Result<(), DiskError>,
+    ) {
+        match waiter {
+            FlushWaiter::App(key) => self.app_flush_done(key, result),
+            FlushWaiter::Epochs(peer, serial) => self.epochs_flushed(peer, serial, result),
+            FlushWaiter::Target(peer) => self.target_flushed(volume, peer, result),
+        }
+    }
+}

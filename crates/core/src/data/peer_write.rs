@@ -1,0 +1,907 @@
+//! Writes received from peers: order, acks, epochs, and what is owed until the peer ack.
+//!
+//! A received write takes its place among the ranges in flight at once, so that the dagtag of the
+//! connection never names a write that a resync read could miss. Its activity-log extents stay
+//! until the sender's peer ack says who else has it, or until the sender is lost (semantics.md,
+//! 15.9 and 18.3 to 18.4).
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::{
+    BarrierAck, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, PeersInSync, Trim,
+};
+use lockstep_format::wire::{
+    BIO_LEN_MAX, DISCARD_LEN_MAX, DataFlags, DiskState, Features, Packet, ReplState,
+};
+
+use super::disk::FlushWaiter;
+use super::{DataOp, DiskFault, Owner};
+use crate::event::{DiskError, Payload, RequestKind, Stream};
+use crate::interval::{Origin, RangeId};
+use crate::resource::Resource;
+use crate::state::ReplSets;
+
+/// A write received from a peer, until its peer ack.
+#[derive(Debug)]
+pub(crate) struct PeerWrite {
+    pub(crate) volume: VolumeNr,
+    pub(crate) sector: Sector,
+    pub(crate) size_bytes: u32,
+    kind: RequestKind,
+    payload: Option<Payload>,
+    block_id: BlockId,
+    flags: DataFlags,
+    dagtag: Dagtag,
+    epoch: u64,
+    range: Option<RangeId>,
+    al: Option<u64>,
+    stage: Stage,
+    /// The sender knows that it is on stable storage.
+    confirmed: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Waits for ranges, extents or the disk.
+    Active,
+    /// On the disk; the ack is held until metadata are durable.
+    Written,
+    /// Acked.
+    Done,
+    /// Not on the disk, and the sender knows.
+    Failed,
+}
+
+impl PeerWrite {
+    /// It is not acked yet.
+    pub(crate) fn is_active(&self) -> bool {
+        matches!(self.stage, Stage::Active | Stage::Written)
+    }
+}
+
+/// An epoch of a peer.
+#[derive(Debug, Default)]
+pub(crate) struct ReceivedEpoch {
+    /// Number in the peer's barrier, once that has come.
+    barrier: Option<u32>,
+    /// Writes that were neither acked with a barrier nor confirmed.
+    writes: u32,
+    /// Writes without an ack yet.
+    active: u32,
+    volumes: Vec<VolumeNr>,
+}
+
+/// A flush that makes epochs durable.
+#[derive(Debug)]
+pub(crate) struct EpochFlush {
+    serial: u64,
+    /// Epochs that are acked when it is done.
+    epochs: usize,
+    /// Writes of the open epoch that are confirmed when it is done.
+    confirm: u32,
+    disks: usize,
+    failed: bool,
+}
+
+impl Resource {
+    pub(crate) fn peer_data(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        data: &Data,
+        payload: Option<Payload>,
+    ) {
+        let fits = payload.is_some_and(|p| p.len == data.payload_len);
+        if !fits || !self.is_within(volume, data.sector, data.payload_len, BIO_LEN_MAX) {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            let text = format!(
+                "write of {} bytes at sector {}",
+                data.payload_len, data.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        let fua = data.flags.contains(DataFlags::FUA);
+        let kind = RequestKind::Write { fua };
+        self.receive_write(
+            peer,
+            volume,
+            kind,
+            data.sector,
+            data.payload_len,
+            payload,
+            (data.block_id, data.flags),
+        );
+    }
+
+    pub(crate) fn peer_trim(&mut self, peer: NodeId, volume: VolumeNr, trim: &Trim, zero: bool) {
+        if !self.is_within(volume, trim.sector, trim.size_bytes, DISCARD_LEN_MAX) {
+            let text = format!(
+                "discard of {} bytes at sector {}",
+                trim.size_bytes, trim.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        let features = self
+            .connections
+            .get(&peer)
+            .map_or(Features::empty(), |c| c.features());
+        // Without the feature a trim may have been a zero-out.
+        let kind = if zero || !features.contains(Features::WZEROES) {
+            RequestKind::Zeroes {
+                unmap: !zero || trim.flags.contains(DataFlags::DISCARD),
+            }
+        } else {
+            RequestKind::Discard
+        };
+        self.receive_write(peer, volume, kind, trim.sector, trim.size_bytes, None, {
+            (trim.block_id, trim.flags)
+        });
+    }
+
+    fn is_within(&self, volume: VolumeNr, sector: Sector, size_bytes: u32, most: u32) -> bool {
+        // A diskless node may not know the size yet.
+        let end = self
+            .devices
+            .get(&volume)
+            .map(|d| d.size_sectors)
+            .filter(|s| *s > 0);
+        size_bytes > 0
+            && size_bytes <= most
+            && u64::from(size_bytes).is_multiple_of(Sector::SIZE)
+            && self.devices.contains_key(&volume)
+            && end.is_none_or(|end| sector.end_of(size_bytes).0 <= end)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn receive_write(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        kind: RequestKind,
+        sector: Sector,
+        size_bytes: u32,
+        payload: Option<Payload>,
+        (block_id, flags): (BlockId, DataFlags),
+    ) {
+        let has_disk = self.takes_writes(volume);
+        let sectors = u64::from(size_bytes) / Sector::SIZE;
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.epochs.is_empty() {
+            conn.io.epochs.push_back(ReceivedEpoch::default());
+        }
+        let epoch = conn.io.first_epoch + conn.io.epochs.len() as u64 - 1;
+        if let Some(open) = conn.io.epochs.back_mut() {
+            open.writes += 1;
+            open.active += 1;
+            if !open.volumes.contains(&volume) {
+                open.volumes.push(volume);
+            }
+        }
+        let dagtag = conn.last_dagtag.advanced_by_bytes(size_bytes);
+        let number = conn.io.first_write + conn.io.writes.len() as u64;
+        conn.io.writes.push_back(PeerWrite {
+            volume,
+            sector,
+            size_bytes,
+            kind,
+            payload,
+            block_id,
+            flags,
+            dagtag,
+            epoch,
+            range: None,
+            al: None,
+            stage: Stage::Active,
+            confirmed: false,
+        });
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.received_sectors += sectors;
+        }
+        if !has_disk {
+            self.set_peer_dagtag(peer, dagtag);
+            self.peer_write_failed(volume, peer, number);
+            return;
+        }
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let concurrent = device.io.ranges.overlaps_local_write(sector, size_bytes);
+        let owner = Owner::Peer(peer, number);
+        let (range, clear) =
+            device
+                .io
+                .ranges
+                .insert(Origin::PeerWrite(peer), sector, size_bytes, owner);
+        if let Some(write) = self.peer_write(peer, number) {
+            write.range = Some(range);
+        }
+        self.set_peer_dagtag(peer, dagtag);
+        if concurrent {
+            let text = format!("both nodes write sector {sector} at the same time");
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        if flags.contains(DataFlags::SEND_RECEIVE_ACK) {
+            let ack = self.block_ack(volume, peer, sector, block_id, size_bytes);
+            self.send(peer, Stream::Control, volume, Packet::RecvAck(ack));
+        }
+        if clear {
+            self.peer_write_submit(volume, peer, number);
+        }
+    }
+
+    fn set_peer_dagtag(&mut self, peer: NodeId, dagtag: Dagtag) {
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.last_dagtag = dagtag;
+            conn.dagtag_fresh = true;
+        }
+        self.source_dagtag_progress(peer);
+    }
+
+    /// `P_DAGTAG`: writes that were not sent here.
+    pub(crate) fn peer_dagtag_jump(&mut self, peer: NodeId, dagtag: Dagtag) {
+        self.set_peer_dagtag(peer, dagtag);
+    }
+
+    fn peer_write(&mut self, peer: NodeId, number: u64) -> Option<&mut PeerWrite> {
+        let io = &mut self.connections.get_mut(&peer)?.io;
+        let at = usize::try_from(number.checked_sub(io.first_write)?).ok()?;
+        io.writes.get_mut(at)
+    }
+
+    fn block_ack(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        block_id: BlockId,
+        size_bytes: u32,
+    ) -> BlockAck {
+        let seq_num = self.next_seq(volume, peer);
+        BlockAck {
+            sector,
+            block_id,
+            size_bytes,
+            seq_num,
+        }
+    }
+
+    /// Nothing overlaps any more: activity log next.
+    pub(crate) fn peer_write_submit(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        let (sector, size) = (write.sector, write.size_bytes);
+        if !self.takes_writes(volume) {
+            self.peer_write_failed(volume, peer, number);
+        } else if self.al_get(volume, sector, size, Owner::Peer(peer, number)) {
+            self.peer_write_hot(volume, peer, number);
+        }
+    }
+
+    pub(crate) fn peer_write_hot(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let serial = self.al_serial(volume);
+        if self.disk_io(volume).is_none() || !self.takes_writes(volume) {
+            self.peer_write_failed(volume, peer, number);
+            return;
+        }
+        let sender_diskless = {
+            let disk = self.state.peer_device(volume, peer).disk;
+            disk < DiskState::Inconsistent
+        };
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        write.al = Some(serial);
+        if sender_diskless {
+            write.flags.remove(DataFlags::MAY_SET_IN_SYNC);
+        }
+        let (sector, size) = (write.sector, write.size_bytes);
+        let (kind, payload) = (write.kind, write.payload);
+        if sender_diskless {
+            self.mark_towards(volume, peer, sector, size);
+        }
+        let op = self.disk_write(volume, kind, sector, size, payload);
+        self.disk_op(volume, op, DataOp::PeerWrite(volume, peer, number));
+    }
+
+    /// Sets the bits of a range towards one peer.
+    pub(crate) fn mark_towards(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        if let Some(io) = self.disk_io(volume)
+            && let Some(slot) = io.slot(peer)
+        {
+            io.bitmap.set_range(slot, sector, size_bytes);
+        }
+    }
+
+    pub(crate) fn peer_write_done(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        number: u64,
+        result: Result<(), DiskError>,
+    ) {
+        let sectors = self
+            .peer_write(peer, number)
+            .map_or(0, |w| u64::from(w.size_bytes) / 512);
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.written_sectors += sectors;
+        }
+        if result.is_err() {
+            self.disk_failed(volume, DiskFault::Data);
+            self.peer_write_failed(volume, peer, number);
+            return;
+        }
+        self.peer_write_off_disk(volume, peer, number);
+        if let Some(write) = self.peer_write(peer, number) {
+            write.stage = Stage::Written;
+        }
+        // The ack says that the generation is here, too.
+        if self.meta_is_durable(volume) {
+            self.peer_write_acked(volume, peer, number);
+        } else if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.gated_acks.push((peer, number));
+        }
+    }
+
+    /// The volume's metadata are durable: acks that waited for it go out.
+    pub(crate) fn acks_ungated(&mut self, volume: VolumeNr) {
+        if !self.meta_is_durable(volume) {
+            return;
+        }
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        for (peer, number) in core::mem::take(&mut device.io.gated_acks) {
+            self.peer_write_acked(volume, peer, number);
+        }
+    }
+
+    /// Range and payload of a write are not needed any more.
+    fn peer_write_off_disk(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        let (range, payload) = (write.range.take(), write.payload.take());
+        if let (Some(range), Some(device)) = (range, self.devices.get_mut(&volume)) {
+            let mut ready = Vec::new();
+            device.io.ranges.remove(range, &mut ready);
+            self.wake_ranges(volume, ready);
+        }
+        if let Some(payload) = payload {
+            self.release(payload.buf);
+        }
+    }
+
+    fn peer_write_acked(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let progress = self.state.peer_device(volume, peer).repl.has_progress();
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        if write.stage != Stage::Written {
+            return;
+        }
+        write.stage = Stage::Done;
+        let (sector, size, id) = (write.sector, write.size_bytes, write.block_id);
+        let flags = write.flags;
+        if flags.contains(DataFlags::SEND_WRITE_ACK) {
+            let in_sync = flags.contains(DataFlags::MAY_SET_IN_SYNC) && progress;
+            if in_sync
+                && let Some(io) = self.disk_io(volume)
+                && let Some(slot) = io.slot(peer)
+            {
+                io.bitmap.clear_range(slot, sector, size);
+            }
+            let ack = self.block_ack(volume, peer, sector, id, size);
+            let packet = if in_sync {
+                Packet::WriteAckInSync(ack)
+            } else {
+                Packet::WriteAck(ack)
+            };
+            self.send(peer, Stream::Control, volume, packet);
+        }
+        self.peer_write_ended(volume, peer, number);
+    }
+
+    /// A write that is not on this disk.
+    pub(crate) fn peer_write_failed(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        self.peer_write_off_disk(volume, peer, number);
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        write.stage = Stage::Failed;
+        let (sector, size, id) = (write.sector, write.size_bytes, write.block_id);
+        self.mark_towards(volume, peer, sector, size);
+        let ack = self.block_ack(volume, peer, sector, id, size);
+        self.send(peer, Stream::Control, volume, Packet::NegAck(ack));
+        self.peer_write_ended(volume, peer, number);
+    }
+
+    fn peer_write_ended(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        let epoch = write.epoch;
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.draining {
+            self.drain_writes(peer);
+            return;
+        }
+        let at = epoch.checked_sub(conn.io.first_epoch).map(|at| at as usize);
+        if let Some(epoch) = at.and_then(|at| conn.io.epochs.get_mut(at)) {
+            epoch.active -= 1;
+        }
+        self.finish_epochs(peer);
+        if self.disk_io(volume).is_some_and(|io| io.al.is_starving()) {
+            self.confirm_early(volume, peer);
+        }
+    }
+
+    // Epochs (wire.md, 6.2).
+
+    pub(crate) fn peer_barrier(&mut self, peer: NodeId, barrier: u32) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        match conn.io.epochs.back_mut() {
+            Some(open) => {
+                open.barrier = Some(barrier);
+                conn.io.epochs.push_back(ReceivedEpoch::default());
+                self.finish_epochs(peer);
+            }
+            None => {
+                self.protocol_error(peer, None, format!("barrier {barrier} of an empty epoch"));
+            }
+        }
+    }
+
+    /// Flushes for epochs whose writes are done, oldest first.
+    fn finish_epochs(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.flushing.is_some() || conn.io.draining {
+            return;
+        }
+        let done = conn
+            .io
+            .epochs
+            .iter()
+            .take_while(|e| e.barrier.is_some() && e.active == 0);
+        let mut volumes: Vec<VolumeNr> = Vec::new();
+        let mut epochs = 0;
+        for epoch in done {
+            epochs += 1;
+            for volume in &epoch.volumes {
+                if !volumes.contains(volume) {
+                    volumes.push(*volume);
+                }
+            }
+        }
+        if epochs > 0 {
+            self.flush_for(peer, epochs, 0, volumes);
+        }
+    }
+
+    fn flush_for(&mut self, peer: NodeId, epochs: usize, confirm: u32, volumes: Vec<VolumeNr>) {
+        let disks: Vec<VolumeNr> = volumes
+            .into_iter()
+            .filter(|v| self.takes_writes(*v))
+            .collect();
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        conn.io.flush_serial += 1;
+        let serial = conn.io.flush_serial;
+        conn.io.flushing = Some(EpochFlush {
+            serial,
+            epochs,
+            confirm,
+            disks: disks.len(),
+            failed: false,
+        });
+        if disks.is_empty() {
+            self.epochs_durable(peer);
+        }
+        for volume in disks {
+            self.flush_disk(volume, FlushWaiter::Epochs(peer, serial));
+        }
+    }
+
+    pub(crate) fn epochs_flushed(
+        &mut self,
+        peer: NodeId,
+        serial: u64,
+        result: Result<(), DiskError>,
+    ) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let Some(flush) = conn.io.flushing.as_mut().filter(|f| f.serial == serial) else {
+            return;
+        };
+        flush.disks -= 1;
+        flush.failed |= result.is_err();
+        if flush.disks == 0 {
+            self.epochs_durable(peer);
+        }
+    }
+
+    /// The flush for some epochs is done: the peer may forget their writes.
+    fn epochs_durable(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let Some(flush) = conn.io.flushing.take() else {
+            return;
+        };
+        if flush.failed {
+            self.disown_writes(peer, &flush);
+        }
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let mut acks = Vec::new();
+        for _ in 0..flush.epochs {
+            if let Some(epoch) = conn.io.epochs.pop_front() {
+                conn.io.first_epoch += 1;
+                acks.push(BarrierAck {
+                    barrier: epoch.barrier.unwrap_or_default(),
+                    set_size: epoch.writes,
+                });
+            }
+        }
+        let first = conn.io.first_epoch;
+        for write in conn.io.writes.iter_mut().filter(|w| w.epoch < first) {
+            write.confirmed = true;
+        }
+        for ack in acks {
+            self.send(
+                peer,
+                Stream::Control,
+                VolumeNr::NONE,
+                Packet::BarrierAck(ack),
+            );
+        }
+        if flush.confirm > 0 {
+            self.send_confirmation(peer, flush.confirm);
+        }
+        self.finish_epochs(peer);
+    }
+
+    /// A flush failed: nothing that it should have made durable may count as held here.
+    fn disown_writes(&mut self, peer: NodeId, flush: &EpochFlush) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let first = conn.io.first_epoch + flush.epochs as u64;
+        let mut lost = Vec::new();
+        let mut open = flush.confirm;
+        for write in conn.io.writes.iter_mut().filter(|w| !w.confirmed) {
+            let covered = write.epoch < first || open > 0;
+            if write.epoch >= first && open > 0 {
+                open -= 1;
+            }
+            if covered && write.stage == Stage::Done {
+                write.stage = Stage::Failed;
+                lost.push((write.volume, write.sector, write.size_bytes, write.block_id));
+            }
+        }
+        for (volume, sector, size, id) in lost {
+            self.mark_towards(volume, peer, sector, size);
+            let ack = self.block_ack(volume, peer, sector, id, size);
+            self.send(peer, Stream::Control, volume, Packet::NegAck(ack));
+        }
+    }
+
+    /// The activity log is full of this peer's open epoch: what is written of it is made durable
+    /// early, so that the sender can settle it (`P_CONFIRM_STABLE`).
+    pub(crate) fn confirm_early(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        if conn.io.flushing.is_some() || conn.io.draining || conn.io.epochs.len() != 1 {
+            return;
+        }
+        let open = conn.io.first_epoch;
+        let mut count = 0;
+        let mut volumes = Vec::new();
+        for write in conn
+            .io
+            .writes
+            .iter()
+            .filter(|w| w.epoch == open && !w.confirmed)
+        {
+            if !matches!(write.stage, Stage::Done | Stage::Failed) {
+                break;
+            }
+            count += 1;
+            if !volumes.contains(&write.volume) {
+                volumes.push(write.volume);
+            }
+        }
+        if count > 0 && volumes.contains(&volume) {
+            self.flush_for(peer, 0, count, volumes);
+        }
+    }
+
+    fn send_confirmation(&mut self, peer: NodeId, count: u32) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let mut ids = Vec::new();
+        for write in conn
+            .io
+            .writes
+            .iter_mut()
+            .filter(|w| !w.confirmed)
+            .take(count as usize)
+        {
+            write.confirmed = true;
+            ids.push(write.block_id);
+        }
+        if let Some(epoch) = conn.io.epochs.front_mut() {
+            epoch.writes -= count;
+        }
+        if let (Some(oldest), Some(youngest)) = (ids.first(), ids.last()) {
+            let confirm = ConfirmStable {
+                oldest_block_id: *oldest,
+                youngest_block_id: *youngest,
+                set_size: count,
+            };
+            self.send(
+                peer,
+                Stream::Control,
+                VolumeNr::NONE,
+                Packet::ConfirmStable(confirm),
+            );
+        }
+    }
+
+    // What is owed until the peer ack (semantics.md, 18.3).
+
+    pub(crate) fn peer_ack(&mut self, peer: NodeId, dagtag: Dagtag, mask: NodeMask) {
+        loop {
+            let Some(conn) = self.connections.get_mut(&peer) else {
+                return;
+            };
+            let Some(write) = conn.io.writes.front() else {
+                return;
+            };
+            if write.dagtag.is_newer_than(dagtag) {
+                return;
+            }
+            if !matches!(write.stage, Stage::Done | Stage::Failed) {
+                let text = format!("peer ack of a write at sector {} in flight", write.sector);
+                self.protocol_error(peer, None, text);
+                return;
+            }
+            let Some(write) = conn.io.writes.pop_front() else {
+                return;
+            };
+            conn.io.first_write += 1;
+            self.settle_peer_write(peer, &write, mask);
+        }
+    }
+
+    /// Who has the write is known: bits, then the extents.
+    fn settle_peer_write(&mut self, peer: NodeId, write: &PeerWrite, mask: NodeMask) {
+        let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
+        let failed = write.stage == Stage::Failed;
+        if let Some(io) = self.disk_io(volume) {
+            let sender = io.slot_mask(NodeMask::of(peer));
+            let in_sync = if failed { 0 } else { io.slot_mask(mask) };
+            for slot in 0..io.bitmap.shape().slots() {
+                if sender >> slot & 1 == 1 && !failed {
+                    continue;
+                }
+                if in_sync >> slot & 1 == 1 {
+                    io.bitmap.clear_range(slot, sector, size);
+                } else {
+                    io.bitmap.set_range(slot, sector, size);
+                }
+            }
+        }
+        self.forward_marks(volume, peer, mask, sector, size);
+        if let Some(serial) = write.al {
+            self.al_put(volume, sector, size, serial);
+        }
+    }
+
+    /// Tells nodes that sync from this one that they miss a range.
+    pub(crate) fn forward_marks(
+        &mut self,
+        volume: VolumeNr,
+        except: NodeId,
+        have: NodeMask,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        for other in self.established() {
+            let repl = self.state.peer_device(volume, other).repl;
+            let source = repl.is_sync_source() || repl == ReplState::WfBitmapS;
+            if other != except && source && !have.contains(other) {
+                let desc = BlockDesc { sector, size_bytes };
+                self.send(other, Stream::Data, volume, Packet::OutOfSync(desc));
+            }
+        }
+    }
+
+    /// A resync with a third node starts: what is not known to be everywhere is marked, because
+    /// the bitmap that is about to be sent has to contain it (semantics.md, 18.4).
+    pub(crate) fn apply_unacked(&mut self, volume: VolumeNr) {
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        for peer in peers {
+            let Some(conn) = self.connections.get(&peer) else {
+                continue;
+            };
+            let ranges: Vec<(Sector, u32)> = conn
+                .io
+                .writes
+                .iter()
+                .filter(|w| w.volume == volume)
+                .map(|w| (w.sector, w.size_bytes))
+                .collect();
+            for (sector, size) in ranges {
+                self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
+            }
+        }
+    }
+
+    /// Received writes of this volume are not settled.
+    pub(crate) fn peer_writes_in_flight(&self, volume: VolumeNr) -> bool {
+        self.connections
+            .values()
+            .any(|c| c.io.writes.iter().any(|w| w.volume == volume))
+    }
+
+    // A lost connection.
+
+    /// The link is gone: what it had received is written to the end, then `connection_drained`.
+    pub(crate) fn drain_connection(&mut self, peer: NodeId) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            self.target_link_lost(volume, peer);
+            self.source_link_lost(volume, peer);
+            if let Some(io) = self.peer_io(volume, peer) {
+                io.seq = 0;
+                io.bitmap_in = 0;
+                io.bitmap_received = false;
+            }
+        }
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        conn.io.draining = true;
+        conn.io.flushing = None;
+        conn.io.first_epoch += conn.io.epochs.len() as u64;
+        conn.io.epochs.clear();
+        self.source_dagtag_lost(peer);
+        self.drain_writes(peer);
+    }
+
+    /// Settles the finished writes of a lost connection; says so when none is left.
+    fn drain_writes(&mut self, peer: NodeId) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            // Metadata gate acks only, and nobody waits for those any more.
+            let Some(device) = self.devices.get_mut(&volume) else {
+                continue;
+            };
+            device.io.gated_acks.retain(|(node, _)| *node != peer);
+        }
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let mut settled = Vec::new();
+        let mut left = false;
+        for write in &mut conn.io.writes {
+            if write.stage == Stage::Active {
+                left = true;
+            } else if let Some(serial) = write.al.take() {
+                settled.push((write.volume, write.sector, write.size_bytes, serial));
+            }
+        }
+        for (volume, sector, size, serial) in settled {
+            // Everybody but the lost node may miss it.
+            self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
+            self.forward_marks(volume, peer, NodeMask::EMPTY, sector, size);
+            self.al_put(volume, sector, size, serial);
+        }
+        if left {
+            return;
+        }
+        self.drained(peer);
+    }
+
+    /// Says `connection_drained` once nothing of the lost connection is in flight.
+    pub(crate) fn drained(&mut self, peer: NodeId) {
+        let busy = self
+            .devices
+            .values()
+            .any(|d| d.peers.get(&peer).is_some_and(|p| p.io.target.is_some()));
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if !conn.io.draining || busy || conn.io.writes.iter().any(|w| w.stage == Stage::Active) {
+            return;
+        }
+        conn.io.draining = false;
+        conn.io.first_write += conn.io.writes.len() as u64;
+        conn.io.writes.clear();
+        self.connection_drained(peer);
+    }
+
+    // Marks and their opposite.
+
+    /// `P_OUT_OF_SYNC`: the sender has something newer here.
+    pub(crate) fn peer_out_of_sync(&mut self, peer: NodeId, volume: VolumeNr, desc: &BlockDesc) {
+        if !self.is_within(volume, desc.sector, desc.size_bytes, DISCARD_LEN_MAX) {
+            let text = format!(
+                "mark of {} bytes at sector {}",
+                desc.size_bytes, desc.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        // A write received before and still in flight is older than the mark.
+        let (start, end) = (desc.sector, desc.sector.end_of(desc.size_bytes));
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
+                if write.sector < end && start < write.sector.end_of(write.size_bytes) {
+                    write.flags.remove(DataFlags::MAY_SET_IN_SYNC);
+                }
+            }
+        }
+        self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
+        self.target_kick(volume, peer);
+    }
+
+    /// `P_PEERS_IN_SYNC`: these nodes and this one have identical data in the range.
+    pub(crate) fn peers_in_sync(&mut self, peer: NodeId, volume: VolumeNr, sync: &PeersInSync) {
+        if !self.is_within(volume, sync.sector, sync.size_bytes, DISCARD_LEN_MAX) {
+            let text = format!(
+                "in-sync range of {} bytes at {}",
+                sync.size_bytes, sync.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        let own = self.node_id;
+        let busy = self.devices.get(&volume).is_some_and(|d| {
+            d.io.ranges
+                .any_overlap(sync.sector, sync.size_bytes, |_, _| true)
+        });
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let hot = crate::al::Extents::of(sync.sector, sync.size_bytes)
+            .iter()
+            .any(|extent| io.al.is_referenced(extent));
+        // Something is being written: what the sender saw may be over.
+        if busy || hot {
+            return;
+        }
+        for node in sync.mask.without(own).iter() {
+            if let Some(slot) = io.slot(node) {
+                io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,537 @@
+//! Requests of front ends: admission, reads with their retries, flushes.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::{BlockAck, BlockId, BlockRequest, Data};
+use lockstep_format::wire::{BIO_LEN_MAX, DISCARD_LEN_MAX, DiskState, Packet, ReplState, Role};
+
+use super::disk::FlushWaiter;
+use super::slab::Key;
+use super::write::{AppRequest, Local};
+use super::{DataOp, DiskFault, Serving};
+use crate::event::{
+    DiskError, DiskOp, Output, Payload, Request, RequestError, RequestKind, Stream,
+};
+use crate::options::{OnLoss, Protocol};
+use crate::resource::Resource;
+
+impl Resource {
+    /// A request of a front end: refused, admitted, or held until it may be.
+    pub(crate) fn front_request(&mut self, request: Request) {
+        if let Err(error) = self.check_request(&request) {
+            self.complete(request.id, Err(error));
+            return;
+        }
+        let io = &self.io;
+        let full = io.requests.len() >= self.options.nr_requests as usize;
+        let volume = request.volume;
+        if self.io_fails(volume) {
+            self.complete(request.id, Err(RequestError::Io));
+        } else if full || !self.io.held.is_empty() || self.requests_wait(volume) {
+            self.io.held.push_back(request);
+            self.want_held_uuids();
+        } else {
+            self.admit(&request);
+        }
+    }
+
+    /// What no waiting can heal.
+    fn check_request(&self, request: &Request) -> Result<(), RequestError> {
+        let device = self
+            .devices
+            .get(&request.volume)
+            .ok_or(RequestError::NoMedium)?;
+        let writes = !matches!(request.kind, RequestKind::Read | RequestKind::Flush);
+        if self.state.role != Role::Primary {
+            return Err(if writes {
+                RequestError::ReadOnly
+            } else {
+                RequestError::NoMedium
+            });
+        }
+        let (needs_payload, most) = match request.kind {
+            RequestKind::Read | RequestKind::Write { .. } => (true, BIO_LEN_MAX),
+            RequestKind::Discard | RequestKind::Zeroes { .. } => (false, DISCARD_LEN_MAX),
+            RequestKind::Flush => return Ok(()),
+        };
+        let fits = request.len > 0
+            && request.len <= most
+            && u64::from(request.len).is_multiple_of(Sector::SIZE)
+            && request.sector.end_of(request.len).0 <= device.size_sectors
+            && request.sector.0 < device.size_sectors;
+        let has_payload = request.payload.is_some_and(|p| p.len == request.len);
+        if !fits || (needs_payload && !has_payload) {
+            return Err(RequestError::Invalid);
+        }
+        Ok(())
+    }
+
+    /// All IO of a volume fails (semantics.md, 3.6).
+    pub(crate) fn io_fails(&self, volume: VolumeNr) -> bool {
+        let Some(device) = self.state.devices.get(&volume) else {
+            return true;
+        };
+        self.state.fail_io
+            || (self.options.on_no_quorum == OnLoss::IoError && !device.have_quorum)
+            || (self.options.on_no_data_accessible == OnLoss::IoError
+                && !device.data_accessible()
+                && !device.unstable())
+    }
+
+    /// No request is admitted now (semantics.md, 3.6).
+    pub(crate) fn requests_wait(&self, volume: VolumeNr) -> bool {
+        self.state.suspended()
+            || self.uuid_hold(volume)
+            || self
+                .state
+                .devices
+                .get(&volume)
+                .is_some_and(|d| d.unstable())
+    }
+
+    /// No write is completed now.
+    pub(crate) fn completions_wait(&self, volume: VolumeNr) -> bool {
+        self.state.suspended() || self.uuid_hold(volume)
+    }
+
+    /// Somebody waits for a new current UUID that is due: it is written now.
+    pub(crate) fn want_held_uuids(&mut self) {
+        if self.state.suspended() && !self.state.susp_uuid {
+            return;
+        }
+        let pending = self.devices.values().any(|d| d.new_uuid_pending);
+        let waits = !self.io.held.is_empty()
+            || !self.io.held_completions.is_empty()
+            || !self.io.postponed.is_empty()
+            || !self.io.flushes.is_empty();
+        if pending && waits {
+            self.want_new_uuid_now();
+        }
+    }
+
+    /// What keeps requests waiting may have changed.
+    pub(crate) fn admission_changed(&mut self) {
+        self.want_held_uuids();
+    }
+
+    /// Admits what may be admitted, in order.
+    pub(crate) fn admit_held(&mut self) {
+        if !self.io.postponed.is_empty() {
+            let waits = self.io.postponed.iter().all(|key| {
+                self.io.requests.get(*key).is_some_and(|req| {
+                    let no_data = !self.io_fails(req.volume)
+                        && self
+                            .state
+                            .devices
+                            .get(&req.volume)
+                            .is_some_and(|d| !d.data_accessible());
+                    (self.requests_wait(req.volume) && !self.io_fails(req.volume)) || no_data
+                })
+            });
+            if !waits {
+                self.retry_postponed();
+            }
+        }
+        let mut kept = alloc::collections::VecDeque::new();
+        while let Some(request) = self.io.held.pop_front() {
+            let volume = request.volume;
+            let full = self.io.requests.len() >= self.options.nr_requests as usize;
+            if let Err(error) = self.check_request(&request) {
+                self.complete(request.id, Err(error));
+            } else if self.io_fails(volume) {
+                self.complete(request.id, Err(RequestError::Io));
+            } else if full || self.requests_wait(volume) {
+                let all = full || self.state.suspended();
+                kept.push_back(request);
+                if all {
+                    break;
+                }
+            } else {
+                self.admit(&request);
+            }
+        }
+        kept.append(&mut self.io.held);
+        self.io.held = kept;
+    }
+
+    fn admit(&mut self, request: &Request) {
+        let key = self.io.requests.insert(AppRequest::new(request));
+        if let Some(device) = self.devices.get_mut(&request.volume) {
+            device.io.upper_pending += 1;
+        }
+        match request.kind {
+            RequestKind::Read => self.start_read(key),
+            RequestKind::Flush => self.start_flush_request(key),
+            RequestKind::Write { .. } | RequestKind::Discard | RequestKind::Zeroes { .. } => {
+                self.start_write(key);
+            }
+        }
+    }
+
+    pub(crate) fn request_ended(&mut self, volume: VolumeNr) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.upper_pending = device.io.upper_pending.saturating_sub(1);
+        }
+    }
+
+    // Reads (semantics.md, 16).
+
+    fn start_read(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        let (volume, sector, size, tried) = (req.volume, req.sector, req.size_bytes, req.sent);
+        let local = req.local != Local::Failed && self.reads_locally(volume, sector, size);
+        if local {
+            let Some(payload) = req.payload else { return };
+            if let Some(req) = self.io.requests.get_mut(key) {
+                req.local = Local::Pending;
+            }
+            self.disk_op(
+                volume,
+                DiskOp::Read { sector, payload },
+                DataOp::AppRead(key),
+            );
+            return;
+        }
+        if let Some(peer) = self.read_peer(volume, tried) {
+            if let Some(req) = self.io.requests.get_mut(key) {
+                req.sent.insert(peer);
+                req.pending = NodeMask::of(peer);
+            }
+            if let Some(device) = self.devices.get_mut(&volume) {
+                device.io.last_read_peer = Some(peer);
+            }
+            let request = BlockRequest {
+                sector,
+                block_id: BlockId(key.0),
+                size_bytes: size,
+            };
+            self.send(peer, Stream::Data, volume, Packet::DataRequest(request));
+            return;
+        }
+        let Some(req) = self.io.requests.remove(key) else {
+            return;
+        };
+        self.request_ended(volume);
+        if self.options.on_no_data_accessible == OnLoss::SuspendIo
+            && !self
+                .state
+                .devices
+                .get(&volume)
+                .is_some_and(|d| d.data_accessible())
+        {
+            self.io.held.push_back(Request {
+                id: req.id,
+                volume,
+                kind: req.kind,
+                sector,
+                len: size,
+                payload: req.payload,
+            });
+        } else {
+            self.complete(req.id, Err(RequestError::Io));
+        }
+    }
+
+    fn reads_locally(&self, volume: VolumeNr, sector: Sector, size_bytes: u32) -> bool {
+        let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
+            return false;
+        };
+        match self.state.disk(volume) {
+            DiskState::UpToDate => true,
+            DiskState::Inconsistent => !disk.io.bitmap.any_set_in_all(sector, size_bytes),
+            _ => false,
+        }
+    }
+
+    /// The next peer to read from: by protocol, then in turn.
+    fn read_peer(&self, volume: VolumeNr, tried: NodeMask) -> Option<NodeId> {
+        let device = self.devices.get(&volume)?;
+        let last = device.io.last_read_peer;
+        let mut best: Option<(u8, bool, NodeId)> = None;
+        for (peer, conn) in &self.connections {
+            let p = self.state.peer_device(volume, *peer);
+            let usable = p.disk == DiskState::UpToDate
+                && p.repl > ReplState::Off
+                && p.repl != ReplState::Ahead
+                && conn.net.allow_remote_read
+                && !tried.contains(*peer);
+            if !usable {
+                continue;
+            }
+            let class = match conn.net.protocol {
+                Protocol::C => 0,
+                Protocol::B => 1,
+                Protocol::A => 2,
+            };
+            let turn = last.is_some_and(|l| *peer <= l);
+            let candidate = (class, turn, *peer);
+            if best.is_none_or(|b| candidate < b) {
+                best = Some(candidate);
+            }
+        }
+        best.map(|(_, _, peer)| peer)
+    }
+
+    pub(crate) fn app_read_done(&mut self, key: Key, result: Result<(), DiskError>) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
+        if result.is_ok() {
+            if let Some(device) = self.devices.get_mut(&volume) {
+                device.io.read_sectors += u64::from(size) / Sector::SIZE;
+            }
+            self.finish_read(key);
+            return;
+        }
+        req.local = Local::Failed;
+        // Nobody knows what this block holds here: it is out of sync towards everybody.
+        self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        self.disk_failed(volume, DiskFault::Data);
+        self.start_read(key);
+    }
+
+    fn finish_read(&mut self, key: Key) {
+        let Some(req) = self.io.requests.remove(key) else {
+            return;
+        };
+        self.request_ended(req.volume);
+        self.complete(req.id, Ok(()));
+    }
+
+    pub(crate) fn read_reply(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        data: &Data,
+        payload: Option<Payload>,
+    ) {
+        let key = Key(data.block_id.0);
+        let wanted = self.io.requests.get(key).filter(|req| {
+            req.kind == RequestKind::Read
+                && req.volume == volume
+                && req.sector == data.sector
+                && req.size_bytes == data.payload_len
+                && req.pending.contains(peer)
+        });
+        let into = wanted.and_then(|req| req.payload);
+        match (into, payload) {
+            (Some(to), Some(from)) => {
+                self.output(Output::Copy { from, to });
+                self.release(from.buf);
+                self.finish_read(key);
+            }
+            (_, payload) => {
+                if let Some(payload) = payload {
+                    self.release(payload.buf);
+                }
+                let text = format!("reply to an unknown read at sector {}", data.sector);
+                self.protocol_error(peer, Some(volume), text);
+            }
+        }
+    }
+
+    pub(crate) fn read_refused(&mut self, peer: NodeId, volume: VolumeNr, ack: &BlockAck) {
+        let key = Key(ack.block_id.0);
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        if req.kind == RequestKind::Read && req.volume == volume && req.pending.contains(peer) {
+            req.pending = NodeMask::EMPTY;
+            self.start_read(key);
+        }
+    }
+
+    /// Reads that waited for a lost peer go another way.
+    pub(crate) fn lose_reads(&mut self, peer: NodeId) {
+        for key in self.io.requests.keys() {
+            let waits = self
+                .io
+                .requests
+                .get(key)
+                .is_some_and(|r| r.kind == RequestKind::Read && r.pending.contains(peer));
+            if waits {
+                if let Some(req) = self.io.requests.get_mut(key) {
+                    req.pending = NodeMask::EMPTY;
+                }
+                self.start_read(key);
+            }
+        }
+    }
+
+    /// A peer reads from this node.
+    pub(crate) fn serve_read(&mut self, peer: NodeId, volume: VolumeNr, request: BlockRequest) {
+        let link = self.link(peer);
+        let fits = self.devices.get(&volume).is_some_and(|d| {
+            request.size_bytes > 0
+                && request.size_bytes <= BIO_LEN_MAX
+                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
+        });
+        let (Some(link), true) = (link, fits) else {
+            let text = format!(
+                "read of {} bytes at sector {}",
+                request.size_bytes, request.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        };
+        let has_disk = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.attached().is_some());
+        if self.state.disk(volume) != DiskState::UpToDate || !has_disk {
+            self.refuse_read(peer, volume, &request);
+            return;
+        }
+        let key = self.io.serving.insert(Serving {
+            peer,
+            link,
+            volume,
+            request,
+        });
+        let op = DiskOp::ReadNew {
+            sector: request.sector,
+            len: request.size_bytes,
+        };
+        self.disk_op(volume, op, DataOp::Serve(key));
+    }
+
+    pub(crate) fn serve_done(&mut self, key: Key, result: Result<Option<Payload>, DiskError>) {
+        let serving = self.io.serving.remove(key);
+        let payload = result.ok().flatten();
+        let Some(Serving {
+            peer,
+            link,
+            volume,
+            request,
+        }) = serving
+        else {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            return;
+        };
+        let current = self.link(peer) == Some(link);
+        match payload {
+            Some(payload) => {
+                if current {
+                    let data = Data {
+                        sector: request.sector,
+                        block_id: request.block_id,
+                        payload_len: request.size_bytes,
+                        ..Data::default()
+                    };
+                    let packet = Packet::DataReply(data);
+                    self.send_payload(peer, Stream::Data, volume, packet, Some(payload), None);
+                }
+                self.release(payload.buf);
+            }
+            None => {
+                self.set_out_of_sync(volume, request.sector, request.size_bytes, NodeMask::EMPTY);
+                self.disk_failed(volume, DiskFault::Data);
+                if current {
+                    self.refuse_read(peer, volume, &request);
+                }
+            }
+        }
+    }
+
+    fn refuse_read(&mut self, peer: NodeId, volume: VolumeNr, request: &BlockRequest) {
+        let seq_num = self.next_seq(volume, peer);
+        let ack = BlockAck {
+            sector: request.sector,
+            block_id: request.block_id,
+            size_bytes: request.size_bytes,
+            seq_num,
+        };
+        self.send(peer, Stream::Control, volume, Packet::NegDreply(ack));
+    }
+
+    // Flushes.
+
+    /// Durable here, and at every Lockstep peer of protocol C that follows. A kernel peer answers
+    /// no flush; what it has acked before is all that can be had (semantics.md, 23.1 D6).
+    fn start_flush_request(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        let volume = req.volume;
+        self.close_epoch();
+        let mut waits = Vec::new();
+        for (peer, conn) in &self.connections {
+            let p = self.state.peer_device(volume, *peer);
+            let counts = conn.is_lockstep() && conn.net.protocol == Protocol::C && p.replicates();
+            if counts && conn.io.sent_count > conn.io.settled_count {
+                waits.push((*peer, conn.io.sent_count));
+            }
+        }
+        let local = self.takes_writes(volume);
+        self.io.flushes.push(key);
+        if let Some(req) = self.io.requests.get_mut(key) {
+            req.waits = waits;
+            req.local = if local { Local::Pending } else { Local::None };
+        }
+        if local {
+            self.flush_disk(volume, FlushWaiter::App(key));
+        } else {
+            self.try_finish_flush(key);
+        }
+    }
+
+    pub(crate) fn app_flush_done(&mut self, key: Key, result: Result<(), DiskError>) {
+        if let Some(req) = self.io.requests.get_mut(key) {
+            req.local = if result.is_ok() {
+                Local::Ok
+            } else {
+                Local::Failed
+            };
+        }
+        self.try_finish_flush(key);
+    }
+
+    /// Writes were settled at this peer, or it was lost.
+    pub(crate) fn settle_flushes(&mut self, peer: NodeId) {
+        let settled = self
+            .connections
+            .get(&peer)
+            .filter(|c| c.link.is_some())
+            .map_or(u64::MAX, |c| c.io.settled_count);
+        let flushes = self.io.flushes.clone();
+        for key in flushes {
+            if let Some(req) = self.io.requests.get_mut(key) {
+                req.waits
+                    .retain(|(node, count)| *node != peer || *count > settled);
+            }
+            self.try_finish_flush(key);
+        }
+    }
+
+    pub(crate) fn try_finish_flush(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        if req.local == Local::Pending || !req.waits.is_empty() {
+            return;
+        }
+        let volume = req.volume;
+        if self.completions_wait(volume) && !self.io_fails(volume) {
+            return;
+        }
+        let peer_has_data = self.state.devices.get(&volume).is_some_and(|d| {
+            d.peers
+                .values()
+                .any(|p| p.disk == DiskState::UpToDate && p.repl > ReplState::Off)
+        });
+        let ok = req.local == Local::Ok || peer_has_data;
+        let Some(req) = self.io.requests.remove(key) else {
+            return;
+        };
+        self.io.flushes.retain(|k| *k != key);
+        self.request_ended(volume);
+        self.complete(req.id, if ok { Ok(()) } else { Err(RequestError::Io) });
+    }
+}

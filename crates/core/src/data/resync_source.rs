@@ -1,0 +1,389 @@
+//! Resync as source: reads for a peer's requests, held until the peer has written them.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::{BlockAck, BlockRequest, Data};
+use lockstep_format::wire::{BIO_LEN_MAX, Digest, DiskState, Packet, ReplState};
+
+use super::slab::Key;
+use super::{DataOp, DiskFault, Owner};
+use crate::event::{DiskError, DiskOp, Output, Payload, Stream};
+use crate::interval::{Origin, RangeId};
+use crate::resource::{Pending, Resource};
+
+/// Most requests of one peer device at a time; a target keeps far below.
+const MOST_REQUESTS: usize = 8192;
+
+/// A resync request of a peer.
+#[derive(Debug)]
+pub(crate) struct SourceRead {
+    request: BlockRequest,
+    /// Write of a third node that has to be here before.
+    after: Option<(NodeId, Dagtag)>,
+    /// Digest of the peer's block, if it wants data only when they differ.
+    digest: Option<Digest>,
+    range: Option<RangeId>,
+    payload: Option<Payload>,
+}
+
+impl Resource {
+    /// A request of a resync target.
+    pub(crate) fn source_request(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        request: BlockRequest,
+        (node, dagtag): (NodeId, Dagtag),
+        digest: Option<Digest>,
+    ) {
+        let fits = self.devices.get(&volume).is_some_and(|d| {
+            request.size_bytes > 0
+                && request.size_bytes <= BIO_LEN_MAX
+                && u64::from(request.size_bytes).is_multiple_of(Sector::SIZE)
+                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
+        });
+        if !fits {
+            let text = format!(
+                "resync of {} bytes at sector {}",
+                request.size_bytes, request.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        let disk = self.state.disk(volume);
+        let repl = self.state.peer_device(volume, peer).repl;
+        let full = self
+            .peer_io(volume, peer)
+            .is_none_or(|io| io.source.len() >= MOST_REQUESTS)
+            || self
+                .peer_io(volume, peer)
+                .is_some_and(|io| io.source_by_sector.contains_key(&request.sector));
+        if repl == ReplState::Ahead {
+            let ack = self.source_answer(volume, peer, &request);
+            self.send(peer, Stream::Control, volume, Packet::RsCancelAhead(ack));
+            return;
+        }
+        if disk < DiskState::Outdated
+            || disk == DiskState::DUnknown
+            || self.disk_io(volume).is_none()
+        {
+            let ack = self.source_answer(volume, peer, &request);
+            self.send(peer, Stream::Control, volume, Packet::NegRsDreply(ack));
+            return;
+        }
+        if repl != ReplState::SyncSource || full {
+            self.source_cancel(volume, peer, &request);
+            return;
+        }
+        let mut after = None;
+        if dagtag.0 != 0 && node != self.node_id && node != peer {
+            match self.connections.get(&node) {
+                Some(conn) if conn.link.is_some() => {
+                    if dagtag.is_newer_than(conn.last_dagtag) {
+                        after = Some((node, dagtag));
+                    }
+                }
+                // What the target has of that node never comes here any more on this stream.
+                _ => {
+                    self.source_cancel(volume, peer, &request);
+                    return;
+                }
+            }
+        }
+        let waits = after.is_some();
+        let Some(io) = self.peer_io(volume, peer) else {
+            return;
+        };
+        let read = SourceRead {
+            request,
+            after,
+            digest,
+            range: None,
+            payload: None,
+        };
+        let key = io.source.insert(read);
+        io.source_by_sector.insert(request.sector, key);
+        if !waits {
+            self.source_start(volume, peer, key);
+        }
+    }
+
+    fn source_start(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return;
+        };
+        let Some(read) = pd.io.source.get_mut(key) else {
+            return;
+        };
+        read.after = None;
+        let (sector, size) = (read.request.sector, read.request.size_bytes);
+        let owner = Owner::Source(peer, key);
+        let (range, clear) =
+            device
+                .io
+                .ranges
+                .insert(Origin::ResyncSource(peer), sector, size, owner);
+        read.range = Some(range);
+        if clear {
+            self.source_range_clear(volume, peer, key);
+        }
+    }
+
+    /// No write overlaps: read.
+    pub(crate) fn source_range_clear(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(io) = self.peer_io(volume, peer) else {
+            return;
+        };
+        let Some(read) = io.source.get(key) else {
+            return;
+        };
+        let op = DiskOp::ReadNew {
+            sector: read.request.sector,
+            len: read.request.size_bytes,
+        };
+        self.disk_op(volume, op, DataOp::SourceRead(volume, peer, key));
+    }
+
+    pub(crate) fn source_read_done(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        result: Result<Option<Payload>, DiskError>,
+    ) {
+        let failed = result.is_err();
+        let payload = result.ok().flatten();
+        let algorithm = self
+            .connections
+            .get(&peer)
+            .and_then(|c| c.net.csums_alg.clone())
+            .filter(|name| !name.is_empty());
+        let read = self
+            .peer_io(volume, peer)
+            .and_then(|io| io.source.get_mut(key));
+        let Some(read) = read else {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            return;
+        };
+        let request = read.request;
+        let Some(payload) = payload else {
+            self.source_end(volume, peer, key);
+            let ack = self.source_answer(volume, peer, &request);
+            self.send(peer, Stream::Control, volume, Packet::NegRsDreply(ack));
+            if failed {
+                self.set_out_of_sync(volume, request.sector, request.size_bytes, NodeMask::EMPTY);
+                self.disk_failed(volume, DiskFault::Data);
+            }
+            return;
+        };
+        if let (Some(_), Some(algorithm)) = (read.digest, algorithm) {
+            read.payload = Some(payload);
+            let op = DataOp::SourceDigest(volume, peer, key);
+            let tag = self.tags.insert(Pending::Data(op));
+            self.output(Output::Digest {
+                tag,
+                algorithm,
+                payload,
+            });
+            return;
+        }
+        self.source_reply(volume, peer, &request, payload);
+    }
+
+    fn source_reply(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        request: &BlockRequest,
+        payload: Payload,
+    ) {
+        let data = Data {
+            sector: request.sector,
+            block_id: request.block_id,
+            payload_len: request.size_bytes,
+            ..Data::default()
+        };
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.sent_sectors += u64::from(request.size_bytes) / Sector::SIZE;
+        }
+        let packet = Packet::RsDataReply(data);
+        self.send_payload(peer, Stream::Data, volume, packet, Some(payload), None);
+        self.release(payload.buf);
+    }
+
+    pub(crate) fn source_digest_done(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        digest: &[u8],
+    ) {
+        let Some(io) = self.peer_io(volume, peer) else {
+            return;
+        };
+        let Some(read) = io.source.get_mut(key) else {
+            return;
+        };
+        let Some(payload) = read.payload.take() else {
+            return;
+        };
+        let request = read.request;
+        let equal = read.digest.is_some_and(|d| d.as_bytes() == digest);
+        if !equal {
+            self.source_reply(volume, peer, &request, payload);
+            return;
+        }
+        self.release(payload.buf);
+        self.source_in_sync(volume, peer, &request);
+        self.source_end(volume, peer, key);
+        let ack = self.source_answer(volume, peer, &request);
+        self.send(peer, Stream::Control, volume, Packet::RsIsInSync(ack));
+    }
+
+    /// The target has written a block, or could not.
+    pub(crate) fn source_ack(&mut self, peer: NodeId, volume: VolumeNr, ack: &BlockAck, ok: bool) {
+        let io = self.peer_io(volume, peer);
+        let key = io.and_then(|io| io.source_by_sector.get(&ack.sector).copied());
+        let request = key
+            .and_then(|key| {
+                self.peer_io(volume, peer)?
+                    .source
+                    .get(key)
+                    .map(|read| read.request)
+            })
+            .filter(|request| request.size_bytes == ack.size_bytes);
+        let (Some(key), Some(request)) = (key, request) else {
+            let text = format!("ack of an unknown resync block at sector {}", ack.sector);
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        };
+        if ok {
+            self.source_in_sync(volume, peer, &request);
+        } else {
+            let block = self
+                .disk_io(volume)
+                .map_or(4096, |io| io.bitmap.shape().block().bytes());
+            if let Some(io) = self.peer_io(volume, peer) {
+                io.resync_failed_bits += u64::from(request.size_bytes.div_ceil(block));
+            }
+        }
+        self.source_end(volume, peer, key);
+    }
+
+    fn source_in_sync(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        if let Some(io) = self.disk_io(volume)
+            && let Some(slot) = io.slot(peer)
+        {
+            io.bitmap
+                .clear_range(slot, request.sector, request.size_bytes);
+        }
+        self.bits_cleared(volume);
+    }
+
+    fn source_end(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return;
+        };
+        let Some(read) = pd.io.source.remove(key) else {
+            return;
+        };
+        pd.io.source_by_sector.remove(&read.request.sector);
+        let mut ready = Vec::new();
+        if let Some(range) = read.range {
+            device.io.ranges.remove(range, &mut ready);
+        }
+        self.wake_ranges(volume, ready);
+        if let Some(payload) = read.payload {
+            self.release(payload.buf);
+        }
+    }
+
+    fn source_cancel(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        let ack = self.source_answer(volume, peer, request);
+        self.send(peer, Stream::Control, volume, Packet::RsCancel(ack));
+    }
+
+    fn source_answer(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        request: &BlockRequest,
+    ) -> BlockAck {
+        let seq_num = self.next_seq(volume, peer);
+        BlockAck {
+            sector: request.sector,
+            block_id: request.block_id,
+            size_bytes: request.size_bytes,
+            seq_num,
+        }
+    }
+
+    /// Writes of a node came in: requests that waited for them go on.
+    pub(crate) fn source_dagtag_progress(&mut self, node: NodeId) {
+        let Some(conn) = self.connections.get(&node) else {
+            return;
+        };
+        let reached = conn.last_dagtag;
+        for (volume, peer, key) in self.source_waiting_for(node) {
+            let waits = self
+                .peer_io(volume, peer)
+                .and_then(|io| io.source.get(key)?.after)
+                .is_some_and(|(_, dagtag)| dagtag.is_newer_than(reached));
+            if !waits {
+                self.source_start(volume, peer, key);
+            }
+        }
+    }
+
+    /// The link to a node is lost: nobody can wait for its writes.
+    pub(crate) fn source_dagtag_lost(&mut self, node: NodeId) {
+        for (volume, peer, key) in self.source_waiting_for(node) {
+            let request = self
+                .peer_io(volume, peer)
+                .and_then(|io| Some(io.source.get(key)?.request));
+            self.source_end(volume, peer, key);
+            if let Some(request) = request {
+                self.source_cancel(volume, peer, &request);
+            }
+        }
+    }
+
+    fn source_waiting_for(&self, node: NodeId) -> Vec<(VolumeNr, NodeId, Key)> {
+        let mut found = Vec::new();
+        for (volume, device) in &self.devices {
+            for (peer, pd) in &device.peers {
+                if pd.io.source.len() == 0 {
+                    continue;
+                }
+                for key in pd.io.source_by_sector.values() {
+                    let after = pd.io.source.get(*key).and_then(|read| read.after);
+                    if after.is_some_and(|(after, _)| after == node) {
+                        found.push((*volume, *peer, *key));
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// The link to the target is gone; reads in flight end without an owner.
+    pub(crate) fn source_link_lost(&mut self, volume: VolumeNr, peer: NodeId) {
+        let keys = self
+            .peer_io(volume, peer)
+            .map(|io| io.source.keys())
+            .unwrap_or_default();
+        for key in keys {
+            self.source_end(volume, peer, key);
+        }
+    }
+}

@@ -1,0 +1,960 @@
+//! Resync as target: which blocks to ask for and when, writing them, and the end.
+//!
+//! A block's bits are cleared, and its source is told, only after the data have been flushed:
+//! both sides then forget that it ever differed. Requests run ahead of that by the amount that
+//! the rate controller grants.
+
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::{
+    BlockAck, BlockId, BlockRequest, DagtagRequest, Data, FlushRequests, PeersInSync,
+};
+use lockstep_format::wire::{DiskState, Features, Packet, ReplState, Role};
+
+use super::disk::FlushWaiter;
+use super::slab::{Key, Slab};
+use super::{DataOp, DiskFault, Owner};
+use crate::event::{DiskError, DiskOp, Payload, Stream};
+use crate::interval::{Origin, RangeId};
+use crate::rate::{RateController, RateInput};
+use crate::resource::Resource;
+use crate::state::ReplSets;
+use crate::time::{Duration, Instant};
+use crate::timers::Timer;
+
+/// Period of the rate controller.
+const STEP: Duration = Duration::from_millis(100);
+/// Longest time that written data wait for the flush that they share with others.
+const FLUSH_DELAY: Duration = Duration::from_millis(10);
+/// How long bits that were cleared may wait to be written.
+const BITMAP_DELAY: Duration = Duration::from_secs(2);
+/// Largest request in sectors.
+const MOST_SECTORS: u64 = 2048;
+
+/// A running resync from one peer.
+#[derive(Debug, Default)]
+pub(crate) struct TargetSync {
+    requests: Slab<TargetRequest>,
+    by_sector: BTreeMap<Sector, Key>,
+    /// Next bit of this pass.
+    cursor: u64,
+    in_flight_sectors: u64,
+    done_sectors: u64,
+    /// Came back since the controller's last step.
+    received_sectors: u64,
+    /// What the controller granted and was not asked for yet.
+    grant_sectors: u64,
+    last_grant: u64,
+    /// Sectors asked for since `window`, to keep below `c-max-rate`.
+    window: Instant,
+    window_sectors: u64,
+    rate: RateController,
+    /// Written and not flushed.
+    unflushed: Vec<Key>,
+    /// In the flush in flight.
+    flushing: Vec<Key>,
+    /// Bits that failed in this pass, and in all.
+    pass_failed: u64,
+    failed: u64,
+    /// The resync is over or the link is gone: nothing is asked for any more.
+    over: bool,
+    /// The link is gone, too: nobody waits for acks.
+    lost: bool,
+    /// Flush answers that are awaited: the Primary and the nodes that have to answer for it.
+    flush_waits: Vec<(NodeId, NodeMask)>,
+    flush_sequence: u64,
+}
+
+#[derive(Debug)]
+struct TargetRequest {
+    sector: Sector,
+    size_bytes: u32,
+    range: Option<RangeId>,
+    payload: Option<Payload>,
+    stage: Stage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Waits before it is sent.
+    Waiting,
+    /// Sent.
+    Sent,
+    /// The reply is here and waits for writes.
+    Replied,
+    /// On its way to the disk, or there and not flushed.
+    Writing,
+}
+
+impl TargetSync {
+    /// Requests in flight.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Sectors of requests in flight.
+    pub(crate) fn in_flight_sectors(&self) -> u64 {
+        self.in_flight_sectors
+    }
+
+    /// Sectors that came back.
+    pub(crate) fn done_sectors(&self) -> u64 {
+        self.done_sectors
+    }
+}
+
+impl Resource {
+    fn target(&mut self, volume: VolumeNr, peer: NodeId) -> Option<&mut TargetSync> {
+        self.peer_io(volume, peer)?.target.as_mut()
+    }
+
+    /// A resync begins, in either direction.
+    pub(crate) fn resync_entered(&mut self, volume: VolumeNr, peer: NodeId) {
+        let now = self.now;
+        let total = self
+            .disk_io(volume)
+            .and_then(|io| io.slot(peer).map(|slot| io.bitmap.count(slot)));
+        let target = self.state.peer_device(volume, peer).repl.is_sync_target();
+        let Some(io) = self.peer_io(volume, peer) else {
+            return;
+        };
+        io.resync_total_bits = total.unwrap_or(0);
+        io.resync_failed_bits = 0;
+        io.resync_started = now;
+        if target {
+            let mut sync = TargetSync {
+                window: now,
+                ..TargetSync::default()
+            };
+            if let Some(old) = io.target.take() {
+                // Requests of an earlier resync on this link are still to be answered.
+                sync.requests = old.requests;
+                sync.by_sector = old.by_sector;
+                sync.unflushed = old.unflushed;
+                sync.flushing = old.flushing;
+                sync.in_flight_sectors = old.in_flight_sectors;
+            }
+            io.target = Some(sync);
+            self.request_flushes(volume, peer);
+            self.timers.set(Timer::ResyncStep(volume, peer), now);
+        }
+    }
+
+    /// A paused resync goes on: from the first bit, because marks may lie behind.
+    pub(crate) fn resync_resumed(&mut self, volume: VolumeNr, peer: NodeId) {
+        let now = self.now;
+        if !self.resync_is_ready(volume, peer) {
+            return;
+        }
+        if let Some(sync) = self.target(volume, peer).filter(|sync| !sync.over) {
+            sync.cursor = 0;
+            sync.pass_failed = 0;
+            self.timers.set(Timer::ResyncStep(volume, peer), now);
+        } else {
+            self.resync_entered(volume, peer);
+        }
+    }
+
+    /// The resync ended or was given up; answers to what was asked still come.
+    pub(crate) fn resync_left(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.timers.clear(Timer::ResyncStep(volume, peer));
+        if let Some(sync) = self.target(volume, peer) {
+            sync.over = true;
+        }
+        self.drop_waiting(volume, peer);
+        self.target_gone_if_empty(volume, peer);
+    }
+
+    /// Requests that were not sent are forgotten; with a lost link also those that were.
+    fn drop_waiting(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let lost = sync.lost;
+        for key in sync.requests.keys() {
+            let Some(sync) = self.target(volume, peer) else {
+                return;
+            };
+            let drop = sync.requests.get(key).is_some_and(|r| match r.stage {
+                Stage::Waiting => true,
+                Stage::Sent | Stage::Replied => lost,
+                Stage::Writing => false,
+            });
+            if drop {
+                self.target_end(volume, peer, key);
+            }
+        }
+    }
+
+    pub(crate) fn target_link_lost(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(sync) = self.target(volume, peer) {
+            sync.over = true;
+            sync.lost = true;
+        }
+        self.timers.clear(Timer::ResyncStep(volume, peer));
+        self.drop_waiting(volume, peer);
+        self.target_gone_if_empty(volume, peer);
+        // A node that owed the answer to a flush can owe it no more.
+        let peers: Vec<NodeId> = self
+            .devices
+            .get(&volume)
+            .map(|d| d.peers.keys().copied().collect())
+            .unwrap_or_default();
+        for other in peers {
+            if let Some(sync) = self.target(volume, other) {
+                for (_, nodes) in &mut sync.flush_waits {
+                    nodes.remove(peer);
+                }
+                sync.flush_waits
+                    .retain(|(primary, nodes)| *primary != peer && !nodes.is_empty());
+                self.target_kick(volume, other);
+            }
+        }
+    }
+
+    fn target_gone_if_empty(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(io) = self.peer_io(volume, peer) else {
+            return;
+        };
+        if io
+            .target
+            .as_ref()
+            .is_some_and(|sync| sync.over && sync.requests.len() == 0)
+        {
+            io.target = None;
+            self.drained(peer);
+        }
+    }
+
+    /// `Timer::ResyncStep`.
+    pub(crate) fn resync_step_timer(&mut self, volume: VolumeNr, peer: NodeId) {
+        let repl = self.state.peer_device(volume, peer).repl;
+        if repl != ReplState::SyncTarget || self.target(volume, peer).is_none_or(|s| s.over) {
+            return;
+        }
+        let at = self.now + STEP;
+        self.timers.set(Timer::ResyncStep(volume, peer), at);
+        self.grant(volume, peer);
+        self.target_step(volume, peer);
+    }
+
+    /// Asks the controller how much may be requested.
+    fn grant(&mut self, volume: VolumeNr, peer: NodeId) {
+        let now = self.now;
+        let Some(disk) = self.disk_io(volume) else {
+            return;
+        };
+        let Some(slot) = disk.slot(peer) else { return };
+        let left_sectors = disk.bitmap.out_of_sync_sectors(slot);
+        let granule_sectors = disk.bitmap.shape().block().sectors();
+        let application_waits = disk.al.has_waiters();
+        let max_buffers = self
+            .connections
+            .get(&peer)
+            .map_or(2048, |c| c.net.max_buffers);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let written = device.io.written_sectors;
+        let application = written.saturating_sub(device.io.written_at_grant);
+        device.io.written_at_grant = written;
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return;
+        };
+        let options = pd.options.clone();
+        let Some(sync) = pd.io.target.as_mut() else {
+            return;
+        };
+        let input = RateInput {
+            in_flight_sectors: sync.in_flight_sectors,
+            received_sectors: core::mem::take(&mut sync.received_sectors),
+            left_sectors,
+            granule_sectors,
+            max_buffers,
+            application_waits,
+            application_sectors: application,
+        };
+        let mut grant = sync.rate.step(now, &options, &input);
+        if now - sync.window >= STEP {
+            sync.window = now;
+            sync.window_sectors = 0;
+        }
+        if options.c_max_rate_kib_s > 0 {
+            let most = u64::from(options.c_max_rate_kib_s) * 2 / 10;
+            let rest = most.saturating_sub(sync.window_sectors);
+            if sync.in_flight_sectors > 0 || sync.window_sectors > 0 {
+                grant = grant.min(rest);
+            }
+        }
+        sync.grant_sectors = grant;
+        sync.last_grant = grant;
+    }
+
+    /// Something came back or was marked: go on if the pipe runs dry.
+    pub(crate) fn target_kick(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        if sync.over {
+            return;
+        }
+        if sync.in_flight_sectors <= sync.last_grant / 2 {
+            self.grant(volume, peer);
+        }
+        self.target_step(volume, peer);
+    }
+
+    /// Requests out-of-sync blocks as far as granted; notices the end.
+    fn target_step(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.state.peer_device(volume, peer).repl != ReplState::SyncTarget {
+            return;
+        }
+        loop {
+            let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+            let Some(device) = self.devices.get_mut(&volume) else {
+                return;
+            };
+            let Some(disk) = device.disk.as_ref().map(|d| &d.io) else {
+                return;
+            };
+            let Some(slot) = disk.slot(peer) else { return };
+            let Some(sync) = device
+                .peers
+                .get_mut(&peer)
+                .and_then(|p| p.io.target.as_mut())
+            else {
+                return;
+            };
+            if sync.over {
+                return;
+            }
+            let Some(bit) = disk.bitmap.next_set(slot, sync.cursor) else {
+                self.end_pass(volume, peer);
+                return;
+            };
+            if sync.grant_sectors == 0 {
+                return;
+            }
+            let block = disk.bitmap.shape().block().sectors();
+            let (start, end) = request_bits(disk.bitmap.next_clear(slot, bit), bit, block, {
+                sync.grant_sectors
+            });
+            let sector = Sector(start * block);
+            let end_sector = (end * block).min(size);
+            sync.cursor = end;
+            if end_sector <= sector.0 {
+                continue;
+            }
+            let sectors = end_sector - sector.0;
+            if sync.by_sector.contains_key(&sector) {
+                // Still in flight from the pass before.
+                continue;
+            }
+            sync.grant_sectors = sync.grant_sectors.saturating_sub(sectors);
+            sync.window_sectors += sectors;
+            sync.in_flight_sectors += sectors;
+            let size_bytes = (sectors * Sector::SIZE) as u32;
+            let key = sync.requests.insert(TargetRequest {
+                sector,
+                size_bytes,
+                range: None,
+                payload: None,
+                stage: Stage::Waiting,
+            });
+            sync.by_sector.insert(sector, key);
+            let owner = Owner::Target(peer, key);
+            let (range, clear) =
+                device
+                    .io
+                    .ranges
+                    .insert(Origin::ResyncTarget(peer), sector, size_bytes, owner);
+            if let Some(request) = self
+                .target(volume, peer)
+                .and_then(|s| s.requests.get_mut(key))
+            {
+                request.range = Some(range);
+            }
+            if clear {
+                self.target_range_clear(volume, peer, key);
+            }
+        }
+    }
+
+    /// No further bit in this pass: finished, or once more from the start.
+    fn end_pass(&mut self, volume: VolumeNr, peer: NodeId) {
+        let now = self.now;
+        let count = self
+            .disk_io(volume)
+            .and_then(|io| io.slot(peer).map(|slot| io.bitmap.count(slot)));
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        if sync.requests.len() > 0 {
+            return;
+        }
+        let left = count.unwrap_or(0);
+        if left > sync.pass_failed {
+            sync.cursor = 0;
+            sync.pass_failed = 0;
+            // The next step goes on: bits were set behind the cursor, or requests were cancelled.
+            self.timers
+                .set_earliest(Timer::ResyncStep(volume, peer), now + STEP);
+            return;
+        }
+        if !sync.flush_waits.is_empty() {
+            return;
+        }
+        let failed = left;
+        sync.over = true;
+        sync.failed = failed;
+        self.timers.clear(Timer::ResyncStep(volume, peer));
+        self.target_gone_if_empty(volume, peer);
+        self.resync_finished(volume, peer, failed);
+    }
+
+    /// Nothing overlaps: the request is sent, or its reply written.
+    pub(crate) fn target_range_clear(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let Some(request) = sync.requests.get_mut(key) else {
+            return;
+        };
+        match request.stage {
+            Stage::Waiting => {
+                request.stage = Stage::Sent;
+                let (sector, size) = (request.sector, request.size_bytes);
+                self.send_request(volume, peer, key, sector, size);
+            }
+            Stage::Replied => self.target_write(volume, peer, key),
+            Stage::Sent | Stage::Writing => {}
+        }
+    }
+
+    fn send_request(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        let features = self
+            .connections
+            .get(&peer)
+            .map_or(Features::empty(), |c| c.features());
+        let block_id = BlockId(key.0);
+        let packet = if features.contains(Features::RESYNC_DAGTAG) {
+            let (dagtag_node_id, dagtag) = self.followed_primary();
+            Packet::RsDagtagReq(DagtagRequest {
+                sector,
+                block_id,
+                size_bytes,
+                dagtag_node_id,
+                dagtag,
+            })
+        } else {
+            Packet::RsDataRequest(BlockRequest {
+                sector,
+                block_id,
+                size_bytes,
+            })
+        };
+        self.send(peer, Stream::Data, volume, packet);
+    }
+
+    /// Whose writes the source must have before it reads (wire.md, 7.5).
+    fn followed_primary(&self) -> (NodeId, Dagtag) {
+        if self.state.role == Role::Primary {
+            return (self.node_id, self.io.dagtag);
+        }
+        self.state
+            .connections
+            .iter()
+            .filter(|(_, c)| c.peer_role == Role::Primary)
+            .find_map(|(node, _)| {
+                let conn = self.connections.get(node).filter(|c| c.dagtag_fresh)?;
+                Some((*node, conn.last_dagtag))
+            })
+            .unwrap_or((NodeId(0), Dagtag(0)))
+    }
+
+    pub(crate) fn target_reply(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        data: &Data,
+        payload: Option<Payload>,
+    ) {
+        let found = self.target(volume, peer).and_then(|sync| {
+            let key = *sync.by_sector.get(&data.sector)?;
+            let request = sync.requests.get_mut(key)?;
+            let fits = request.stage == Stage::Sent && request.size_bytes == data.payload_len;
+            fits.then_some((key, request.size_bytes, sync.over))
+        });
+        let (Some((key, size, over)), Some(payload)) = (found, payload) else {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            let text = format!(
+                "resync data of an unknown request at sector {}",
+                data.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        };
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.received_sectors += u64::from(size) / Sector::SIZE;
+        }
+        if over || !self.takes_writes(volume) {
+            self.release(payload.buf);
+            self.target_failed(volume, peer, key);
+            return;
+        }
+        // How other nodes stand to this block is not known from here on.
+        self.set_out_of_sync(volume, data.sector, size, NodeMask::EMPTY);
+        self.forward_marks(volume, peer, NodeMask::EMPTY, data.sector, size);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let Some(sync) = device
+            .peers
+            .get_mut(&peer)
+            .and_then(|p| p.io.target.as_mut())
+        else {
+            return;
+        };
+        let Some(request) = sync.requests.get_mut(key) else {
+            return;
+        };
+        request.payload = Some(payload);
+        request.stage = Stage::Replied;
+        let clear = request
+            .range
+            .is_none_or(|range| device.io.ranges.reply(range));
+        if clear {
+            self.target_write(volume, peer, key);
+        }
+    }
+
+    fn target_write(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let takes_writes = self.takes_writes(volume);
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let Some(request) = sync.requests.get_mut(key) else {
+            return;
+        };
+        let Some(payload) = request.payload else {
+            return;
+        };
+        if !takes_writes {
+            self.target_failed(volume, peer, key);
+            return;
+        }
+        request.stage = Stage::Writing;
+        let op = DiskOp::Write {
+            sector: request.sector,
+            payload,
+            fua: false,
+        };
+        self.disk_op(volume, op, DataOp::TargetWrite(volume, peer, key));
+    }
+
+    pub(crate) fn target_write_done(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        result: Result<(), DiskError>,
+    ) {
+        if result.is_err() {
+            self.disk_failed(volume, DiskFault::Data);
+            self.target_failed(volume, peer, key);
+            return;
+        }
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let Some(sync) = device
+            .peers
+            .get_mut(&peer)
+            .and_then(|p| p.io.target.as_mut())
+        else {
+            return;
+        };
+        let Some(request) = sync.requests.get_mut(key) else {
+            return;
+        };
+        let payload = request.payload.take();
+        let range = request.range.take();
+        let idle = sync.flushing.is_empty();
+        sync.unflushed.push(key);
+        let mut ready = Vec::new();
+        if let Some(range) = range {
+            device.io.ranges.remove(range, &mut ready);
+        }
+        // Flush at once if everything that was asked for is written.
+        let all = sync.unflushed.len() + sync.flushing.len() == sync.requests.len();
+        let lost = sync.lost;
+        self.wake_ranges(volume, ready);
+        if let Some(payload) = payload {
+            self.release(payload.buf);
+        }
+        if lost {
+            // Nobody is told; the bits stay and the next resync writes the block again.
+            self.target_forget(volume, peer, key);
+        } else if idle && all {
+            self.start_target_flush(volume, peer);
+        } else if idle {
+            let at = self.now + FLUSH_DELAY;
+            self.timers.set_earliest(Timer::ResyncFlush(volume), at);
+        }
+    }
+
+    /// `Timer::ResyncFlush`.
+    pub(crate) fn resync_flush_timer(&mut self, volume: VolumeNr) {
+        let peers: Vec<NodeId> = self
+            .devices
+            .get(&volume)
+            .map(|d| d.peers.keys().copied().collect())
+            .unwrap_or_default();
+        for peer in peers {
+            self.start_target_flush(volume, peer);
+        }
+    }
+
+    fn start_target_flush(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        if sync.flushing.is_empty() && !sync.unflushed.is_empty() {
+            sync.flushing = core::mem::take(&mut sync.unflushed);
+            self.flush_disk(volume, FlushWaiter::Target(peer));
+        }
+    }
+
+    pub(crate) fn target_flushed(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        result: Result<(), DiskError>,
+    ) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let done = core::mem::take(&mut sync.flushing);
+        let lost = sync.lost;
+        let mut extents = Vec::new();
+        for key in done {
+            if lost {
+                self.target_forget(volume, peer, key);
+            } else if result.is_err() {
+                self.target_failed(volume, peer, key);
+            } else {
+                self.target_in_sync(volume, peer, key, &mut extents);
+            }
+        }
+        self.tell_in_sync(volume, peer, &extents);
+        self.bits_cleared(volume);
+        self.start_target_flush(volume, peer);
+        self.target_gone_if_empty(volume, peer);
+        self.target_kick(volume, peer);
+    }
+
+    /// A block is durable: its bits go, and the source may forget it.
+    fn target_in_sync(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        extents: &mut Vec<AlExtent>,
+    ) {
+        let Some(request) = self.target(volume, peer).and_then(|s| s.requests.get(key)) else {
+            return;
+        };
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
+        if let Some(io) = self.disk_io(volume)
+            && let Some(slot) = io.slot(peer)
+        {
+            io.bitmap.clear_range(slot, sector, size_bytes);
+        }
+        for extent in crate::al::Extents::of(sector, size_bytes).iter() {
+            if !extents.contains(&extent) {
+                extents.push(extent);
+            }
+        }
+        let seq_num = self.next_seq(volume, peer);
+        let ack = BlockAck {
+            sector,
+            block_id: BlockId(key.0),
+            size_bytes,
+            seq_num,
+        };
+        self.send(peer, Stream::Control, volume, Packet::RsWriteAck(ack));
+        self.target_end(volume, peer, key);
+    }
+
+    /// A reply that is not on this disk.
+    fn target_failed(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let lost = sync.lost;
+        let Some(request) = sync.requests.get(key) else {
+            return;
+        };
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
+        if !lost {
+            self.count_failed(volume, peer, size_bytes);
+            let seq_num = self.next_seq(volume, peer);
+            let ack = BlockAck {
+                sector,
+                block_id: BlockId(key.0),
+                size_bytes,
+                seq_num,
+            };
+            self.send(peer, Stream::Control, volume, Packet::RsNegAck(ack));
+        }
+        self.target_forget(volume, peer, key);
+    }
+
+    fn count_failed(&mut self, volume: VolumeNr, peer: NodeId, size_bytes: u32) {
+        let block = self
+            .disk_io(volume)
+            .map_or(4096, |io| io.bitmap.shape().block().bytes());
+        let bits = u64::from(size_bytes.div_ceil(block));
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.resync_failed_bits += bits;
+            if let Some(sync) = io.target.as_mut() {
+                sync.pass_failed += bits;
+            }
+        }
+    }
+
+    fn target_forget(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        self.target_end(volume, peer, key);
+        self.target_gone_if_empty(volume, peer);
+        self.target_kick(volume, peer);
+    }
+
+    fn target_end(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let Some(sync) = device
+            .peers
+            .get_mut(&peer)
+            .and_then(|p| p.io.target.as_mut())
+        else {
+            return;
+        };
+        let Some(request) = sync.requests.remove(key) else {
+            return;
+        };
+        sync.by_sector.remove(&request.sector);
+        sync.unflushed.retain(|k| *k != key);
+        let sectors = u64::from(request.size_bytes) / Sector::SIZE;
+        sync.in_flight_sectors -= sectors;
+        sync.received_sectors += sectors;
+        sync.done_sectors += sectors;
+        let mut ready = Vec::new();
+        if let Some(range) = request.range {
+            device.io.ranges.remove(range, &mut ready);
+        }
+        self.wake_ranges(volume, ready);
+        if let Some(payload) = request.payload {
+            self.release(payload.buf);
+        }
+    }
+
+    /// The source cannot or will not answer now.
+    pub(crate) fn target_refused(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        ack: &BlockAck,
+        failed: bool,
+    ) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let Some(key) = sync.by_sector.get(&ack.sector).copied() else {
+            return;
+        };
+        let sent = sync
+            .requests
+            .get(key)
+            .is_some_and(|r| r.stage == Stage::Sent);
+        if !sent {
+            return;
+        }
+        if failed {
+            self.count_failed(volume, peer, ack.size_bytes);
+        }
+        // A cancelled block is asked for again by the next pass, not at once.
+        self.target_end(volume, peer, key);
+        self.target_gone_if_empty(volume, peer);
+        if let Some(sync) = self.target(volume, peer)
+            && sync.requests.len() == 0
+            && !sync.over
+        {
+            self.target_step(volume, peer);
+        }
+    }
+
+    /// Bits were cleared: they are written some time later.
+    pub(crate) fn bits_cleared(&mut self, volume: VolumeNr) {
+        let at = self.now + BITMAP_DELAY;
+        self.timers.set_earliest(Timer::BitmapWrite(volume), at);
+    }
+
+    /// Tells the peers who is in sync where the resync has passed (semantics.md, 19.7).
+    fn tell_in_sync(&mut self, volume: VolumeNr, source: NodeId, extents: &[AlExtent]) {
+        let peers: Vec<NodeId> = self
+            .established()
+            .into_iter()
+            .filter(|peer| {
+                let p = self.state.peer_device(volume, *peer);
+                let repl = p.repl;
+                (repl == ReplState::Established || repl.is_sync()) && p.disk > DiskState::Failed
+            })
+            .collect();
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        for extent in extents {
+            let Some(io) = self.disk_io(volume) else {
+                return;
+            };
+            let bits = io.bitmap.extent_bits(*extent);
+            let clean = |peer: NodeId| {
+                io.slot(peer)
+                    .is_some_and(|slot| !io.bitmap.any_set(slot, bits.clone()))
+            };
+            if io.al.is_referenced(*extent) || !clean(source) {
+                continue;
+            }
+            let mask: NodeMask = peers.iter().copied().filter(|p| clean(*p)).collect();
+            if mask.count() == 0 {
+                continue;
+            }
+            let sector = extent.first_sector();
+            let end = (sector.0 + AlExtent::SIZE / Sector::SIZE).min(size);
+            let size_bytes = ((end - sector.0) * Sector::SIZE) as u32;
+            for peer in mask.iter() {
+                let packet = Packet::PeersInSync(PeersInSync {
+                    sector,
+                    mask,
+                    size_bytes,
+                });
+                self.send(peer, Stream::Control, volume, packet);
+            }
+        }
+    }
+
+    // Flush before the end (semantics.md, 19.6).
+
+    fn request_flushes(&mut self, volume: VolumeNr, peer: NodeId) {
+        let primaries: Vec<NodeId> = self
+            .established()
+            .into_iter()
+            .filter(|node| {
+                self.state
+                    .connections
+                    .get(node)
+                    .is_some_and(|c| c.peer_role == Role::Primary)
+                    && self
+                        .connections
+                        .get(node)
+                        .is_some_and(|c| c.protocol() >= 123)
+            })
+            .collect();
+        if primaries.is_empty() {
+            return;
+        }
+        let answering: NodeMask = self
+            .established()
+            .into_iter()
+            .filter(|node| {
+                self.state.peer_device(volume, *node).disk == DiskState::UpToDate
+                    && self
+                        .connections
+                        .get(node)
+                        .is_some_and(|c| c.protocol() >= 123)
+            })
+            .collect();
+        let mut waits = Vec::new();
+        self.io.flush_sequence += 1;
+        let flush_sequence = self.io.flush_sequence;
+        for primary in primaries {
+            if answering.count() > 0 {
+                waits.push((primary, answering));
+            }
+            let packet = Packet::FlushRequests(FlushRequests { flush_sequence });
+            self.send(primary, Stream::Data, VolumeNr::NONE, packet);
+        }
+        if let Some(sync) = self.target(volume, peer) {
+            sync.flush_waits = waits;
+            sync.flush_sequence = flush_sequence;
+        }
+    }
+
+    /// A node has passed on everything that the Primary had for it.
+    pub(crate) fn flush_acked(&mut self, peer: NodeId, sequence: u64, primary: NodeId) {
+        let mut kicked = Vec::new();
+        for (volume, device) in &mut self.devices {
+            for (source, pd) in &mut device.peers {
+                let Some(sync) = pd.io.target.as_mut() else {
+                    continue;
+                };
+                if sync.flush_sequence != sequence {
+                    continue;
+                }
+                for (node, waits) in &mut sync.flush_waits {
+                    if *node == primary {
+                        waits.remove(peer);
+                    }
+                }
+                sync.flush_waits.retain(|(_, waits)| !waits.is_empty());
+                kicked.push((*volume, *source));
+            }
+        }
+        for (volume, source) in kicked {
+            self.target_kick(volume, source);
+        }
+    }
+}
+
+/// The bits of one request that starts at set bit `bit`, where `clear` is the next clear one:
+/// aligned power-of-two pieces, so that long areas end up in few large requests.
+fn request_bits(clear: u64, bit: u64, block_sectors: u64, grant_sectors: u64) -> (u64, u64) {
+    let most = (MOST_SECTORS / block_sectors).max(1);
+    let aligned = if bit == 0 {
+        most
+    } else {
+        (1 << bit.trailing_zeros().min(20)).min(most)
+    };
+    let granted = (grant_sectors / block_sectors).max(1);
+    (
+        bit,
+        clear.min(bit + aligned.min(granted.next_power_of_two())),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_grow_to_aligned_powers_of_two() {
+        assert_eq!(request_bits(1000, 0, 8, 4096), (0, 256));
+        assert_eq!(request_bits(1000, 3, 8, 4096), (3, 4));
+        assert_eq!(request_bits(1000, 4, 8, 4096), (4, 8));
+        assert_eq!(request_bits(5, 4, 8, 4096), (4, 5));
+        assert_eq!(request_bits(1000, 256, 8, 4096), (256, 512));
+        assert_eq!(request_bits(1000, 256, 8, 64), (256, 264));
+        assert_eq!(request_bits(1000, 1, 2048, 8), (1, 2));
+    }
+}

@@ -1,0 +1,752 @@
+//! Whole nodes against each other in memory: a small driver that reorders what it may, and
+//! checks of what must hold. The simulator goes further; this finds a broken data path first.
+
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::string::String;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use lockstep_format::disk::BLOCK_BYTES;
+use lockstep_format::disk::al::encode_initialised;
+use lockstep_format::disk::layout::{Geometry, Layout, Placement};
+use lockstep_format::disk::v09::SuperBlock;
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::{DiskState, Packet, ReplState};
+
+use crate::command::{Command, MetaIndex};
+use crate::event::{
+    BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output, Payload,
+    Request, RequestError, RequestId, RequestKind, Stream, Tag,
+};
+use crate::options::{DiskOptions, NetOptions, ResourceOptions};
+use crate::report::Event;
+use crate::resource::{Resource, ResourceConfig};
+use crate::time::{Duration, Instant};
+
+const VOLUME: VolumeNr = VolumeNr(0);
+const SIZE: u64 = 64 << 20;
+const META: u64 = 4 << 20;
+
+struct Node {
+    resource: Resource,
+    up: bool,
+    data: Vec<u8>,
+    stable: Vec<u8>,
+    meta: Vec<u8>,
+    buffers: BTreeMap<u64, Vec<u8>>,
+    next_buffer: u64,
+    connecting: Vec<NodeId>,
+    completed: BTreeMap<u64, Result<(), RequestError>>,
+    read: BTreeMap<u64, u64>,
+    fail_data_writes: bool,
+}
+
+enum Todo {
+    Disk(usize, Tag, DiskOp, Vec<u8>),
+    Meta(usize, Tag, MetaOp),
+    Input(usize, Input),
+}
+
+struct World {
+    nodes: Vec<Node>,
+    now: Instant,
+    seed: u64,
+    todo: Vec<Todo>,
+    wires: BTreeMap<(usize, usize, u64, bool), VecDeque<(VolumeNr, Packet, Option<Vec<u8>>)>>,
+    links: BTreeMap<u64, (usize, usize)>,
+    next_link: u64,
+    next_id: u64,
+    cut: bool,
+    packets: BTreeMap<&'static str, u64>,
+    log: Vec<String>,
+}
+
+fn node_id(index: usize) -> NodeId {
+    NodeId(index as u8)
+}
+
+fn fresh_meta(node: usize, peers: u8) -> Vec<u8> {
+    let layout = Layout::new(Placement::FlexExternal, Geometry::for_peers(peers), META).unwrap();
+    let mut meta = vec![0u8; META as usize];
+    let mut superblock = SuperBlock::fresh(&layout);
+    superblock.node_id = Some(node_id(node));
+    let mut block = [0u8; BLOCK_BYTES];
+    superblock.encode(&mut block);
+    let at = layout.superblock_byte() as usize;
+    meta[at..at + BLOCK_BYTES].copy_from_slice(&block);
+    encode_initialised(&mut block);
+    for number in 0..8 {
+        let at = layout.al_byte() as usize + number * BLOCK_BYTES;
+        meta[at..at + BLOCK_BYTES].copy_from_slice(&block);
+    }
+    meta
+}
+
+impl World {
+    fn new(seed: u64, count: usize) -> World {
+        let nodes = (0..count)
+            .map(|index| Node {
+                resource: Self::resource(index, seed),
+                up: true,
+                data: vec![0; SIZE as usize],
+                stable: vec![0; SIZE as usize],
+                meta: fresh_meta(index, count as u8 - 1),
+                buffers: BTreeMap::new(),
+                next_buffer: 1,
+                connecting: Vec::new(),
+                completed: BTreeMap::new(),
+                read: BTreeMap::new(),
+                fail_data_writes: false,
+            })
+            .collect();
+        let mut world = World {
+            nodes,
+            now: Instant(1),
+            seed: seed.wrapping_mul(2).wrapping_add(1),
+            todo: Vec::new(),
+            wires: BTreeMap::new(),
+            links: BTreeMap::new(),
+            next_link: 1,
+            next_id: 1,
+            cut: false,
+            packets: BTreeMap::new(),
+            log: Vec::new(),
+        };
+        for index in 0..count {
+            world.start(index);
+        }
+        world
+    }
+
+    fn resource(index: usize, seed: u64) -> Resource {
+        let config = ResourceConfig {
+            name: "r0".into(),
+            node_id: node_id(index),
+            options: ResourceOptions::default(),
+        };
+        Resource::new(config, seed ^ (index as u64 + 1) << 32)
+    }
+
+    fn start(&mut self, index: usize) {
+        let count = self.nodes.len();
+        self.command(
+            index,
+            Command::NewVolume {
+                volume: VOLUME,
+                minor: 0,
+                diskless: false,
+            },
+        );
+        for peer in (0..count).filter(|p| *p != index) {
+            let net = NetOptions {
+                max_buffers: 256,
+                ..NetOptions::default()
+            };
+            self.command(
+                index,
+                Command::NewPeer {
+                    peer: node_id(peer),
+                    net,
+                },
+            );
+        }
+        self.command(
+            index,
+            Command::Attach {
+                volume: VOLUME,
+                data_path: "data".into(),
+                meta_path: Some("meta".into()),
+                index: MetaIndex::FlexExternal,
+                options: DiskOptions {
+                    al_extents: 67,
+                    ..DiskOptions::default()
+                },
+            },
+        );
+        self.run();
+        for peer in (0..count).filter(|p| *p != index) {
+            let peer = node_id(peer);
+            let connect = Command::Connect {
+                peer,
+                discard_my_data: false,
+                tentative: false,
+            };
+            self.command(index, connect);
+        }
+    }
+
+    fn random(&mut self, limit: usize) -> usize {
+        self.seed = self
+            .seed
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(11);
+        ((self.seed >> 33) % limit as u64) as usize
+    }
+
+    fn command(&mut self, index: usize, command: Command) -> u64 {
+        self.next_id += 1;
+        let id = CommandId(self.next_id);
+        self.input(index, Input::Command { id, command });
+        self.next_id
+    }
+
+    fn input(&mut self, index: usize, input: Input) {
+        if !self.nodes[index].up {
+            return;
+        }
+        let now = self.now;
+        self.nodes[index].resource.handle(now, input);
+        while let Some(output) = self.nodes[index].resource.poll_output() {
+            self.output(index, output);
+        }
+    }
+
+    fn bytes(&self, index: usize, payload: Payload) -> Vec<u8> {
+        let buffer = &self.nodes[index].buffers[&payload.buf.0];
+        buffer[payload.offset as usize..(payload.offset + payload.len) as usize].to_vec()
+    }
+
+    fn buffer(&mut self, index: usize, bytes: Vec<u8>) -> Payload {
+        let node = &mut self.nodes[index];
+        let id = node.next_buffer;
+        node.next_buffer += 1;
+        let len = bytes.len() as u32;
+        node.buffers.insert(id, bytes);
+        Payload {
+            buf: BufId(id),
+            offset: 0,
+            len,
+        }
+    }
+
+    fn output(&mut self, index: usize, output: Output) {
+        match output {
+            Output::OpenDisk { tag, .. } => {
+                let info = DiskInfo {
+                    data_bytes: SIZE,
+                    meta_bytes: META,
+                    logical_block_bytes: 512,
+                    physical_block_bytes: 4096,
+                    discard: true,
+                    discard_zeroes: true,
+                    discard_granularity_bytes: 4096,
+                    max_discard_bytes: 128 << 20,
+                    write_through: false,
+                };
+                self.todo.push(Todo::Input(
+                    index,
+                    Input::DiskOpened {
+                        tag,
+                        result: Ok(info),
+                    },
+                ));
+            }
+            Output::CloseDisk { tag, .. } => {
+                self.todo
+                    .push(Todo::Input(index, Input::DiskClosed { tag }));
+            }
+            Output::Disk { tag, op, .. } => {
+                let bytes = match op {
+                    DiskOp::Write { payload, .. } => self.bytes(index, payload),
+                    _ => Vec::new(),
+                };
+                self.todo.push(Todo::Disk(index, tag, op, bytes));
+            }
+            Output::Meta { tag, op, .. } => self.todo.push(Todo::Meta(index, tag, op)),
+            Output::Send {
+                peer,
+                link,
+                stream,
+                volume,
+                packet,
+                payload,
+                want_sent,
+            } => {
+                assert!(want_sent.is_none());
+                let bytes = payload.map(|p| self.bytes(index, p));
+                if self.links.contains_key(&link.0) {
+                    let name = packet_name(&packet);
+                    *self.packets.entry(name).or_default() += 1;
+                    let key = (index, usize::from(peer.0), link.0, stream == Stream::Data);
+                    self.wires
+                        .entry(key)
+                        .or_default()
+                        .push_back((volume, packet, bytes));
+                }
+            }
+            Output::Connect { peer } => self.nodes[index].connecting.push(peer),
+            Output::StopConnecting { peer } => {
+                self.nodes[index].connecting.retain(|p| *p != peer);
+            }
+            Output::CloseLink { link, .. } => self.close_link(index, link.0),
+            Output::Complete { id, result } => {
+                assert!(self.nodes[index].completed.insert(id.0, result).is_none());
+            }
+            Output::Copy { from, to } => {
+                let bytes = self.bytes(index, from);
+                let buffer = self.nodes[index].buffers.get_mut(&to.buf.0).unwrap();
+                buffer[to.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+            }
+            Output::Release { buf } => {
+                assert!(
+                    self.nodes[index].buffers.remove(&buf.0).is_some(),
+                    "released once"
+                );
+            }
+            Output::Event(Event::Log { text, level, .. }) => {
+                self.log.push(alloc::format!("{index} {level:?} {text}"));
+            }
+            Output::Answer { id, result } => {
+                if let Err(error) = result {
+                    self.log
+                        .push(alloc::format!("{index} answer {id:?} {error:?}"));
+                }
+            }
+            Output::Event(_) | Output::Handler { .. } | Output::Digest { .. } => {}
+        }
+    }
+
+    fn close_link(&mut self, index: usize, link: u64) {
+        let Some((a, b)) = self.links.remove(&link) else {
+            return;
+        };
+        self.wires.retain(|key, _| key.2 != link);
+        let other = if a == index { b } else { a };
+        let down = Input::LinkDown {
+            peer: node_id(index),
+            link: LinkId(link),
+            reason: LinkDownReason::Closed,
+        };
+        self.todo.push(Todo::Input(other, down));
+    }
+
+    /// Cuts every link; both ends notice.
+    fn cut_links(&mut self) {
+        for (link, (a, b)) in core::mem::take(&mut self.links) {
+            for (index, peer) in [(a, b), (b, a)] {
+                let down = Input::LinkDown {
+                    peer: node_id(peer),
+                    link: LinkId(link),
+                    reason: LinkDownReason::Broken,
+                };
+                self.todo.push(Todo::Input(index, down));
+            }
+        }
+        self.wires.clear();
+    }
+
+    /// The node stops without warning; what was not flushed is lost.
+    fn crash(&mut self, index: usize) {
+        let links: Vec<u64> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.0 == index || l.1 == index)
+            .map(|l| *l.0)
+            .collect();
+        for link in links {
+            self.close_link(index, link);
+        }
+        self.todo.retain(|todo| match todo {
+            Todo::Disk(node, ..) | Todo::Meta(node, ..) | Todo::Input(node, _) => *node != index,
+        });
+        let node = &mut self.nodes[index];
+        node.up = false;
+        node.data = node.stable.clone();
+        node.buffers.clear();
+        node.connecting.clear();
+    }
+
+    fn restart(&mut self, index: usize) {
+        self.seed += 99;
+        let seed = self.seed;
+        self.nodes[index].resource = Self::resource(index, seed);
+        self.nodes[index].up = true;
+        self.start(index);
+    }
+
+    /// Links come up where both ends want one.
+    fn connect(&mut self) {
+        if self.cut {
+            return;
+        }
+        for a in 0..self.nodes.len() {
+            for b in a + 1..self.nodes.len() {
+                let wants = |x: usize, y: usize| {
+                    self.nodes[x].up && self.nodes[x].connecting.contains(&node_id(y))
+                };
+                if !wants(a, b) || !wants(b, a) {
+                    continue;
+                }
+                let link = self.next_link;
+                self.next_link += 1;
+                self.links.insert(link, (a, b));
+                for (x, y) in [(a, b), (b, a)] {
+                    self.nodes[x].connecting.retain(|p| *p != node_id(y));
+                    let up = Input::LinkUp {
+                        peer: node_id(y),
+                        link: LinkId(link),
+                        resolve_conflicts: x == a,
+                    };
+                    self.input(x, up);
+                }
+            }
+        }
+    }
+
+    /// One thing that is ready happens. False if nothing is.
+    fn step(&mut self) -> bool {
+        self.connect();
+        let wires: Vec<_> = self
+            .wires
+            .iter()
+            .filter(|(_, q)| !q.is_empty())
+            .map(|(key, _)| *key)
+            .collect();
+        let choices = self.todo.len() + wires.len();
+        if choices == 0 {
+            return false;
+        }
+        let pick = self.random(choices);
+        if pick < self.todo.len() {
+            match self.todo.swap_remove(pick) {
+                Todo::Input(index, input) => self.input(index, input),
+                Todo::Disk(index, tag, op, bytes) => self.disk(index, tag, op, &bytes),
+                Todo::Meta(index, tag, op) => self.meta(index, tag, op),
+            }
+        } else {
+            let key = wires[pick - self.todo.len()];
+            let (volume, packet, bytes) = self.wires.get_mut(&key).unwrap().pop_front().unwrap();
+            let payload = bytes.map(|bytes| self.buffer(key.1, bytes));
+            let stream = if key.3 { Stream::Data } else { Stream::Control };
+            let input = Input::Packet {
+                peer: node_id(key.0),
+                link: LinkId(key.2),
+                stream,
+                volume,
+                packet,
+                payload,
+            };
+            self.input(key.1, input);
+        }
+        true
+    }
+
+    fn disk(&mut self, index: usize, tag: Tag, op: DiskOp, bytes: &[u8]) {
+        let mut result = Ok(None);
+        let node = &mut self.nodes[index];
+        match op {
+            DiskOp::Read { sector, payload } => {
+                let at = sector.bytes() as usize;
+                let bytes = node.data[at..at + payload.len as usize].to_vec();
+                let buffer = node.buffers.get_mut(&payload.buf.0).unwrap();
+                buffer[payload.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+            }
+            DiskOp::ReadNew { sector, len } => {
+                let at = sector.bytes() as usize;
+                let bytes = node.data[at..at + len as usize].to_vec();
+                result = Ok(Some(self.buffer(index, bytes)));
+            }
+            DiskOp::Write { .. } if node.fail_data_writes => {
+                result = Err(crate::event::DiskError::Io { errno: 5 });
+            }
+            DiskOp::Write { sector, fua, .. } => {
+                let at = sector.bytes() as usize;
+                node.data[at..at + bytes.len()].copy_from_slice(bytes);
+                if fua {
+                    node.stable[at..at + bytes.len()].copy_from_slice(bytes);
+                }
+            }
+            DiskOp::Flush => node.stable.copy_from_slice(&node.data),
+            DiskOp::Discard { sector, len } | DiskOp::Zeroes { sector, len, .. } => {
+                let at = sector.bytes() as usize;
+                node.data[at..at + len as usize].fill(0);
+            }
+        }
+        self.input(index, Input::DiskDone { tag, result });
+    }
+
+    fn meta(&mut self, index: usize, tag: Tag, op: MetaOp) {
+        let node = &mut self.nodes[index];
+        let bytes = match op {
+            MetaOp::Read { offset, len } => {
+                node.meta[offset as usize..(offset + u64::from(len)) as usize].to_vec()
+            }
+            MetaOp::Write {
+                offset,
+                bytes,
+                flush_data,
+            } => {
+                if flush_data {
+                    node.stable.copy_from_slice(&node.data);
+                }
+                node.meta[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+                Vec::new()
+            }
+        };
+        self.input(
+            index,
+            Input::MetaDone {
+                tag,
+                result: Ok(bytes),
+            },
+        );
+    }
+
+    /// Everything that can happen without time passing.
+    fn run(&mut self) {
+        let mut steps = 0;
+        while self.step() {
+            steps += 1;
+            assert!(
+                steps < 2_000_000,
+                "it settles: {:#?}",
+                self.log.iter().rev().take(30).collect::<Vec<_>>()
+            );
+        }
+    }
+
+    /// Lets time pass.
+    fn pass(&mut self, time: Duration) {
+        let end = self.now + time;
+        self.run();
+        loop {
+            let next = self
+                .nodes
+                .iter()
+                .enumerate()
+                .filter(|(_, n)| n.up)
+                .filter_map(|(i, n)| n.resource.next_timeout().map(|at| (at, i)))
+                .min();
+            match next {
+                Some((at, index)) if at <= end => {
+                    self.now = self.now.max(at);
+                    self.input(index, Input::Timeout);
+                    self.run();
+                }
+                _ => break,
+            }
+        }
+        self.now = end;
+    }
+
+    fn pass_until(&mut self, what: &str, limit_s: u64, done: impl Fn(&World) -> bool) {
+        for _ in 0..limit_s * 10 {
+            if done(self) {
+                return;
+            }
+            self.pass(Duration::from_millis(100));
+        }
+        panic!("{what} within {limit_s} s: {:#?}", self.log);
+    }
+
+    fn request(&mut self, index: usize, kind: RequestKind, sector: u64, len: u32, fill: u8) -> u64 {
+        self.next_id += 1;
+        let id = self.next_id;
+        let payload = match kind {
+            RequestKind::Read | RequestKind::Write { .. } => {
+                Some(self.buffer(index, vec![fill; len as usize]))
+            }
+            _ => None,
+        };
+        if let Some(payload) = payload {
+            self.nodes[index].read.insert(id, payload.buf.0);
+        }
+        let request = Request {
+            id: RequestId(id),
+            volume: VOLUME,
+            kind,
+            sector: Sector(sector),
+            len,
+            payload,
+        };
+        self.input(index, Input::Request(request));
+        id
+    }
+
+    fn write(&mut self, index: usize, sector: u64, len: u32, fill: u8) -> u64 {
+        self.request(index, RequestKind::Write { fua: false }, sector, len, fill)
+    }
+
+    fn read(&mut self, index: usize, sector: u64, len: u32) -> Vec<u8> {
+        let id = self.request(index, RequestKind::Read, sector, len, 0xee);
+        self.run();
+        assert_eq!(
+            self.nodes[index].completed.get(&id),
+            Some(&Ok(())),
+            "{:#?}",
+            self.log
+        );
+        let buffer = self.nodes[index].read[&id];
+        self.nodes[index].buffers[&buffer].clone()
+    }
+
+    fn done(&self, index: usize, id: u64) -> bool {
+        self.nodes[index].completed.get(&id) == Some(&Ok(()))
+    }
+
+    fn disk_state(&self, index: usize) -> DiskState {
+        self.nodes[index].resource.state.disk(VOLUME)
+    }
+
+    fn repl(&self, index: usize, peer: usize) -> ReplState {
+        self.nodes[index]
+            .resource
+            .state
+            .peer_device(VOLUME, node_id(peer))
+            .repl
+    }
+
+    fn in_sync(&self) -> bool {
+        let count = self.nodes.len();
+        (0..count).all(|a| {
+            self.disk_state(a) == DiskState::UpToDate
+                && (0..count).all(|b| a == b || self.repl(a, b) == ReplState::Established)
+        })
+    }
+
+    fn bits(&self, index: usize, peer: usize) -> u64 {
+        let disk = self.nodes[index].resource.devices[&VOLUME]
+            .attached()
+            .unwrap();
+        disk.io.bitmap.count(disk.io.slot(node_id(peer)).unwrap())
+    }
+
+    /// What must hold when nothing is in flight any more.
+    fn check_idle(&mut self) {
+        for index in 0..self.nodes.len() {
+            let r = &self.nodes[index].resource;
+            assert_eq!(r.io.requests.len(), 0, "requests of node {index}");
+            assert!(r.io.log.is_empty() && r.io.held.is_empty() && r.io.postponed.is_empty());
+            let device = &r.devices[&VOLUME];
+            assert!(device.io.ranges.is_empty(), "ranges of node {index}");
+            assert_eq!(device.io.lower_pending, 0);
+            if let Some(disk) = device.attached() {
+                assert_eq!(disk.io.al.referenced(), 0, "extents of node {index}");
+            }
+            for conn in r.connections.values() {
+                assert!(conn.io.sent.is_empty() && conn.io.unacked.is_empty());
+                assert!(
+                    conn.io.writes.is_empty(),
+                    "unacked peer writes of node {index}"
+                );
+            }
+            let front: Vec<u64> = self.nodes[index].read.values().copied().collect();
+            let left = self.nodes[index]
+                .buffers
+                .keys()
+                .filter(|b| !front.contains(b))
+                .count();
+            assert_eq!(left, 0, "buffers of node {index}");
+        }
+    }
+
+    fn check_same_data(&self) {
+        for index in 1..self.nodes.len() {
+            let differs = self.nodes[0]
+                .data
+                .chunks(4096)
+                .zip(self.nodes[index].data.chunks(4096))
+                .position(|(a, b)| a != b);
+            assert_eq!(
+                differs, None,
+                "block of nodes 0 and {index}: {:#?}",
+                self.log
+            );
+        }
+    }
+
+    /// Two or more fresh nodes, node 0 Primary, everything in sync.
+    fn synced(seed: u64, count: usize) -> World {
+        let mut world = World::new(seed, count);
+        world.pass(Duration::from_secs(3));
+        world.command(0, Command::Primary { force: true });
+        world.pass_until("initial sync", 60, World::in_sync);
+        world
+    }
+}
+
+fn packet_name(packet: &Packet) -> &'static str {
+    match packet {
+        Packet::Data(_) => "data",
+        Packet::Barrier(_) => "barrier",
+        Packet::BarrierAck(_) => "barrier ack",
+        Packet::WriteAck(_) => "write ack",
+        Packet::PeerAck(_) => "peer ack",
+        Packet::RsDagtagReq(_) => "resync request",
+        Packet::OutOfSync(_) => "out of sync",
+        Packet::ConfirmStable(_) => "confirm stable",
+        _ => "other",
+    }
+}
+
+#[test]
+fn a_fresh_pair_syncs_and_replicates() {
+    let mut w = World::synced(1, 2);
+    assert!(w.packets["resync request"] > 10);
+    let ids: Vec<u64> = (0..50)
+        .map(|n| w.write(0, n * 8, 4096, n as u8 + 1))
+        .collect();
+    w.run();
+    for id in ids {
+        assert!(w.done(0, id), "{:#?}", w.log);
+    }
+    w.pass(Duration::from_secs(1));
+    w.check_same_data();
+    w.check_idle();
+    assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0));
+    assert_eq!(w.read(0, 8, 4096), vec![2; 4096]);
+    assert!(w.packets["peer ack"] > 0);
+}
+
+#[test]
+fn writes_that_a_cut_off_peer_misses_are_resynced() {
+    for seed in 1..6 {
+        let mut w = World::synced(seed, 2);
+        let mut ids = Vec::new();
+        for n in 0..40 {
+            ids.push(w.write(0, n * 1000, 8192, n as u8 + 1));
+            for _ in 0..w.random(6) {
+                w.step();
+            }
+        }
+        w.cut = true;
+        w.cut_links();
+        w.pass(Duration::from_secs(20));
+        for n in 0..20 {
+            ids.push(w.write(0, n * 777 + 3, 4096, 200 + n as u8));
+        }
+        w.pass(Duration::from_secs(5));
+        for id in ids {
+            assert!(w.done(0, id), "{:#?}", w.log);
+        }
+        assert!(w.bits(0, 1) > 0);
+        w.cut = false;
+        w.pass_until("resync", 60, World::in_sync);
+        w.pass(Duration::from_secs(1));
+        w.check_same_data();
+        w.check_idle();
+        assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_crashed_secondary_gets_what_it_lost_with_its_cache() {
+    for seed in 1..5 {
+        let mut w = World::synced(seed, 2);
+        for n in 0..60 {
+            w.write(0, n * 512, 4096, n as u8 + 1);
+            for _ in 0..w.random(12) {
+                w.step();
+            }
+        }
+        w.crash(1);
+        w.pass(Duration::from_secs(20));
+        w.write(0, 5, 1024, 99);
+        w.pass(Duration::from_secs(1));
+        w.restart(1);
+        w.pass_until("resync", 60, World::in_sync);
+        w.pass(Duration::from_secs(1));
+        w.check_same_data();
+        w.check_idle();
+    }
+}

@@ -1,0 +1,1011 @@
+//! Writes of the application: submission, replication, acks, epochs, and what is left of them.
+//!
+//! The rules are those of semantics.md, 15 and 18.3. A write stays in the log (`ResourceIo::log`)
+//! until everybody it was sent to has it on stable storage or is given up, its out-of-sync bits are
+//! set, and all writes before it are settled. Only then its activity-log extents are let go.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::{
+    Barrier, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, FlushForward, FlushRequestsAck,
+    PeerAck, Trim,
+};
+use lockstep_format::wire::{ConnState, DataFlags, Features, Packet, ReplState};
+
+use super::slab::Key;
+use super::{DataOp, DiskFault, Owner};
+use crate::event::{DiskError, DiskOp, Payload, RequestError, RequestId, RequestKind, Stream};
+use crate::interval::{Origin, RangeId};
+use crate::options::{OnLoss, Protocol};
+use crate::resource::Resource;
+use crate::state::ReplSets;
+use crate::time::{Duration, Instant};
+use crate::timers::Timer;
+
+/// A request of a front end from its admission to its end.
+#[derive(Debug)]
+pub(crate) struct AppRequest {
+    pub(crate) id: RequestId,
+    pub(crate) volume: VolumeNr,
+    pub(crate) kind: RequestKind,
+    pub(crate) sector: Sector,
+    pub(crate) size_bytes: u32,
+    pub(crate) payload: Option<Payload>,
+    /// The front end was answered.
+    pub(crate) completed: bool,
+    /// It is in the list of held completions.
+    pub(crate) held: bool,
+    pub(crate) local: Local,
+    /// Place among the ranges in flight, until the completion to the front end.
+    pub(crate) range: Option<RangeId>,
+    /// Extents are referenced in the log of this serial.
+    pub(crate) al: Option<u64>,
+    pub(crate) submitted: bool,
+    pub(crate) submitted_at: Instant,
+    pub(crate) dagtag: Dagtag,
+    pub(crate) epoch: u32,
+    /// Peers that it was sent to. For a read: peers that were tried.
+    pub(crate) sent: NodeMask,
+    /// Peers whose ack the completion waits for.
+    pub(crate) pending: NodeMask,
+    /// Peers that have it as far as the protocol promises.
+    pub(crate) ok: NodeMask,
+    /// Peers that have it and are in sync for it.
+    pub(crate) in_sync: NodeMask,
+    /// Peers that did not say that it is on stable storage.
+    pub(crate) unsettled: NodeMask,
+    /// Peers lost during a suspension, which get it again or are given up at its end.
+    pub(crate) parked: NodeMask,
+    /// Peers that are told that the range is out of sync, if that is news.
+    pub(crate) mark: NodeMask,
+    /// Peers whose bits were set already because a resync with them started.
+    pub(crate) accounted: NodeMask,
+    /// For a flush: writes of each connection that have to be settled.
+    pub(crate) waits: Vec<(NodeId, u64)>,
+}
+
+/// The local part of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Local {
+    /// Not on the local disk.
+    None,
+    /// In flight.
+    Pending,
+    /// Done.
+    Ok,
+    /// Failed.
+    Failed,
+}
+
+/// What a peer says of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ack {
+    /// It is in the peer's memory.
+    Received,
+    /// It is on the peer's disk.
+    Written,
+    /// The same, and the peer cleared its bits for it.
+    InSync,
+    /// The peer does not have it.
+    Failed,
+}
+
+/// Settled writes that the peers were not told of yet.
+#[derive(Debug, Default)]
+pub(crate) struct PeerAckQueue {
+    mask: NodeMask,
+    /// Last dagtag that each peer got.
+    last: Vec<(NodeId, Dagtag)>,
+    since: Dagtag,
+}
+
+/// A `P_FLUSH_REQUESTS` that waits until the writes before it are settled.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FlushDue {
+    pub(crate) sequence: u64,
+    pub(crate) dagtag: Dagtag,
+}
+
+impl AppRequest {
+    pub(crate) fn new(request: &crate::event::Request) -> Self {
+        AppRequest {
+            id: request.id,
+            volume: request.volume,
+            kind: request.kind,
+            sector: request.sector,
+            size_bytes: request.len,
+            payload: request.payload,
+            completed: false,
+            held: false,
+            local: Local::None,
+            range: None,
+            al: None,
+            submitted: false,
+            submitted_at: Instant(0),
+            dagtag: Dagtag(0),
+            epoch: 0,
+            sent: NodeMask::EMPTY,
+            pending: NodeMask::EMPTY,
+            ok: NodeMask::EMPTY,
+            in_sync: NodeMask::EMPTY,
+            unsettled: NodeMask::EMPTY,
+            parked: NodeMask::EMPTY,
+            mark: NodeMask::EMPTY,
+            accounted: NodeMask::EMPTY,
+            waits: Vec::new(),
+        }
+    }
+
+    fn is_settled(&self) -> bool {
+        self.completed
+            && self.local != Local::Pending
+            && self.unsettled.is_empty()
+            && self.parked.is_empty()
+    }
+}
+
+impl Resource {
+    /// An admitted write takes its place among the ranges in flight.
+    pub(crate) fn start_write(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let Some(device) = self.devices.get_mut(&req.volume) else {
+            return;
+        };
+        let owner = Owner::App(key);
+        let (range, clear) =
+            device
+                .io
+                .ranges
+                .insert(Origin::LocalWrite, req.sector, req.size_bytes, owner);
+        req.range = Some(range);
+        if clear {
+            self.app_write_clear(key);
+        }
+    }
+
+    /// Nothing overlaps: activity log next.
+    pub(crate) fn app_write_clear(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
+        let serial = self.al_serial(volume);
+        let hot = req.al == Some(serial);
+        if hot || !self.takes_writes(volume) || self.al_get(volume, sector, size, Owner::App(key)) {
+            self.app_write_hot(volume, key);
+        }
+    }
+
+    /// The write's extents are in the activity log: submit, unless requests have to wait.
+    pub(crate) fn app_write_hot(&mut self, volume: VolumeNr, key: Key) {
+        let serial = self.al_serial(volume);
+        let takes_writes = self.takes_writes(volume);
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        if takes_writes {
+            req.al = Some(serial);
+        }
+        let no_data = !self.data_reachable(volume);
+        if self.io_fails(volume) {
+            self.abandon_write(key, RequestError::Io);
+        } else if self.requests_wait(volume)
+            || (no_data && self.options.on_no_data_accessible == OnLoss::SuspendIo)
+        {
+            self.drop_range(key);
+            self.io.postponed.push_back(key);
+            self.want_held_uuids();
+        } else if no_data {
+            self.abandon_write(key, RequestError::Io);
+        } else {
+            self.submit_write(key);
+        }
+    }
+
+    /// The end of a suspension: writes that were admitted before it go on.
+    pub(crate) fn retry_postponed(&mut self) {
+        for key in core::mem::take(&mut self.io.postponed) {
+            self.start_write(key);
+        }
+    }
+
+    /// Fails a write that was never submitted.
+    fn abandon_write(&mut self, key: Key, error: RequestError) {
+        self.drop_range(key);
+        let Some(req) = self.io.requests.remove(key) else {
+            return;
+        };
+        if let Some(serial) = req.al {
+            self.al_put(req.volume, req.sector, req.size_bytes, serial);
+        }
+        self.request_ended(req.volume);
+        self.complete(req.id, Err(error));
+    }
+
+    fn drop_range(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let (volume, range) = (req.volume, req.range.take());
+        if let (Some(range), Some(device)) = (range, self.devices.get_mut(&volume)) {
+            let mut ready = Vec::new();
+            device.io.ranges.remove(range, &mut ready);
+            self.wake_ranges(volume, ready);
+        }
+    }
+
+    /// UpToDate data are here or at a peer, whatever remote reads are allowed.
+    fn data_reachable(&self, volume: VolumeNr) -> bool {
+        self.state
+            .devices
+            .get(&volume)
+            .is_some_and(crate::state::DeviceState::data_accessible)
+    }
+
+    fn submit_write(&mut self, key: Key) {
+        let takes_writes = self
+            .io
+            .requests
+            .get(key)
+            .is_some_and(|r| self.takes_writes(r.volume));
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let volume = req.volume;
+        let before = self.io.dagtag;
+        self.io.dagtag = before.advanced_by_bytes(req.size_bytes);
+        req.dagtag = self.io.dagtag;
+        req.epoch = self.io.epoch;
+        req.submitted = true;
+        req.submitted_at = self.now;
+        self.io.epoch_writes += 1;
+        let mut sent = NodeMask::EMPTY;
+        if let Some(device) = self.state.devices.get(&volume) {
+            for (peer, p) in &device.peers {
+                if p.replicates() {
+                    sent.insert(*peer);
+                } else if p.marks_out_of_sync() {
+                    req.mark.insert(*peer);
+                }
+            }
+        }
+        req.sent = sent;
+        req.unsettled = sent;
+        if takes_writes {
+            req.local = Local::Pending;
+        }
+        let (kind, sector, size, payload) = (req.kind, req.sector, req.size_bytes, req.payload);
+        self.io.log.push_back(key);
+        if takes_writes {
+            let op = self.disk_write(volume, kind, sector, size, payload);
+            self.disk_op(volume, op, DataOp::AppWrite(key));
+        }
+        for peer in sent.iter() {
+            self.send_write(peer, key);
+        }
+        let longest = self
+            .connections
+            .values()
+            .map(|c| c.net.max_epoch_size)
+            .min()
+            .unwrap_or(2048)
+            .max(1);
+        if self.io.epoch_writes >= longest {
+            self.close_epoch();
+        }
+        // Protocol A waits for nothing but the local disk, a diskless node not even for that.
+        self.try_complete(key);
+    }
+
+    /// Sends a write to a peer, for the first time or again.
+    fn send_write(&mut self, peer: NodeId, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        let (volume, epoch, dagtag) = (req.volume, req.epoch, req.dagtag);
+        let (kind, sector, size, payload) = (req.kind, req.sector, req.size_bytes, req.payload);
+        let may_set_in_sync = self.state.peer_device(volume, peer).repl.has_progress();
+        self.barrier_before(peer, epoch);
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let protocol = conn.net.protocol;
+        let features = conn.features();
+        let start = Dagtag(dagtag.0.wrapping_sub(u64::from(size) / Sector::SIZE));
+        let jump = conn.io.mirror != Some(start);
+        conn.io.mirror = Some(dagtag);
+        conn.io.epoch = epoch;
+        conn.io.epoch_writes += 1;
+        conn.io.sent.push_back(key);
+        conn.io.sent_count += 1;
+        conn.io.ap_in_flight_sectors += u64::from(size) / Sector::SIZE;
+        if jump {
+            self.send(peer, Stream::Data, VolumeNr::NONE, Packet::Dagtag(start));
+        }
+        let mut flags = DataFlags::empty();
+        match protocol {
+            Protocol::C => flags |= DataFlags::SEND_WRITE_ACK,
+            Protocol::B => flags |= DataFlags::SEND_RECEIVE_ACK,
+            Protocol::A => {}
+        }
+        if may_set_in_sync {
+            flags |= DataFlags::MAY_SET_IN_SYNC | DataFlags::SEND_WRITE_ACK;
+        }
+        let seq_num = self.next_seq(volume, peer);
+        let block_id = BlockId(key.0);
+        let trim = |flags| Trim {
+            sector,
+            block_id,
+            seq_num,
+            flags,
+            size_bytes: size,
+        };
+        let packet = match kind {
+            RequestKind::Write { fua } => {
+                if fua {
+                    flags |= DataFlags::FUA;
+                }
+                Packet::Data(Data {
+                    sector,
+                    block_id,
+                    seq_num,
+                    flags,
+                    payload_len: size,
+                    ..Data::default()
+                })
+            }
+            RequestKind::Discard => Packet::Trim(trim(flags | DataFlags::DISCARD)),
+            RequestKind::Zeroes { unmap } if features.contains(Features::WZEROES) => {
+                let unmap = if unmap {
+                    DataFlags::DISCARD
+                } else {
+                    DataFlags::empty()
+                };
+                Packet::Zeroes(trim(flags | DataFlags::ZEROES | unmap))
+            }
+            // Without the feature the receiver executes a trim as a zero-out.
+            RequestKind::Zeroes { .. } => Packet::Trim(trim(flags | DataFlags::DISCARD)),
+            RequestKind::Read | RequestKind::Flush => unreachable!("only writes are replicated"),
+        };
+        if let Some(req) = self.io.requests.get_mut(key) {
+            if protocol == Protocol::A {
+                // Handed to the network: that is all that A promises.
+                req.ok.insert(peer);
+            } else {
+                req.pending.insert(peer);
+            }
+        }
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.sent_sectors += u64::from(size) / Sector::SIZE;
+        }
+        if !self.timers.is_set(Timer::RequestAge(peer)) {
+            let span = self.connections.get(&peer).map_or(Duration(0), |c| {
+                Duration::from_tenths(u64::from(c.net.timeout_tenths))
+                    .times(u64::from(c.net.ko_count))
+            });
+            if span.0 > 0 {
+                let at = self.now + span;
+                self.timers.set(Timer::RequestAge(peer), at);
+            }
+        }
+        let payload = if packet.payload_len() > 0 {
+            payload
+        } else {
+            None
+        };
+        self.send_payload(peer, Stream::Data, volume, packet, payload, None);
+    }
+
+    pub(crate) fn app_write_done(&mut self, key: Key, result: Result<(), DiskError>) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let volume = req.volume;
+        req.local = if result.is_ok() {
+            Local::Ok
+        } else {
+            Local::Failed
+        };
+        let range = req.range;
+        let sectors = u64::from(req.size_bytes) / Sector::SIZE;
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.written_sectors += sectors;
+            if let Some(range) = range {
+                let mut ready = Vec::new();
+                device.io.ranges.disk_done(range, &mut ready);
+                self.wake_ranges(volume, ready);
+            }
+        }
+        // Zero-outs are always possible, so a failed one is as bad as a failed write.
+        if result.is_err() {
+            self.disk_failed(volume, DiskFault::Data);
+        }
+        self.try_complete(key);
+        self.settle_log();
+    }
+
+    /// An ack of a write, in whatever form.
+    pub(crate) fn write_ack(&mut self, peer: NodeId, volume: VolumeNr, ack: &BlockAck, how: Ack) {
+        let key = Key(ack.block_id.0);
+        let known = self.io.requests.get_mut(key).filter(|req| {
+            req.volume == volume && req.sector == ack.sector && req.sent.contains(peer)
+        });
+        let Some(req) = known else {
+            if how == Ack::Failed {
+                // Long completed, perhaps forgotten: the peer does not have it.
+                if let Some(io) = self.disk_io(volume)
+                    && let Some(slot) = io.slot(peer)
+                {
+                    io.bitmap.set_range(slot, ack.sector, ack.size_bytes);
+                }
+            } else {
+                let text = format!("ack of an unknown write at sector {}", ack.sector);
+                self.protocol_error(peer, Some(volume), text);
+            }
+            return;
+        };
+        req.pending.remove(peer);
+        match how {
+            Ack::Failed => {
+                req.ok.remove(peer);
+                req.in_sync.remove(peer);
+            }
+            Ack::Received | Ack::Written => req.ok.insert(peer),
+            Ack::InSync => {
+                req.ok.insert(peer);
+                req.in_sync.insert(peer);
+            }
+        }
+        self.try_complete(key);
+        self.settle_log();
+    }
+
+    /// Completes a write to its front end if nothing is missing.
+    pub(crate) fn try_complete(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        if req.completed
+            || !req.submitted
+            || req.local == Local::Pending
+            || !req.pending.is_empty()
+            || !req.parked.is_empty()
+        {
+            return;
+        }
+        let volume = req.volume;
+        let fails = self.io_fails(volume);
+        if !fails && self.completions_wait(volume) {
+            if let Some(req) = self.io.requests.get_mut(key)
+                && !req.held
+            {
+                req.held = true;
+                self.io.held_completions.push_back(key);
+                self.want_held_uuids();
+            }
+            return;
+        }
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        req.completed = true;
+        let ok = !fails && (req.local == Local::Ok || !req.ok.is_empty());
+        let (id, epoch) = (req.id, req.epoch);
+        if epoch == self.io.epoch {
+            self.close_epoch();
+        }
+        self.drop_range(key);
+        self.request_ended(volume);
+        self.complete(id, if ok { Ok(()) } else { Err(RequestError::Io) });
+        self.settle_log();
+    }
+
+    /// Completions that were held go on if nothing holds them any more.
+    pub(crate) fn release_completions(&mut self) {
+        let count = self.io.held_completions.len();
+        for _ in 0..count {
+            let Some(key) = self.io.held_completions.pop_front() else {
+                break;
+            };
+            if let Some(req) = self.io.requests.get_mut(key) {
+                req.held = false;
+            }
+            self.try_complete(key);
+        }
+        if !self.io.flushes.is_empty() {
+            for key in self.io.flushes.clone() {
+                self.try_finish_flush(key);
+            }
+        }
+    }
+
+    /// Takes settled writes out of the log, oldest first.
+    fn settle_log(&mut self) {
+        while let Some(key) = self.io.log.front().copied() {
+            let Some(req) = self.io.requests.get(key) else {
+                self.io.log.pop_front();
+                continue;
+            };
+            if !req.is_settled() {
+                break;
+            }
+            self.io.log.pop_front();
+            self.settle_write(key);
+        }
+        self.settle_flush_requests();
+    }
+
+    fn settle_write(&mut self, key: Key) {
+        let Some(req) = self.io.requests.remove(key) else {
+            return;
+        };
+        let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
+        let mut news = NodeMask::EMPTY;
+        if let Some(io) = self.disk_io(volume) {
+            let ok = io.slot_mask(req.ok);
+            let in_sync = io.slot_mask(req.in_sync);
+            let accounted = io.slot_mask(req.accounted);
+            for slot in 0..io.bitmap.shape().slots() {
+                if in_sync >> slot & 1 == 1 {
+                    io.bitmap.clear_range(slot, sector, size);
+                } else if (ok | accounted) >> slot & 1 == 0
+                    && io.bitmap.set_range(slot, sector, size) > 0
+                {
+                    for node in req.mark.iter().filter(|n| io.slot(*n) == Some(slot)) {
+                        news.insert(node);
+                    }
+                }
+            }
+        }
+        for peer in news.iter() {
+            if self.state.peer_device(volume, peer).repl > ReplState::Off {
+                self.barrier_before(peer, self.io.epoch);
+                let desc = BlockDesc {
+                    sector,
+                    size_bytes: size,
+                };
+                self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
+            }
+        }
+        if let Some(serial) = req.al {
+            self.al_put(volume, sector, size, serial);
+        }
+        self.note_peer_ack(&req);
+    }
+
+    /// The range that the writes of a peer's resync miss is marked before the bitmap is sent.
+    pub(crate) fn mark_in_flight(&mut self, volume: VolumeNr, peer: NodeId) {
+        let slot = self.disk_io(volume).and_then(|io| io.slot(peer));
+        let keys: Vec<Key> = self.io.log.iter().copied().collect();
+        for key in keys {
+            let Some(req) = self.io.requests.get_mut(key) else {
+                continue;
+            };
+            if req.volume != volume || req.ok.contains(peer) || req.mark.contains(peer) {
+                continue;
+            }
+            if req.parked.contains(peer) {
+                req.parked.remove(peer);
+                req.unsettled.remove(peer);
+                self.io.parked = self.io.parked.saturating_sub(1);
+            }
+            if !req.unsettled.contains(peer) {
+                req.accounted.insert(peer);
+            }
+            let (sector, size) = (req.sector, req.size_bytes);
+            if let (Some(slot), Some(io)) = (slot, self.disk_io(volume)) {
+                io.bitmap.set_range(slot, sector, size);
+            }
+            self.try_complete(key);
+        }
+        self.settle_log();
+    }
+
+    // Epochs (semantics.md, 15.8).
+
+    /// Later writes may depend on what was completed: they belong to a new epoch.
+    pub(crate) fn close_epoch(&mut self) {
+        if self.io.epoch_writes > 0 {
+            self.io.epoch = self.io.epoch.wrapping_add(1);
+            self.io.epoch_writes = 0;
+            self.io.barriers_due = true;
+        }
+    }
+
+    pub(crate) fn send_due_barriers(&mut self) {
+        for peer in self.established() {
+            self.barrier_before(peer, self.io.epoch);
+        }
+    }
+
+    /// Ends the connection's epoch if something of a later one follows.
+    fn barrier_before(&mut self, peer: NodeId, epoch: u32) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.epoch_writes == 0 || conn.io.epoch == epoch {
+            return;
+        }
+        let barrier = conn.io.epoch;
+        conn.io.unacked.push_back((barrier, conn.io.epoch_writes));
+        conn.io.epoch_writes = 0;
+        self.send(
+            peer,
+            Stream::Data,
+            VolumeNr::NONE,
+            Packet::Barrier(Barrier { barrier }),
+        );
+    }
+
+    pub(crate) fn barrier_ack(&mut self, peer: NodeId, barrier: u32, set_size: u32) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.unacked.front() != Some(&(barrier, set_size)) {
+            let text = format!(
+                "barrier ack {barrier} of {set_size} writes; expected {:?}",
+                conn.io.unacked.front()
+            );
+            self.protocol_error(peer, None, text);
+            return;
+        }
+        conn.io.unacked.pop_front();
+        self.settle_sent(peer, set_size);
+    }
+
+    pub(crate) fn confirm_stable(&mut self, peer: NodeId, confirm: &ConfirmStable) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let count = confirm.set_size;
+        let io = &mut conn.io;
+        let oldest = io.sent.front().copied();
+        let youngest = (count as usize)
+            .checked_sub(1)
+            .and_then(|at| io.sent.get(at))
+            .copied();
+        let in_epoch = match io.unacked.front_mut() {
+            Some((_, writes)) => writes,
+            None => &mut io.epoch_writes,
+        };
+        let fits = oldest.map(|k| k.0) == Some(confirm.oldest_block_id.0)
+            && youngest.map(|k| k.0) == Some(confirm.youngest_block_id.0)
+            && *in_epoch >= count;
+        if !fits {
+            let text = format!("confirmation of {count} writes that are not the oldest ones");
+            self.protocol_error(peer, None, text);
+            return;
+        }
+        *in_epoch -= count;
+        self.settle_sent(peer, count);
+    }
+
+    /// The oldest `count` writes sent to the peer are on its stable storage.
+    fn settle_sent(&mut self, peer: NodeId, count: u32) {
+        for _ in 0..count {
+            let Some(conn) = self.connections.get_mut(&peer) else {
+                return;
+            };
+            let Some(key) = conn.io.sent.pop_front() else {
+                break;
+            };
+            conn.io.settled_count += 1;
+            let Some(req) = self.io.requests.get_mut(key) else {
+                continue;
+            };
+            let sectors = u64::from(req.size_bytes) / Sector::SIZE;
+            conn.io.ap_in_flight_sectors = conn.io.ap_in_flight_sectors.saturating_sub(sectors);
+            req.unsettled.remove(peer);
+            if req.pending.contains(peer) {
+                // Stable is more than written.
+                req.pending.remove(peer);
+                req.ok.insert(peer);
+                self.try_complete(key);
+            }
+        }
+        self.settle_log();
+        self.settle_flushes(peer);
+    }
+
+    // A lost connection (semantics.md, 9.3 and 15.4).
+
+    /// The link is gone and what it had received is written: requests stop waiting for the peer.
+    pub(crate) fn lose_requests(&mut self, peer: NodeId) {
+        let suspended = self.state.suspended();
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        let parks = suspended && conn.net.protocol != Protocol::A;
+        let sent = core::mem::take(&mut conn.io.sent);
+        conn.io.unacked.clear();
+        conn.io.epoch_writes = 0;
+        conn.io.sent_count = 0;
+        conn.io.settled_count = 0;
+        conn.io.mirror = None;
+        conn.io.ap_in_flight_sectors = 0;
+        conn.io.flush_requests.clear();
+        self.io.peer_ack.last.retain(|(node, _)| *node != peer);
+        for key in sent {
+            let Some(req) = self.io.requests.get_mut(key) else {
+                continue;
+            };
+            if parks && req.pending.contains(peer) {
+                req.pending.remove(peer);
+                req.parked.insert(peer);
+                self.io.parked += 1;
+                continue;
+            }
+            req.pending.remove(peer);
+            req.ok.remove(peer);
+            req.in_sync.remove(peer);
+            req.unsettled.remove(peer);
+            self.try_complete(key);
+        }
+        for key in self.io.log.iter() {
+            if let Some(req) = self.io.requests.get_mut(*key) {
+                req.mark.remove(peer);
+            }
+        }
+        self.settle_log();
+        self.lose_reads(peer);
+        self.settle_flushes(peer);
+        if self.io.parked > 0 {
+            self.io.parked_due = true;
+        }
+        self.want_held_uuids();
+    }
+
+    /// Resends or gives up what was parked (semantics.md, 5.1 point 16).
+    pub(crate) fn settle_parked(&mut self) {
+        if self.io.parked == 0 {
+            return;
+        }
+        let suspended = self.state.suspended();
+        let keys: Vec<Key> = self.io.log.iter().copied().collect();
+        for key in keys {
+            let Some(req) = self.io.requests.get(key) else {
+                continue;
+            };
+            let volume = req.volume;
+            for peer in req.parked.iter() {
+                let p = self.state.peer_device(volume, peer);
+                let resends = p.repl == ReplState::Established && p.replicates();
+                let lost = !resends && (!suspended || p.repl > ReplState::Established);
+                if !resends && !lost {
+                    continue;
+                }
+                self.io.parked -= 1;
+                if let Some(req) = self.io.requests.get_mut(key) {
+                    req.parked.remove(peer);
+                    if lost {
+                        req.ok.remove(peer);
+                        req.unsettled.remove(peer);
+                    }
+                }
+                if resends {
+                    self.send_write(peer, key);
+                }
+            }
+            self.try_complete(key);
+        }
+        self.settle_log();
+    }
+
+    /// The suspension ends with the state change that is being made.
+    pub(crate) fn thawed(&mut self) {
+        self.io.parked_due = true;
+    }
+
+    /// A peer begins to get writes: it is told the current dagtag with the first one.
+    pub(crate) fn replication_started(&mut self, peer: NodeId) {
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.io.mirror = None;
+        }
+        self.io.parked_due = true;
+    }
+
+    /// Drops a connection whose oldest write is without an answer for `ko-count` × `timeout`.
+    pub(crate) fn check_request_age(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let limit = Duration::from_tenths(u64::from(conn.net.timeout_tenths))
+            .times(u64::from(conn.net.ko_count));
+        if limit.0 == 0 || conn.link.is_none() {
+            return;
+        }
+        let oldest = conn
+            .io
+            .sent
+            .front()
+            .and_then(|key| self.io.requests.get(*key));
+        // An epoch that is still open is nobody's fault.
+        let Some(since) = oldest.filter(|r| r.pending.contains(peer) || r.epoch != self.io.epoch)
+        else {
+            return;
+        };
+        let due = since.submitted_at + limit;
+        if due <= self.now {
+            let text = format!("a write is without an answer for {} ms", limit.as_millis());
+            self.log(crate::report::Level::Error, Some(peer), None, text);
+            self.drop_connection(peer, ConnState::Timeout);
+        } else {
+            self.timers.set(Timer::RequestAge(peer), due);
+        }
+    }
+
+    // Peer acks (semantics.md, 18.3).
+
+    fn note_peer_ack(&mut self, req: &AppRequest) {
+        let mut mask = req.ok;
+        if req.local == Local::Ok {
+            mask.insert(self.node_id);
+        }
+        let got: Vec<NodeId> = req
+            .sent
+            .iter()
+            .filter(|peer| self.is_established(*peer))
+            .collect();
+        if got.is_empty() {
+            return;
+        }
+        if !self.io.peer_ack.last.is_empty() && self.io.peer_ack.mask != mask {
+            self.queue_peer_ack();
+        }
+        let queue = &mut self.io.peer_ack;
+        if queue.last.is_empty() {
+            queue.since = req.dagtag;
+        }
+        queue.mask = mask;
+        for peer in got {
+            match queue.last.iter_mut().find(|(node, _)| *node == peer) {
+                Some((_, dagtag)) => *dagtag = req.dagtag,
+                None => queue.last.push((peer, req.dagtag)),
+            }
+        }
+        let window = u64::from(self.options.peer_ack_window_sectors);
+        if req.dagtag.0.wrapping_sub(self.io.peer_ack.since.0) >= window {
+            self.queue_peer_ack();
+        } else {
+            let delay = Duration::from_millis(u64::from(self.options.peer_ack_delay_ms));
+            let at = self.now + delay;
+            self.timers.set(Timer::PeerAck, at);
+        }
+    }
+
+    /// Sends the peer ack that was gathered so far.
+    pub(crate) fn queue_peer_ack(&mut self) {
+        let mask = self.io.peer_ack.mask;
+        for (peer, dagtag) in core::mem::take(&mut self.io.peer_ack.last) {
+            let packet = Packet::PeerAck(PeerAck { mask, dagtag });
+            self.send(peer, Stream::Control, VolumeNr::NONE, packet);
+        }
+        self.timers.clear(Timer::PeerAck);
+    }
+
+    /// `Timer::PeerAck`.
+    pub(crate) fn peer_ack_timer(&mut self) {
+        self.queue_peer_ack();
+    }
+
+    /// A sync target wants all peer acks of earlier writes out (semantics.md, 19.6).
+    pub(crate) fn flush_requested(&mut self, peer: NodeId, sequence: u64) {
+        let dagtag = self.io.dagtag;
+        self.close_epoch();
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.io
+                .flush_requests
+                .push_back(FlushDue { sequence, dagtag });
+        }
+        self.settle_flush_requests();
+    }
+
+    fn settle_flush_requests(&mut self) {
+        if self
+            .connections
+            .values()
+            .all(|c| c.io.flush_requests.is_empty())
+        {
+            return;
+        }
+        let oldest = self
+            .io
+            .log
+            .iter()
+            .find_map(|key| self.io.requests.get(*key))
+            .map(|r| r.dagtag);
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        for peer in peers {
+            while let Some(conn) = self.connections.get_mut(&peer) {
+                let Some(due) = conn.io.flush_requests.front().copied() else {
+                    break;
+                };
+                if oldest.is_some_and(|oldest| !oldest.is_newer_than(due.dagtag)) {
+                    break;
+                }
+                conn.io.flush_requests.pop_front();
+                self.queue_peer_ack();
+                for other in self.established() {
+                    let sequence = due.sequence;
+                    if other == peer {
+                        self.send_flush_ack(peer, sequence, self.node_id);
+                    } else {
+                        let forward = FlushForward {
+                            flush_sequence: sequence,
+                            initiator_node_id: peer,
+                        };
+                        let packet = Packet::FlushForward(forward);
+                        self.send(other, Stream::Control, VolumeNr::NONE, packet);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A Primary has sent its peer acks; the initiator is told behind the marks they caused.
+    pub(crate) fn flush_forwarded(&mut self, primary: NodeId, sequence: u64, initiator: NodeId) {
+        if self.is_established(initiator) {
+            self.send_flush_ack(initiator, sequence, primary);
+        }
+    }
+
+    fn send_flush_ack(&mut self, to: NodeId, flush_sequence: u64, primary_node_id: NodeId) {
+        let ack = FlushRequestsAck {
+            flush_sequence,
+            primary_node_id,
+        };
+        self.send(
+            to,
+            Stream::Data,
+            VolumeNr::NONE,
+            Packet::FlushRequestsAck(ack),
+        );
+    }
+
+    /// The local operation of a write. A discard that may leave old bytes behind is done as a
+    /// zero-out, because replicas have to read alike afterwards.
+    pub(crate) fn disk_write(
+        &self,
+        volume: VolumeNr,
+        kind: RequestKind,
+        sector: Sector,
+        size_bytes: u32,
+        payload: Option<Payload>,
+    ) -> DiskOp {
+        match kind {
+            RequestKind::Write { fua } => {
+                let payload = payload.expect("admission checked that a write has its payload");
+                DiskOp::Write {
+                    sector,
+                    payload,
+                    fua,
+                }
+            }
+            RequestKind::Discard => {
+                let disk = self.devices.get(&volume).and_then(|d| d.attached());
+                if disk.is_some_and(|d| d.info.discard && d.info.discard_zeroes) {
+                    DiskOp::Discard {
+                        sector,
+                        len: size_bytes,
+                    }
+                } else {
+                    DiskOp::Zeroes {
+                        sector,
+                        len: size_bytes,
+                        unmap: true,
+                    }
+                }
+            }
+            RequestKind::Zeroes { unmap } => DiskOp::Zeroes {
+                sector,
+                len: size_bytes,
+                unmap,
+            },
+            RequestKind::Read | RequestKind::Flush => unreachable!("only writes come here"),
+        }
+    }
+}
