@@ -23,6 +23,7 @@ pub mod exposed;
 pub mod generation;
 pub mod handshake;
 pub mod interval;
+pub mod objects;
 pub mod options;
 pub mod rate;
 pub mod report;

@@ -1,49 +1,180 @@
 //! The project's checks: `cargo xtask ci` is the whole of CI, the same locally.
 
+mod layers;
+mod licenses;
+mod tidy;
+
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+const USAGE: &str = "usage: cargo xtask TASK
+  ci        everything below in order; the first failure ends it
+  style     format, clippy, tidy, layers, licenses, documentation links
+  test      unit, golden and integration tests
+  sim       the simulator's fixed worlds
+  e2e       end-to-end tests with the release binary
+  fmt|clippy|tidy|layers|licenses|doc   one step of `style`";
 
 fn main() -> ExitCode {
     let task = std::env::args().nth(1).unwrap_or_default();
+    let root = root();
     let result = match task.as_str() {
-        "ci" => ci(),
+        "ci" => ci(&root),
+        "style" => style(&root),
+        "fmt" => fmt(&root),
+        "clippy" => clippy(&root),
+        "doc" => doc(&root),
+        "tidy" => tidy::check(&root),
+        "layers" => layers::check(&root),
+        "licenses" => licenses::check(&root),
+        "test" => test(&root),
+        "sim" => sim(&root),
+        "e2e" => e2e(&root),
         _ => {
-            eprintln!("usage: cargo xtask ci");
+            eprintln!("{USAGE}");
             return ExitCode::from(2);
         }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(step) => {
-            eprintln!("xtask: failed: {step}");
+        Err(text) => {
+            eprintln!("xtask: {text}");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Every step of CI in order; the first failure ends it.
-fn ci() -> Result<(), String> {
-    cargo(&["fmt", "--all", "--check"])?;
-    cargo(&[
-        "clippy",
-        "--workspace",
-        "--all-targets",
-        "--locked",
-        "--",
-        "-D",
-        "warnings",
-    ])?;
-    cargo(&["test", "--workspace", "--locked"])
+fn ci(root: &Path) -> Result<(), String> {
+    style(root)?;
+    cargo(root, &["build", "--release", "--locked", "--bins"])?;
+    test(root)?;
+    sim(root)?;
+    e2e(root)
 }
 
-fn cargo(args: &[&str]) -> Result<(), String> {
-    eprintln!("== cargo {}", args.join(" "));
-    let status = Command::new(env!("CARGO"))
-        .args(args)
-        .status()
-        .map_err(|e| e.to_string())?;
+fn style(root: &Path) -> Result<(), String> {
+    fmt(root)?;
+    tidy::check(root)?;
+    layers::check(root)?;
+    licenses::check(root)?;
+    clippy(root)?;
+    doc(root)
+}
+
+fn fmt(root: &Path) -> Result<(), String> {
+    cargo(root, &["fmt", "--all", "--check"])
+}
+
+fn clippy(root: &Path) -> Result<(), String> {
+    cargo(
+        root,
+        &[
+            "clippy",
+            "--workspace",
+            "--all-targets",
+            "--locked",
+            "--",
+            "-D",
+            "warnings",
+        ],
+    )
+}
+
+fn doc(root: &Path) -> Result<(), String> {
+    let mut command = Command::new(env!("CARGO"));
+    command
+        .args([
+            "doc",
+            "--workspace",
+            "--no-deps",
+            "--locked",
+            "--document-private-items",
+        ])
+        .env("RUSTDOCFLAGS", "-D warnings")
+        .current_dir(root);
+    run(command)
+}
+
+/// Everything but the end-to-end crate, whose tests want the release binary and the machine.
+fn test(root: &Path) -> Result<(), String> {
+    cargo(
+        root,
+        &[
+            "test",
+            "--workspace",
+            "--exclude",
+            "lockstep-e2e",
+            "--locked",
+        ],
+    )
+}
+
+/// Worlds with fixed seeds, so that a failure is a change's and not chance's.
+fn sim(root: &Path) -> Result<(), String> {
+    for args in SIM_RUNS {
+        let mut all = vec![
+            "run",
+            "--quiet",
+            "--release",
+            "--locked",
+            "-p",
+            "lockstep-sim",
+            "--",
+        ];
+        all.extend_from_slice(args);
+        cargo(root, &all)?;
+    }
+    Ok(())
+}
+
+/// One test at a time: each has whole nodes, and some kill them.
+fn e2e(root: &Path) -> Result<(), String> {
+    let mut command = Command::new(env!("CARGO"));
+    command
+        .args([
+            "test",
+            "-p",
+            "lockstep-e2e",
+            "--locked",
+            "--",
+            "--test-threads=1",
+        ])
+        .env("LOCKSTEP_BIN", root.join("target/release/lockstep"))
+        .current_dir(root);
+    run(command)
+}
+
+/// What the simulator runs in CI.
+const SIM_RUNS: &[&[&str]] = &[];
+
+fn cargo(root: &Path, args: &[&str]) -> Result<(), String> {
+    let mut command = Command::new(env!("CARGO"));
+    command.args(args).current_dir(root);
+    run(command)
+}
+
+fn run(mut command: Command) -> Result<(), String> {
+    let args: Vec<String> = command
+        .get_args()
+        .map(|a| a.to_string_lossy().into_owned())
+        .collect();
+    let line = format!("cargo {}", args.join(" "));
+    eprintln!("== {line}");
+    let start = Instant::now();
+    let status = command.status().map_err(|e| format!("{line}: {e}"))?;
+    eprintln!("== {line}: {status} after {} s", start.elapsed().as_secs());
     if status.success() {
         Ok(())
     } else {
-        Err(format!("cargo {}", args.join(" ")))
+        Err(format!("failed: {line}"))
     }
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .nth(2)
+        .expect("the crate lies two levels below the root")
+        .to_path_buf()
 }

@@ -1,3 +1,5 @@
+//! Tests of the option table.
+
 use alloc::string::ToString;
 use alloc::vec::Vec;
 

@@ -1,0 +1,281 @@
+//! Objects of a resource as commands make, change and remove them: connections, volumes, and the
+//! options of both.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, Role};
+
+use crate::admin::{fail, no_peer, no_volume};
+use crate::command::{Answer, CommandError, ErrorCode};
+use crate::connection::Connection;
+use crate::device::{Device, PeerDevice};
+use crate::options::{Fencing, NetOptions, PeerDeviceOptions};
+use crate::report::{Event, Object};
+use crate::resource::Resource;
+use crate::state::{ConnectionState, DeviceState, PeerDeviceState};
+use crate::transition::Change;
+
+impl Resource {
+    pub(crate) fn new_peer(
+        &mut self,
+        peer: NodeId,
+        net: NetOptions,
+    ) -> Result<Answer, CommandError> {
+        if peer == self.node_id || peer.0 >= NodeId::COUNT {
+            return fail(
+                ErrorCode::ERR_INVALID_PEER_NODE_ID,
+                format!("node id {peer} cannot be a peer of node {}", self.node_id),
+            );
+        }
+        if self.connections.contains_key(&peer) {
+            return fail(
+                ErrorCode::ERR_ALREADY_EXISTS,
+                format!("there is a connection to node {peer} already"),
+            );
+        }
+        check_net(&net)?;
+        self.connections.insert(peer, Connection::new(peer, net));
+        self.state
+            .connections
+            .insert(peer, ConnectionState::default());
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            self.add_peer_device(volume, peer);
+        }
+        self.event(Event::Created(Object::Connection(peer)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn add_peer_device(&mut self, volume: VolumeNr, peer: NodeId) {
+        let options = PeerDeviceOptions::default();
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        device.peers.insert(peer, PeerDevice::new(options));
+        let mut outdated = false;
+        if let Some(disk) = device.attached_mut() {
+            let index = disk.generations.allocate_slot(peer);
+            let index = index.or(disk.generations.slot(peer).bitmap_index);
+            disk.io.set_slot(peer, index);
+            outdated = disk
+                .generations
+                .slot(peer)
+                .flags
+                .contains(lockstep_format::disk::v09::PeerFlags::OUTDATED);
+        }
+        if let Some(state) = self.state.devices.get_mut(&volume) {
+            let mut p = PeerDeviceState::default();
+            if outdated {
+                p.disk = DiskState::Outdated;
+            }
+            state.peers.insert(peer, p);
+        }
+        self.write_superblock(volume);
+    }
+
+    pub(crate) fn del_peer(&mut self, peer: NodeId) -> Result<Answer, CommandError> {
+        match self.state.connections.get(&peer) {
+            None => return Err(no_peer(peer)),
+            Some(c) if c.conn != ConnState::StandAlone => {
+                return fail(
+                    ErrorCode::ERR_NET_CONFIGURED,
+                    format!(
+                        "the connection to node {peer} is {:?}; disconnect first",
+                        c.conn
+                    ),
+                );
+            }
+            Some(_) => {}
+        }
+        self.connections.remove(&peer);
+        self.state.connections.remove(&peer);
+        self.timers.clear_peer(peer);
+        for device in self.devices.values_mut() {
+            device.peers.remove(&peer);
+        }
+        for device in self.state.devices.values_mut() {
+            device.peers.remove(&peer);
+        }
+        self.event(Event::Destroyed(Object::Connection(peer)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn net_options(
+        &mut self,
+        peer: NodeId,
+        net: NetOptions,
+    ) -> Result<Answer, CommandError> {
+        check_net(&net)?;
+        let connected = self.is_established(peer);
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return Err(no_peer(peer));
+        };
+        let frozen = (
+            conn.net.protocol,
+            conn.net.allow_two_primaries,
+            conn.net.data_integrity_alg.clone(),
+            conn.net.csums_alg.clone(),
+        );
+        let wanted = (
+            net.protocol,
+            net.allow_two_primaries,
+            net.data_integrity_alg.clone(),
+            net.csums_alg.clone(),
+        );
+        if connected && frozen != wanted {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                "protocol, allow-two-primaries, data-integrity-alg and csums-alg can be changed \
+                 only while the connection is StandAlone; disconnect first",
+            );
+        }
+        conn.net = net;
+        self.restart_ping_timer(peer);
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn peer_device_options(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        options: PeerDeviceOptions,
+    ) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let attached = device.attached().is_some();
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return Err(no_peer(peer));
+        };
+        if attached && pd.options.bitmap != options.bitmap {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                "bitmap can be changed only while the volume has no disk; detach first",
+            );
+        }
+        pd.options = options;
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn new_volume(
+        &mut self,
+        volume: VolumeNr,
+        minor: u32,
+        diskless: bool,
+    ) -> Result<Answer, CommandError> {
+        if self.devices.contains_key(&volume) || volume.is_none() {
+            return fail(
+                ErrorCode::ERR_MINOR_OR_VOLUME_EXISTS,
+                format!("there is a volume {volume} already"),
+            );
+        }
+        self.devices
+            .insert(volume, Device::new(volume, minor, diskless));
+        self.state.devices.insert(volume, DeviceState::default());
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        for peer in peers {
+            self.add_peer_device(volume, peer);
+        }
+        self.event(Event::Created(Object::Device(volume)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn del_volume(&mut self, volume: VolumeNr) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get(&volume) else {
+            return Err(no_volume(volume));
+        };
+        if device.disk.is_some() || self.state.disk(volume) != DiskState::Diskless {
+            return fail(
+                ErrorCode::ERR_MINOR_INVALID,
+                format!("volume {volume} has a disk; detach it first"),
+            );
+        }
+        if self.state.role == Role::Primary {
+            return fail(
+                ErrorCode::DEVICE_IN_USE,
+                format!("volume {volume} belongs to a Primary; demote it first"),
+            );
+        }
+        self.devices.remove(&volume);
+        self.state.devices.remove(&volume);
+        self.event(Event::Destroyed(Object::Device(volume)));
+        self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn opener(
+        &mut self,
+        volume: VolumeNr,
+        open: bool,
+        write: bool,
+    ) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let count = if write {
+            &mut device.openers.writers
+        } else {
+            &mut device.openers.readers
+        };
+        *count = if open {
+            *count + 1
+        } else {
+            count.saturating_sub(1)
+        };
+        self.event(Event::Device(volume));
+        let nobody = self
+            .devices
+            .values()
+            .all(|d| d.openers.readers + d.openers.writers == 0);
+        if nobody && self.state.fail_io {
+            self.hard_change(Change::new().fail_io(false));
+        }
+        Ok(Answer::Done)
+    }
+
+    /// Derived state (quorum, suspension) after options or objects changed.
+    pub(crate) fn recalculate(&mut self) {
+        self.hard_change(Change::new());
+        self.admission_changed();
+    }
+}
+
+/// Combinations of net options that cannot work (semantics.md, 6.2).
+fn check_net(net: &NetOptions) -> Result<(), CommandError> {
+    use crate::options::Protocol;
+    if net.allow_two_primaries && net.protocol != Protocol::C {
+        return fail(ErrorCode(139), "allow-two-primaries needs protocol C");
+    }
+    if net.fencing == Fencing::ResourceAndStonith && net.protocol == Protocol::A {
+        return fail(
+            ErrorCode(154),
+            "fencing resource-and-stonith does not go with protocol A",
+        );
+    }
+    if let Some(alg) = &net.cram_hmac_alg {
+        if crate::auth::HmacAlg::from_name(alg).is_err() {
+            return fail(
+                ErrorCode::ERR_AUTH_ALG,
+                format!("cram-hmac-alg {alg} is not supported; use sha1 or sha256"),
+            );
+        }
+        if net
+            .shared_secret
+            .as_ref()
+            .is_none_or(alloc::string::String::is_empty)
+        {
+            return fail(
+                ErrorCode::ERR_AUTH_ALG,
+                "cram-hmac-alg needs a shared-secret",
+            );
+        }
+    }
+    Ok(())
+}
