@@ -63,11 +63,6 @@ impl Resource {
         self.new_uuid_wanted = true;
     }
 
-    /// A new generation is due or on its way: no request may start, no held one may complete.
-    pub(crate) fn new_uuid_due(&self) -> bool {
-        self.new_uuid.is_some() || self.devices.values().any(|d| d.new_uuid_pending)
-    }
-
     /// Drives the new generation on; called after every input.
     pub(crate) fn settle_new_uuid(&mut self) {
         if self.state.susp_uuid

@@ -82,8 +82,10 @@ impl Resource {
 
     /// No request is admitted now (semantics.md, 3.6).
     pub(crate) fn requests_wait(&self, volume: VolumeNr) -> bool {
+        // What the metadata say of a promotion has to be durable before its first write.
         self.state.suspended()
             || self.uuid_hold(volume)
+            || !self.meta_is_durable(volume)
             || self
                 .state
                 .devices

@@ -41,6 +41,9 @@ struct Node {
     fail_data_writes: bool,
 }
 
+/// Packets on their way in one direction of one stream.
+type Wire = VecDeque<(VolumeNr, Packet, Option<Vec<u8>>)>;
+
 enum Todo {
     Disk(usize, Tag, DiskOp, Vec<u8>),
     Meta(usize, Tag, MetaOp),
@@ -52,7 +55,7 @@ struct World {
     now: Instant,
     seed: u64,
     todo: Vec<Todo>,
-    wires: BTreeMap<(usize, usize, u64, bool), VecDeque<(VolumeNr, Packet, Option<Vec<u8>>)>>,
+    wires: BTreeMap<(usize, usize, u64, bool), Wire>,
     links: BTreeMap<u64, (usize, usize)>,
     next_link: u64,
     next_id: u64,
