@@ -1,6 +1,7 @@
 //! The one binary: its name, or else the first argument, selects the role.
 
 mod drbdadm;
+mod drbdmeta;
 mod inspect;
 
 use std::process::ExitCode;
@@ -9,6 +10,7 @@ const USAGE: &str = "\
 Usage: lockstep COMMAND [ARGS]
 
   drbdadm   brings resources to the state of the configuration (also by that name)
+  drbdmeta  creates, shows and repairs metadata (also by that name)
   inspect   shows files and traffic in the formats that Lockstep reads and writes";
 
 fn main() -> ExitCode {
@@ -19,6 +21,7 @@ fn main() -> ExitCode {
         .unwrap_or_default();
     match (name, words.get(1..).unwrap_or_default()) {
         ("drbdadm", _) => drbdadm::run(&words),
+        ("drbdmeta", args) => drbdmeta::run(args),
         (_, [command, rest @ ..]) => run(command, rest, &words),
         (_, []) => usage_error("lockstep: say what to do"),
     }
@@ -27,6 +30,7 @@ fn main() -> ExitCode {
 fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
     match command {
         "drbdadm" => drbdadm::run(&words[1..]),
+        "drbdmeta" => drbdmeta::run(args),
         "inspect" => inspect::run(args),
         "--help" | "-h" | "help" => {
             println!("{USAGE}");
