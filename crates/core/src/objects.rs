@@ -250,8 +250,17 @@ impl Resource {
 /// Combinations of net options that cannot work (semantics.md, 6.2).
 fn check_net(net: &NetOptions) -> Result<(), CommandError> {
     use crate::options::Protocol;
-    if net.allow_two_primaries && net.protocol != Protocol::C {
-        return fail(ErrorCode(139), "allow-two-primaries needs protocol C");
+    if net.allow_two_primaries {
+        return fail(
+            ErrorCode::NOT_SUPPORTED,
+            "allow-two-primaries is not supported by this version; set it to no",
+        );
+    }
+    if net.data_integrity_alg.is_some() {
+        return fail(
+            ErrorCode::ERR_INTEGRITY_ALG,
+            "data-integrity-alg is not supported by this version; remove it on both nodes",
+        );
     }
     if net.fencing == Fencing::ResourceAndStonith && net.protocol == Protocol::A {
         return fail(
