@@ -25,7 +25,7 @@ use lockstep_io::port::{PortSink, VolumePort, VolumeProperties};
 
 use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
 use crate::fuse::{Connection, abort_connection};
-use crate::loopdev::{self, BlockAccess, Detached, LoopNumber, Settings};
+use crate::loopdev::{self, BlockAccess, Detached, Discard, LoopNumber, Settings};
 
 /// Largest payload of one request in bytes.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
@@ -400,10 +400,10 @@ impl MountedDevice {
         let properties = &spec.properties;
         let settings = Settings {
             logical_block_bytes: properties.logical_block_bytes.clamp(512, 4096),
-            max_discard_bytes: if properties.discard {
-                properties.max_discard_bytes
+            discard: if properties.discard {
+                Discard::Passed
             } else {
-                0
+                Discard::Refused
             },
             access: spec.access,
         };

@@ -7,6 +7,7 @@
 
 pub mod device;
 mod fuse;
+pub mod hold;
 mod loopdev;
 pub mod nbd;
 pub mod ram;

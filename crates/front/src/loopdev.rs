@@ -42,10 +42,19 @@ pub struct LoopNumber(pub u32);
 pub(crate) struct Settings {
     /// Logical block size in bytes: 512 or 4096.
     pub(crate) logical_block_bytes: u32,
-    /// Largest discard in bytes; 0 without discards.
-    pub(crate) max_discard_bytes: u32,
+    /// Whether discards have any effect.
+    pub(crate) discard: Discard,
     /// Whether writes are let through.
     pub(crate) access: BlockAccess,
+}
+
+/// Whether discards have any effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Discard {
+    /// They are refused.
+    Refused,
+    /// They are passed on.
+    Passed,
 }
 
 /// Whether a block device lets writes through.
@@ -129,6 +138,20 @@ pub(crate) fn attach(
                     let _ = detach(number, label);
                     return Err(error);
                 }
+                if settings.discard == Discard::Passed && discards_forbidden(number) {
+                    drop(device);
+                    // The kernel makes a new one without limits when it is needed.
+                    if detach(number, label)? == Detached::Yes
+                        && control(&control_file, NumberRequest::RemoveLoop(number.0)).is_ok()
+                    {
+                        continue;
+                    }
+                    let text = "a limit of 0 on its discards cannot be lifted";
+                    return Err(io::Error::other(format!(
+                        "{}: {text}",
+                        number.path().display()
+                    )));
+                }
                 return Ok(number);
             }
             // Another process was faster.
@@ -143,25 +166,32 @@ pub(crate) fn attach(
 fn finish_attach(number: LoopNumber, device: &File, settings: Settings) -> io::Result<()> {
     // The read-only flag of a block device outlives its last user, so it is always set.
     set_access_of(device, settings.access)?;
-    if !read_flag(number, "loop/dio") {
+    if !reads(number, "loop/dio", "1") {
         let text = format!("{}: the kernel refused direct I/O", number.path().display());
         return Err(io::Error::new(ErrorKind::Unsupported, text));
     }
     for (setting, value) in [
         // The volume orders its requests itself, and its replicas have schedulers of their own.
-        ("queue/scheduler", "none".to_string()),
-        ("queue/add_random", "0".to_string()),
-        ("queue/rotational", "0".to_string()),
-        (
-            "queue/discard_max_bytes",
-            settings.max_discard_bytes.to_string(),
-        ),
+        ("queue/scheduler", "none"),
+        ("queue/add_random", "0"),
+        ("queue/rotational", "0"),
     ] {
-        if let Err(error) = fs::write(number.sysfs().join(setting), &value) {
-            tracing::debug!(number = number.0, setting, value, %error, "setting not taken");
-        }
+        set(number, setting, value);
     }
     Ok(())
+}
+
+/// An administrator's limit on discards outlives the binding too, and the kernel takes no other
+/// value once it was 0.
+fn discards_forbidden(number: LoopNumber) -> bool {
+    reads(number, "queue/discard_max_bytes", "0")
+        && !reads(number, "queue/discard_max_hw_bytes", "0")
+}
+
+fn set(number: LoopNumber, setting: &str, value: &str) {
+    if let Err(error) = fs::write(number.sysfs().join(setting), value) {
+        tracing::debug!(number = number.0, setting, value, %error, "setting not taken");
+    }
 }
 
 /// Lets writes through or not.
@@ -348,8 +378,8 @@ fn users_of_process(number: LoopNumber, process: &Path, users: &mut BTreeSet<Str
     }
 }
 
-fn read_flag(number: LoopNumber, attribute: &str) -> bool {
-    fs::read_to_string(number.sysfs().join(attribute)).is_ok_and(|text| text.trim() == "1")
+fn reads(number: LoopNumber, attribute: &str, value: &str) -> bool {
+    fs::read_to_string(number.sysfs().join(attribute)).is_ok_and(|text| text.trim() == value)
 }
 
 fn status_of(device: &File) -> io::Result<[u8; info::LEN]> {

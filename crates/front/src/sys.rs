@@ -14,6 +14,8 @@ pub(crate) enum NumberRequest {
     LoopSetCapacity,
     /// A loop device's number that is free now.
     GetFreeLoop,
+    /// Remove the unbound loop device of this number.
+    RemoveLoop(u32),
 }
 
 /// A control request whose argument is memory that the kernel reads or writes.
@@ -36,7 +38,17 @@ impl NumberRequest {
         match self {
             NumberRequest::LoopClear => 0x4C01,
             NumberRequest::LoopSetCapacity => 0x4C07,
+            NumberRequest::RemoveLoop(_) => 0x4C81,
             NumberRequest::GetFreeLoop => 0x4C82,
+        }
+    }
+
+    const fn argument(self) -> libc::c_ulong {
+        match self {
+            NumberRequest::RemoveLoop(number) => number as libc::c_ulong,
+            NumberRequest::LoopClear
+            | NumberRequest::LoopSetCapacity
+            | NumberRequest::GetFreeLoop => 0,
         }
     }
 }
@@ -64,8 +76,10 @@ impl MemoryRequest {
 
 /// Runs a control request without memory.
 pub(crate) fn control(fd: impl AsFd, request: NumberRequest) -> std::io::Result<u32> {
-    // SAFETY: these requests ignore their argument, so the kernel touches no memory of ours.
-    let result = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request.number() as _, 0) };
+    let (fd, argument) = (fd.as_fd().as_raw_fd(), request.argument());
+    // SAFETY: these requests take their argument as a number or ignore it, so the kernel touches no
+    // memory of ours.
+    let result = unsafe { libc::ioctl(fd, request.number() as _, argument) };
     match u32::try_from(result) {
         Ok(number) => Ok(number),
         Err(_) => Err(std::io::Error::last_os_error()),

@@ -14,7 +14,7 @@ use lockstep_core::event::RequestError;
 use lockstep_front::BlockAccess;
 use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, clean_leftovers};
 use lockstep_front::ram::{Hold, RamVolume, Runs};
-use support::{have_programs, run, skip};
+use support::{can_use_devices, have_programs, run};
 
 const MIB: u64 = 1 << 20;
 
@@ -25,26 +25,7 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 /// The right to use devices, if the machine can do it at all.
 fn can_mount() -> Option<MutexGuard<'static, ()>> {
     let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    has_devices().then_some(guard)
-}
-
-fn has_devices() -> bool {
-    if !rustix::process::geteuid().is_root() {
-        skip("not root, and the mountable device needs it");
-        return false;
-    }
-    for device in ["/dev/fuse", "/dev/loop-control"] {
-        if std::fs::File::options()
-            .read(true)
-            .write(true)
-            .open(device)
-            .is_err()
-        {
-            skip(&format!("{device} cannot be opened"));
-            return false;
-        }
-    }
-    true
+    can_use_devices().then_some(guard)
 }
 
 fn spec(volume: &RamVolume, owner: &str, links: &[&Path]) -> DeviceSpec {
@@ -388,4 +369,31 @@ fn a_bad_link_undoes_everything() {
         .unwrap();
     assert!(matches!(error, DeviceError::Link { .. }), "{error}");
     assert!(clean_leftovers(&owner("link"), &[]).unwrap().is_empty());
+}
+
+#[test]
+fn a_limit_on_discards_that_somebody_left_on_the_loop_device_is_lifted() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "limit");
+    let name = device
+        .path()
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap()
+        .to_string();
+    let limit = |name: &str| format!("/sys/block/{name}/queue/discard_max_bytes");
+    std::fs::write(limit(&name), "0").unwrap();
+    detach(device);
+    let device = create(&volume, "limit");
+    let name = device
+        .path()
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap()
+        .to_string();
+    assert_ne!(std::fs::read_to_string(limit(&name)).unwrap().trim(), "0");
+    detach(device);
 }

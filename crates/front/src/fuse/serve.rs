@@ -23,8 +23,8 @@ use super::abi::{self, IN_HEADER_LEN, InHeader, WRITE_HEAD_LEN, fallocate_mode, 
 const BATCH: usize = 16;
 /// Payload up to this length is copied into a buffer of its own size; more is handed over as read.
 const COPY_BYTES: usize = 64 << 10;
-/// Parts of one FALLOCATE; the kernel cuts its requests at 4 GiB.
-const MAX_PARTS: u64 = 4096;
+/// Parts of one FALLOCATE; the block layer cuts its requests at 4 GiB.
+const MAX_PARTS: u64 = 1 << 20;
 /// How often a reader that waits for the volume looks whether it was told to abandon it.
 const ORDER_CHECK: Duration = Duration::from_millis(100);
 /// How long a reader waits before it asks again for memory that others hold.

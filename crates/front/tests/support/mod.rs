@@ -42,6 +42,26 @@ pub fn have_programs(names: &[&str]) -> bool {
     false
 }
 
+/// Whether this process may make FUSE files and loop devices; if not, the test is skipped.
+pub fn can_use_devices() -> bool {
+    if !rustix::process::geteuid().is_root() {
+        skip("not root, and the mountable device needs it");
+        return false;
+    }
+    for device in ["/dev/fuse", "/dev/loop-control"] {
+        if std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(device)
+            .is_err()
+        {
+            skip(&format!("{device} cannot be opened"));
+            return false;
+        }
+    }
+    true
+}
+
 /// Runs a program that must succeed and returns its standard output.
 pub fn run(program: &str, args: &[&str]) -> String {
     let output = output(program, args);
