@@ -1,6 +1,6 @@
 //! From what was written to what holds: which host we are, volumes, connections, node ids, checks.
 //!
-//! [`resolve`] is always needed before a configuration is used; [`inherit`] copies options from
+//! [`resolve`] is always needed before a configuration is used; [`inherit()`] copies options from
 //! general to special sections and is needed for everything but a plain dump.
 
 mod connections;
