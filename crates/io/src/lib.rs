@@ -8,3 +8,4 @@ pub mod pool;
 pub mod port;
 pub mod ring;
 pub mod table;
+pub mod tcp;
