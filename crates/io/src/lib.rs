@@ -11,6 +11,7 @@ pub mod pool;
 pub mod port;
 pub mod receive;
 pub mod ring;
+pub mod shard;
 pub mod table;
 pub mod tcp;
 mod timers;

@@ -270,8 +270,11 @@ mod tests {
         (0..len).map(|n| (n / 5) as u8 ^ salt).collect()
     }
 
+    /// A packet with its volume and payload.
+    type Whole = (VolumeNr, Packet, Vec<u8>);
+
     /// A stream with packets of all sorts: bytes, and what must come out.
-    fn stream(sizes: &[usize]) -> (Vec<u8>, Vec<(VolumeNr, Packet, Vec<u8>)>) {
+    fn stream(sizes: &[usize]) -> (Vec<u8>, Vec<Whole>) {
         let (mut bytes, mut expected) = (Vec::new(), Vec::new());
         for (n, size) in sizes.iter().enumerate() {
             let volume = VolumeNr(n as u16);
@@ -307,7 +310,7 @@ mod tests {
         *bytes = later;
     }
 
-    fn take_all(receiver: &mut Receiver, got: &mut Vec<(VolumeNr, Packet, Vec<u8>)>) -> bool {
+    fn take_all(receiver: &mut Receiver, got: &mut Vec<Whole>) -> bool {
         loop {
             match receiver.next(&dialect(), alloc) {
                 Parsed::Packet {

@@ -24,22 +24,25 @@ pub struct BufTable {
 struct Slot {
     generation: u32,
     refs: u32,
+    owner: u64,
     buf: Option<BufRef>,
 }
 
 impl BufTable {
-    /// Gives the buffer a name with one reference.
-    pub fn insert(&mut self, buf: BufRef) -> BufId {
+    /// Gives the buffer a name with one reference. `owner` is the core that learns it.
+    pub fn insert(&mut self, owner: u64, buf: BufRef) -> BufId {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot {
                 generation: 0,
                 refs: 0,
+                owner,
                 buf: None,
             });
             (self.slots.len() - 1) as u32
         });
         let slot = &mut self.slots[index as usize];
         slot.refs = 1;
+        slot.owner = owner;
         slot.buf = Some(buf);
         BufId(u64::from(slot.generation) << 32 | u64::from(index))
     }
@@ -77,6 +80,16 @@ impl BufTable {
         Ok(slot.buf.take())
     }
 
+    /// Ends all names of an owner that has gone.
+    pub fn release_all_of(&mut self, owner: u64) {
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            if slot.owner == owner && slot.buf.take().is_some() {
+                slot.generation = slot.generation.wrapping_add(1);
+                self.free.push(index as u32);
+            }
+        }
+    }
+
     /// Number of names in use.
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()
@@ -100,15 +113,19 @@ mod tests {
     #[test]
     fn a_released_name_is_stale_even_when_its_slot_is_used_again() {
         let mut table = BufTable::default();
-        let first = table.insert(IoBuf::standalone(1).unwrap().share());
+        let first = table.insert(1, IoBuf::standalone(1).unwrap().share());
         table.retain(first).unwrap();
         assert!(table.release(first).unwrap().is_none());
         assert!(table.release(first).unwrap().is_some());
-        let second = table.insert(IoBuf::standalone(1).unwrap().share());
+        let second = table.insert(1, IoBuf::standalone(1).unwrap().share());
         assert_ne!(first, second);
         assert_eq!(table.get(first).unwrap_err(), StaleBuf(first));
         assert_eq!(table.release(first).unwrap_err(), StaleBuf(first));
         assert!(table.get(second).is_ok());
         assert_eq!(table.len(), 1);
+        table.release_all_of(2);
+        assert_eq!(table.len(), 1);
+        table.release_all_of(1);
+        assert!(table.is_empty() && table.get(second).is_err());
     }
 }

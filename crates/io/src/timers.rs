@@ -36,6 +36,11 @@ impl<K: Ord + Copy> TimerHeap<K> {
         }
     }
 
+    /// Number of entries.
+    pub(crate) fn len(&self) -> usize {
+        self.heap.len()
+    }
+
     /// When the next entry fires.
     pub(crate) fn next(&self) -> Option<Instant> {
         self.heap.peek().map(|Reverse((at, _))| *at)

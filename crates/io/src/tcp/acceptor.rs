@@ -272,17 +272,11 @@ fn accept_all(shared: &Shared, local: SocketAddr, socket: &Socket) -> Full {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
-    use std::net::{SocketAddr, TcpListener, TcpStream};
+    use std::net::{SocketAddr, TcpStream};
     use std::sync::mpsc::{Sender, channel};
 
     use super::{Acceptor, ListenError, Route};
-
-    fn free_address() -> SocketAddr {
-        TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-    }
+    use crate::tcp::test_address::unique;
 
     fn route(to: &Sender<&'static str>, name: &'static str) -> Route {
         let to = to.clone();
@@ -292,7 +286,7 @@ mod tests {
     #[test]
     fn a_listener_is_shared_and_the_peer_address_decides() {
         let acceptor = Acceptor::new().unwrap();
-        let local = free_address();
+        let local = unique();
         let (sender, receiver) = channel();
         let ip = |n: u8| [127, 0, 0, n].into();
         let one = acceptor

@@ -302,7 +302,7 @@ fn two_nodes_always_agree_on_the_same_two_connections() {
                 steps += 1;
                 assert!(steps < 2000, "{larger:?} seed {seed}: no agreement");
                 // A node that was wrong sees its streams die; then the daemon starts again.
-                for n in 0..2 {
+                for (n, larger) in larger.into_iter().enumerate() {
                     let dead = |id: u64| !world.open.borrow()[&id];
                     if let Some((data, control, _)) = world.established[n]
                         && (dead(data) || dead(control))
@@ -311,7 +311,7 @@ fn two_nodes_always_agree_on_the_same_two_connections() {
                             world.open.borrow_mut().insert(id, false);
                         }
                         world.established[n] = None;
-                        world.nodes[n] = pairing(&[larger[n]], seed ^ 77);
+                        world.nodes[n] = pairing(&[larger], seed ^ 77);
                     }
                 }
             }

@@ -1,0 +1,363 @@
+//! A shard's disks: opening, closing, and operations until their completion.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use lockstep_core::event::{DiskError, DiskOp, Input, MetaOp, Payload, Stream, Tag};
+use lockstep_format::units::VolumeNr;
+
+use super::{Engine, Owner, Shard};
+use crate::arena::Key;
+use crate::disk::{DataWork, Disk, MetaWork, OpenError, Outcome, Step, Task};
+use crate::pool::{BLOCK_BYTES_MAX, BufRef, Claim};
+use crate::ring::{Done, Op};
+
+/// A volume's open disk.
+pub(super) struct OpenDisk {
+    pub(super) disk: Disk,
+    /// Operations under way.
+    in_flight: usize,
+    /// The core wants it closed and waits.
+    closing: Option<Tag>,
+}
+
+/// A disk that a worker thread opens.
+pub(super) struct Opening {
+    resource: Key,
+    tag: Tag,
+    volume: VolumeNr,
+    result: Arc<Mutex<Option<Result<Disk, OpenError>>>>,
+}
+
+/// An operation under way.
+pub(super) struct Run {
+    resource: Key,
+    volume: VolumeNr,
+    tag: Tag,
+    task: Task,
+    kind: Kind,
+}
+
+enum Kind {
+    Data,
+    /// A read into a new buffer, with its length.
+    ReadNew(BufRef, u32),
+    Meta,
+}
+
+/// Work that waits for pool memory.
+#[derive(Default)]
+pub(super) struct Starved {
+    reads: VecDeque<(Key, Tag, VolumeNr, DiskOp)>,
+    streams: Vec<(Key, Stream)>,
+    frees_seen: u64,
+}
+
+impl Starved {
+    pub(super) fn is_empty(&self) -> bool {
+        self.reads.is_empty() && self.streams.is_empty()
+    }
+
+    pub(super) fn park(&mut self, link: Key, stream: Stream) {
+        self.streams.push((link, stream));
+    }
+}
+
+impl<E: Engine> Shard<E> {
+    pub(super) fn open_disk(
+        &mut self,
+        resource: Key,
+        tag: Tag,
+        volume: VolumeNr,
+        data_path: String,
+        meta_path: Option<String>,
+    ) {
+        let result = Arc::new(Mutex::new(None));
+        let opening = Opening {
+            resource,
+            tag,
+            volume,
+            result: result.clone(),
+        };
+        let key = self.opening.insert(opening);
+        let work = move || {
+            let opened = Disk::open(&data_path, meta_path.as_deref());
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+            Ok(0)
+        };
+        self.ring
+            .push(Owner::Open.token(key), Op::Blocking(Some(Box::new(work))));
+    }
+
+    pub(super) fn disk_opened(&mut self, key: Key) {
+        let Some(opening) = self.opening.remove(key) else {
+            return;
+        };
+        let result = opening
+            .result
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let result = match result {
+            Some(Ok(disk)) => {
+                let info = disk.info();
+                if let Some(slot) = self.resources.get_mut(opening.resource) {
+                    let open = OpenDisk {
+                        disk,
+                        in_flight: 0,
+                        closing: None,
+                    };
+                    slot.disks.insert(opening.volume, open);
+                }
+                Ok(info)
+            }
+            Some(Err(error)) => Err(error.to_string()),
+            None => Err("no thread could be started to open the disk".to_owned()),
+        };
+        let input = Input::DiskOpened {
+            tag: opening.tag,
+            result,
+        };
+        self.inputs.push_back((opening.resource, input));
+    }
+
+    pub(super) fn close_disk(&mut self, resource: Key, tag: Tag, volume: VolumeNr) {
+        let Some(slot) = self.resources.get_mut(resource) else {
+            return;
+        };
+        match slot.disks.get_mut(&volume) {
+            Some(open) if open.in_flight > 0 => open.closing = Some(tag),
+            _ => {
+                slot.disks.remove(&volume);
+                self.inputs.push_back((resource, Input::DiskClosed { tag }));
+            }
+        }
+    }
+
+    pub(super) fn disk_op(&mut self, resource: Key, tag: Tag, volume: VolumeNr, op: DiskOp) {
+        let done = |result| (resource, Input::DiskDone { tag, result });
+        let Some(disk) = self.usable_disk(resource, volume) else {
+            return self.inputs.push_back(done(Err(DiskError::Gone)));
+        };
+        let mut kind = Kind::Data;
+        let work = match op {
+            DiskOp::Read { sector, payload } => self.payload(payload).map(|buf| {
+                let Payload {
+                    offset: start, len, ..
+                } = payload;
+                DataWork::Read {
+                    buf,
+                    start,
+                    len,
+                    offset: sector.bytes(),
+                }
+            }),
+            DiskOp::Write {
+                sector,
+                payload,
+                fua,
+            } => self.payload(payload).map(|buf| {
+                let Payload {
+                    offset: start, len, ..
+                } = payload;
+                DataWork::Write {
+                    buf,
+                    start,
+                    len,
+                    offset: sector.bytes(),
+                    fua,
+                }
+            }),
+            DiskOp::ReadNew { len, .. } if len as usize > BLOCK_BYTES_MAX => None,
+            DiskOp::ReadNew { sector, len } => {
+                // Those that wait already go first.
+                let waiting = !self.starved.reads.is_empty();
+                let buf = if waiting {
+                    None
+                } else {
+                    self.pool.alloc(len as usize, Claim::Ordinary)
+                };
+                let Some(buf) = buf else {
+                    return self.starved.reads.push_back((resource, tag, volume, op));
+                };
+                let buf = buf.share();
+                kind = Kind::ReadNew(buf.clone(), len);
+                Some(DataWork::Read {
+                    buf,
+                    start: 0,
+                    len,
+                    offset: sector.bytes(),
+                })
+            }
+            DiskOp::Flush => Some(DataWork::Flush),
+            DiskOp::Discard { sector, len } => Some(DataWork::Discard {
+                offset: sector.bytes(),
+                len,
+            }),
+            DiskOp::Zeroes { sector, len, unmap } => Some(DataWork::Zeroes {
+                offset: sector.bytes(),
+                len,
+                unmap,
+            }),
+        };
+        let Some(work) = work else {
+            let error = DiskError::Io {
+                errno: libc::EFAULT,
+            };
+            return self.inputs.push_back(done(Err(error)));
+        };
+        let task = Task::data(&disk, work);
+        self.start_run(Run {
+            resource,
+            volume,
+            tag,
+            task,
+            kind,
+        });
+    }
+
+    pub(super) fn meta_op(&mut self, resource: Key, tag: Tag, volume: VolumeNr, op: MetaOp) {
+        let Some(disk) = self.usable_disk(resource, volume) else {
+            let result = Err(DiskError::Gone);
+            return self
+                .inputs
+                .push_back((resource, Input::MetaDone { tag, result }));
+        };
+        let work = match op {
+            MetaOp::Read { offset, len } => MetaWork::Read { offset, len },
+            MetaOp::Write {
+                offset,
+                bytes,
+                flush_data,
+            } => MetaWork::Write {
+                offset,
+                bytes,
+                flush_data,
+            },
+        };
+        match Task::meta(&disk, work, &self.pool) {
+            Ok(task) => self.start_run(Run {
+                resource,
+                volume,
+                tag,
+                task,
+                kind: Kind::Meta,
+            }),
+            Err(error) => {
+                let input = Input::MetaDone {
+                    tag,
+                    result: Err(error),
+                };
+                self.inputs.push_back((resource, input));
+            }
+        }
+    }
+
+    /// The disk, unless it is not open or being closed.
+    fn usable_disk(&self, resource: Key, volume: VolumeNr) -> Option<Disk> {
+        let open = self.resources.get(resource)?.disks.get(&volume)?;
+        open.closing.is_none().then(|| open.disk.clone())
+    }
+
+    fn start_run(&mut self, mut run: Run) {
+        if let Some(open) = self.open_of(&run) {
+            open.in_flight += 1;
+        }
+        match run.task.start() {
+            Step::Finished(result) => self.finish_run(run, result),
+            Step::Run(op) => {
+                let key = self.runs.insert(run);
+                self.ring.push(Owner::Disk.token(key), op);
+            }
+        }
+    }
+
+    pub(super) fn disk_completed(&mut self, key: Key, done: Done) {
+        let Some(run) = self.runs.get_mut(key) else {
+            return;
+        };
+        // What the operation owned goes before the core learns of it.
+        let Done { token, op, result } = done;
+        drop(op);
+        match run.task.advance(result) {
+            Step::Run(op) => {
+                self.ring.push(token, op);
+            }
+            Step::Finished(result) => {
+                if let Some(run) = self.runs.remove(key) {
+                    self.finish_run(run, result);
+                }
+            }
+        }
+    }
+
+    fn finish_run(&mut self, run: Run, result: Result<Outcome, DiskError>) {
+        let closed = self.open_of(&run).and_then(|open| {
+            open.in_flight -= 1;
+            open.closing.take_if(|_| open.in_flight == 0)
+        });
+        let Run {
+            resource,
+            volume,
+            tag,
+            task,
+            kind,
+        } = run;
+        // The task shares the buffer; without this a completed read's buffer were not unique.
+        drop(task);
+        let input = match kind {
+            Kind::Data => Input::DiskDone {
+                tag,
+                result: result.map(|_| None),
+            },
+            Kind::ReadNew(buf, len) => {
+                let result = result.map(|_| {
+                    let buf = self.table.insert(resource.0, buf);
+                    Some(Payload {
+                        buf,
+                        offset: 0,
+                        len,
+                    })
+                });
+                Input::DiskDone { tag, result }
+            }
+            Kind::Meta => {
+                let result = result.map(|outcome| match outcome {
+                    Outcome::Bytes(bytes) => bytes,
+                    Outcome::Done => Vec::new(),
+                });
+                Input::MetaDone { tag, result }
+            }
+        };
+        self.inputs.push_back((resource, input));
+        if let Some(tag) = closed {
+            if let Some(slot) = self.resources.get_mut(resource) {
+                slot.disks.remove(&volume);
+            }
+            self.inputs.push_back((resource, Input::DiskClosed { tag }));
+        }
+    }
+
+    fn open_of(&mut self, run: &Run) -> Option<&mut OpenDisk> {
+        self.resources
+            .get_mut(run.resource)?
+            .disks
+            .get_mut(&run.volume)
+    }
+
+    /// Memory came back: goes on with what waited for it, in the order in which it waited.
+    pub(super) fn feed_starved(&mut self) {
+        let frees = self.pool.free_count();
+        if self.starved.is_empty() || frees == self.starved.frees_seen {
+            return;
+        }
+        self.starved.frees_seen = frees;
+        for (link, stream) in std::mem::take(&mut self.starved.streams) {
+            self.parse(link, stream);
+        }
+        for (resource, tag, volume, op) in std::mem::take(&mut self.starved.reads) {
+            self.disk_op(resource, tag, volume, op);
+        }
+        self.pump();
+    }
+}

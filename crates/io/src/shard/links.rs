@@ -1,0 +1,517 @@
+//! Established links: bytes in and out, progress, and the end.
+
+use lockstep_core::event::{Input, LinkDownReason, LinkId, Payload, Stream, Tag};
+use lockstep_core::time::{Duration, Instant};
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::Packet;
+use socket2::SockRef;
+
+use super::{Engine, Owner, Shard, TimerKey};
+use crate::arena::Key;
+use crate::pool::{Claim, IoBuf};
+use crate::receive::{Parsed, Receiver, Target};
+use crate::ring::{Done, Fd, Op, OpKey};
+use crate::tcp::{PeerNet, socket};
+use crate::timers::Armed;
+use crate::transmit::Transmitter;
+
+/// Two streams to a peer.
+pub(super) struct Link {
+    resource: Key,
+    peer: NodeId,
+    data: Half,
+    control: Half,
+    net: PeerNet,
+    armed: Armed,
+    /// It is in `Shard::dirty_links`.
+    dirty: bool,
+    /// The core closed it; what was sent before goes out until then.
+    draining: Option<Instant>,
+}
+
+/// One stream.
+struct Half {
+    fd: Fd,
+    receiver: Receiver,
+    transmitter: Transmitter,
+    receiving: Option<OpKey>,
+    sending: Option<OpKey>,
+    /// The peer's side has ended (only while draining).
+    ended: bool,
+    /// Nothing more is sent (only while draining).
+    shut: bool,
+}
+
+/// A packet to send.
+pub(super) struct Outgoing {
+    pub(super) stream: Stream,
+    pub(super) volume: VolumeNr,
+    pub(super) packet: Packet,
+    pub(super) payload: Option<Payload>,
+    pub(super) want_sent: Option<Tag>,
+}
+
+/// How long a closed link may need to get its last packets to the peer.
+const DRAIN_TIME: Duration = Duration::from_secs(2);
+
+impl Half {
+    fn new(fd: Fd, stream: Stream) -> Half {
+        Half {
+            fd,
+            receiver: Receiver::new(stream),
+            transmitter: Transmitter::default(),
+            receiving: None,
+            sending: None,
+            ended: false,
+            shut: false,
+        }
+    }
+}
+
+impl Link {
+    fn half(&mut self, stream: Stream) -> &mut Half {
+        match stream {
+            Stream::Data => &mut self.data,
+            Stream::Control => &mut self.control,
+        }
+    }
+
+    /// The earliest moment at which something has taken too long.
+    fn deadline(&self) -> Option<Instant> {
+        if self.draining.is_some() {
+            return self.draining;
+        }
+        let halves = [(&self.data, Stream::Data), (&self.control, Stream::Control)];
+        let stalls = halves.into_iter().filter_map(|(half, stream)| {
+            Some(half.transmitter.waiting_since()? + self.net.stall_time(stream)?)
+        });
+        stalls.min()
+    }
+}
+
+fn receive_owner(stream: Stream) -> Owner {
+    match stream {
+        Stream::Data => Owner::ReceiveData,
+        Stream::Control => Owner::ReceiveControl,
+    }
+}
+
+fn send_owner(stream: Stream) -> Owner {
+    match stream {
+        Stream::Data => Owner::SendData,
+        Stream::Control => Owner::SendControl,
+    }
+}
+
+fn stream_of(owner: Owner) -> Stream {
+    match owner {
+        Owner::ReceiveControl | Owner::SendControl => Stream::Control,
+        _ => Stream::Data,
+    }
+}
+
+const STREAMS: [Stream; 2] = [Stream::Data, Stream::Control];
+
+impl<E: Engine> Shard<E> {
+    /// Both connections to a peer stand.
+    pub(super) fn link_up(
+        &mut self,
+        resource: Key,
+        peer: NodeId,
+        [data, control]: [Fd; 2],
+        net: PeerNet,
+        resolve_conflicts: bool,
+    ) {
+        for (fd, stream) in [(&data, Stream::Data), (&control, Stream::Control)] {
+            if let Err(error) = socket::prepare_stream(fd, stream) {
+                // Slower at worst; an unusable socket shows itself at the first transfer.
+                tracing::warn!(%error, peer = peer.0, ?stream, "cannot set a socket option");
+            }
+        }
+        let link = Link {
+            resource,
+            peer,
+            data: Half::new(data, Stream::Data),
+            control: Half::new(control, Stream::Control),
+            net,
+            armed: Armed::default(),
+            dirty: false,
+            draining: None,
+        };
+        let key = self.links.insert(link);
+        if let Some(slot) = self.resources.get_mut(resource) {
+            slot.links.push(key);
+        }
+        let input = Input::LinkUp {
+            peer,
+            link: LinkId(key.0),
+            resolve_conflicts,
+        };
+        self.inputs.push_back((resource, input));
+        self.pump();
+        STREAMS
+            .into_iter()
+            .for_each(|stream| self.start_receive(key, stream));
+    }
+
+    pub(super) fn send(&mut self, resource: Key, peer: NodeId, key: Key, what: Outgoing) {
+        let Outgoing {
+            stream,
+            volume,
+            packet,
+            payload,
+            want_sent,
+        } = what;
+        let gone = match self.links.get(key) {
+            Some(link) => link.resource != resource || link.draining.is_some(),
+            None => true,
+        };
+        if gone {
+            // A send on a link that is gone is dropped, but its tag still completes.
+            if let Some(tag) = want_sent {
+                self.inputs.push_back((resource, Input::Sent { tag }));
+            }
+            return;
+        }
+        let Some(slot) = self.resources.get(resource) else {
+            return;
+        };
+        let dialect = slot.engine.dialect(peer);
+        let payload = match payload {
+            None => None,
+            Some(payload) => match self.payload(payload) {
+                Some(buf) => Some((buf, payload.offset as usize, payload.len as usize)),
+                // Without its payload the stream would be out of step; so it ends here.
+                None => return self.link_down(key, LinkDownReason::Broken),
+            },
+        };
+        let payload_len = payload.as_ref().map_or(0, |(_, _, len)| *len);
+        if payload_len != packet.payload_len() as usize {
+            tracing::error!(
+                payload_len,
+                ?packet,
+                "the core gave a packet the wrong payload"
+            );
+            return self.link_down(key, LinkDownReason::Broken);
+        }
+        let now = self.now;
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        let half = link.half(stream);
+        half.transmitter
+            .push(now, &packet, volume, &dialect, payload, want_sent);
+        if !std::mem::replace(&mut link.dirty, true) {
+            self.dirty_links.push(key);
+        }
+    }
+
+    /// Hands what was queued in this turn to the ring.
+    pub(super) fn flush_links(&mut self) {
+        let mut links = std::mem::take(&mut self.dirty_links);
+        for key in links.drain(..) {
+            if let Some(link) = self.links.get_mut(key) {
+                link.dirty = false;
+            }
+            STREAMS
+                .into_iter()
+                .for_each(|stream| self.start_send(key, stream));
+            self.arm_link(key);
+        }
+        self.dirty_links = links;
+    }
+
+    fn start_send(&mut self, key: Key, stream: Stream) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        let half = link.half(stream);
+        if let Some(list) = half.transmitter.take() {
+            let op = Op::Send {
+                fd: half.fd.clone(),
+                list,
+            };
+            half.sending = Some(self.ring.push(send_owner(stream).token(key), op));
+        }
+    }
+
+    pub(super) fn sent(&mut self, owner: Owner, key: Key, done: Done) {
+        let (now, stream) = (self.now, stream_of(owner));
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        let half = link.half(stream);
+        half.sending = None;
+        let Op::Send { fd, list } = done.op else {
+            return;
+        };
+        let count = match done.result {
+            Ok(count) => count as usize,
+            Err(errno) => {
+                let peer = link.peer.0;
+                tracing::info!(peer, ?stream, %errno, "sending to the peer failed");
+                return self.link_down(key, LinkDownReason::Broken);
+            }
+        };
+        let rest = half.transmitter.sent(now, list, count);
+        let resource = link.resource;
+        let half = link.half(stream);
+        if let Some(list) = rest {
+            let op = Op::Send { fd, list };
+            half.sending = Some(self.ring.push(send_owner(stream).token(key), op));
+        }
+        while let Some(tag) = half.transmitter.next_sent() {
+            self.inputs.push_back((resource, Input::Sent { tag }));
+        }
+        self.pump();
+        self.start_send(key, stream);
+        self.drain(key);
+    }
+
+    fn start_receive(&mut self, key: Key, stream: Stream) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        let half = link.half(stream);
+        let Target {
+            memory: into,
+            start,
+            len,
+        } = half.receiver.target();
+        let op = Op::Recv {
+            fd: half.fd.clone(),
+            into,
+            start,
+            len,
+        };
+        half.receiving = Some(self.ring.push(receive_owner(stream).token(key), op));
+    }
+
+    pub(super) fn received(&mut self, owner: Owner, key: Key, done: Done) {
+        let stream = stream_of(owner);
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        let (peer, draining) = (link.peer.0, link.draining.is_some());
+        let half = link.half(stream);
+        half.receiving = None;
+        let Op::Recv { into, .. } = done.op else {
+            return;
+        };
+        let count = match done.result {
+            Ok(0) => {
+                half.ended = true;
+                if draining {
+                    return self.drain(key);
+                }
+                return self.link_down(key, LinkDownReason::Closed);
+            }
+            Ok(count) => count as usize,
+            Err(errno) => {
+                tracing::info!(peer, ?stream, %errno, "receiving from the peer failed");
+                return self.link_down(key, LinkDownReason::Broken);
+            }
+        };
+        if draining {
+            // Nobody reads it any more, but unread bytes would make the close a reset.
+            half.receiver = Receiver::new(stream);
+            return self.start_receive(key, stream);
+        }
+        half.receiver.received(into, count);
+        self.parse(key, stream);
+    }
+
+    /// Feeds all whole packets, then receives more. The amount per turn is bounded by the memory of
+    /// one receive, so one peer cannot keep the others waiting.
+    pub(super) fn parse(&mut self, key: Key, stream: Stream) {
+        let mut packets = 0u32;
+        loop {
+            let Some(link) = self.links.get_mut(key) else {
+                return;
+            };
+            if link.draining.is_some() {
+                link.half(stream).receiver = Receiver::new(stream);
+                return self.start_receive(key, stream);
+            }
+            let (resource, peer) = (link.resource, link.peer);
+            let Some(slot) = self.resources.get(resource) else {
+                return;
+            };
+            let dialect = slot.engine.dialect(peer);
+            let pool = &self.pool;
+            let alloc = |len| pool.alloc(len, Claim::Receive).map(IoBuf::share);
+            match link.half(stream).receiver.next(&dialect, alloc) {
+                Parsed::Packet {
+                    volume,
+                    packet,
+                    payload,
+                } => {
+                    packets += 1;
+                    let payload = payload.map(|(buf, len)| {
+                        let buf = self.table.insert(resource.0, buf);
+                        Payload {
+                            buf,
+                            offset: 0,
+                            len,
+                        }
+                    });
+                    let link = LinkId(key.0);
+                    let input = Input::Packet {
+                        peer,
+                        link,
+                        stream,
+                        volume,
+                        packet,
+                        payload,
+                    };
+                    self.inputs.push_back((resource, input));
+                    self.pump();
+                }
+                Parsed::More { partial } => {
+                    if partial && packets == 0 {
+                        let input = Input::Progress {
+                            peer,
+                            link: LinkId(key.0),
+                            stream,
+                        };
+                        self.inputs.push_back((resource, input));
+                        self.pump();
+                    }
+                    return self.start_receive(key, stream);
+                }
+                Parsed::NoBuffer => return self.starved.park(key, stream),
+                Parsed::Bad(error) => {
+                    let peer = peer.0;
+                    tracing::warn!(peer, ?stream, %error, "the peer broke the protocol");
+                    return self.link_down(key, LinkDownReason::Protocol);
+                }
+            }
+        }
+    }
+
+    fn arm_link(&mut self, key: Key) {
+        if let Some(link) = self.links.get_mut(key)
+            && let Some(at) = link.deadline()
+        {
+            self.timers.arm(&mut link.armed, TimerKey::Link(key), at);
+        }
+    }
+
+    pub(super) fn link_timer(&mut self, at: Instant, key: Key) {
+        let now = self.now;
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        if !link.armed.fired(at) {
+            return;
+        }
+        match link.deadline() {
+            Some(due) if due <= now && link.draining.is_some() => self.remove_link(key),
+            Some(due) if due <= now => {
+                tracing::warn!(peer = link.peer.0, "the peer takes no bytes any more");
+                self.link_down(key, LinkDownReason::SendTimeout);
+            }
+            Some(later) => self.timers.arm(&mut link.armed, TimerKey::Link(key), later),
+            None => {}
+        }
+    }
+
+    /// A link ended by itself: the core is told, unless it closed the link.
+    fn link_down(&mut self, key: Key, reason: LinkDownReason) {
+        let Some(link) = self.links.get(key) else {
+            return;
+        };
+        if link.draining.is_none() {
+            let (resource, peer) = (link.resource, link.peer);
+            let input = Input::LinkDown {
+                peer,
+                link: LinkId(key.0),
+                reason,
+            };
+            self.inputs.push_back((resource, input));
+        }
+        self.remove_link(key);
+    }
+
+    pub(super) fn close_link(&mut self, resource: Key, key: Key, flush: bool) {
+        let now = self.now;
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        if link.resource != resource {
+            return;
+        }
+        if !flush {
+            return self.remove_link(key);
+        }
+        link.draining = Some(now + DRAIN_TIME);
+        // A stream that was parked for memory reads on only to see the end.
+        if !std::mem::replace(&mut link.dirty, true) {
+            self.dirty_links.push(key);
+        }
+        self.arm_link(key);
+        self.drain(key);
+    }
+
+    /// Goes on with closing: what is queued leaves, then the end of the data stream is announced,
+    /// and when the peer has ended it too, that of the control stream. So the peer does not see
+    /// the end of one stream before the last packet of the other, and no reset loses bytes.
+    fn drain(&mut self, key: Key) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        let queued = |half: &Half| half.transmitter.queued_bytes() > 0;
+        if link.draining.is_none() || queued(&link.data) || queued(&link.control) {
+            return;
+        }
+        for stream in STREAMS {
+            let due = stream == Stream::Data || link.data.ended;
+            let half = link.half(stream);
+            if due && !std::mem::replace(&mut half.shut, true) {
+                // An error means that the connection has ended already.
+                let _ = SockRef::from(&half.fd).shutdown(std::net::Shutdown::Write);
+            }
+        }
+        if link.data.ended && link.control.ended {
+            self.remove_link(key);
+        }
+    }
+
+    /// Forgets a link. Its sockets close when the ring gives their operations back.
+    pub(super) fn remove_link(&mut self, key: Key) {
+        let Some(mut link) = self.links.remove(key) else {
+            return;
+        };
+        for stream in STREAMS {
+            let half = link.half(stream);
+            // The end reaches the peer now, although operations still own the descriptor.
+            let _ = SockRef::from(&half.fd).shutdown(std::net::Shutdown::Both);
+            for op in [half.receiving.take(), half.sending.take()]
+                .into_iter()
+                .flatten()
+            {
+                self.ring.cancel(op);
+            }
+            for tag in half.transmitter.take_marks() {
+                self.inputs.push_back((link.resource, Input::Sent { tag }));
+            }
+        }
+        if let Some(slot) = self.resources.get_mut(link.resource) {
+            slot.links.retain(|other| *other != key);
+        }
+    }
+
+    /// Bytes that wait to be sent to a peer, on both streams of its link.
+    pub(super) fn queued_bytes(&self, resource: Key, peer: NodeId) -> u64 {
+        let Some(slot) = self.resources.get(resource) else {
+            return 0;
+        };
+        let links = slot.links.iter().filter_map(|key| self.links.get(*key));
+        let links = links.filter(|link| link.peer == peer && link.draining.is_none());
+        links
+            .map(|link| {
+                link.data.transmitter.queued_bytes() + link.control.transmitter.queued_bytes()
+            })
+            .sum()
+    }
+}

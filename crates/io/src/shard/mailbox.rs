@@ -1,0 +1,119 @@
+//! Messages to a shard from other threads, and from front ends on its own.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::ThreadId;
+
+use lockstep_core::event::Tag;
+
+use super::Shard;
+use crate::arena::Key;
+use crate::port::PortRequest;
+use crate::ring::Waker;
+
+/// Something to do on the shard's thread.
+pub(super) type Job<E> = Box<dyn FnOnce(&mut Shard<E>) + Send>;
+
+/// A message.
+pub(super) enum Message<E: super::Engine> {
+    /// Anything rare.
+    Run(Job<E>),
+    /// A front end's request.
+    Submit { port: Key, request: PortRequest },
+    /// The acceptor has a connection of a peer.
+    Accepted {
+        connecting: Key,
+        path: usize,
+        socket: OwnedFd,
+    },
+    /// A handler ended.
+    Handled {
+        resource: Key,
+        tag: Tag,
+        exit_code: u8,
+    },
+    /// A service wants its turn.
+    Wake { service: Key },
+}
+
+/// The queue. Its length is bounded by what may be in flight: requests per port, commands.
+pub(super) struct Mailbox<E: super::Engine> {
+    queue: Mutex<Queue<E>>,
+    /// Something is queued that the shard has been or will be woken for.
+    signalled: AtomicBool,
+    thread: OnceLock<ThreadId>,
+    waker: Waker,
+}
+
+struct Queue<E: super::Engine> {
+    messages: Vec<Message<E>>,
+    closed: bool,
+}
+
+impl<E: super::Engine> Mailbox<E> {
+    /// For the shard that runs on this thread.
+    pub(super) fn new(waker: Waker) -> Mailbox<E> {
+        let queue = Mutex::new(Queue {
+            messages: Vec::new(),
+            closed: false,
+        });
+        let thread = OnceLock::from(std::thread::current().id());
+        Mailbox {
+            queue,
+            signalled: AtomicBool::new(false),
+            thread,
+            waker,
+        }
+    }
+
+    /// Queues a message without waking the shard; gives it back if the shard has ended.
+    pub(super) fn push(&self, message: Message<E>) -> Result<(), Message<E>> {
+        let mut queue = self.lock();
+        if queue.closed {
+            return Err(message);
+        }
+        queue.messages.push(message);
+        Ok(())
+    }
+
+    /// Wakes the shard for what was pushed.
+    pub(super) fn kick(&self) {
+        let signalled = self.signalled.swap(true, Ordering::SeqCst);
+        // On its own thread the shard looks here before it waits.
+        if !signalled && self.thread.get() != Some(&std::thread::current().id()) {
+            self.waker.wake();
+        }
+    }
+
+    /// `push` and `kick`.
+    pub(super) fn post(&self, message: Message<E>) -> Result<(), Message<E>> {
+        self.push(message)?;
+        self.kick();
+        Ok(())
+    }
+
+    /// Whether messages wait for the shard.
+    pub(super) fn is_signalled(&self) -> bool {
+        self.signalled.load(Ordering::SeqCst)
+    }
+
+    /// Takes all messages. `into` is empty and its memory is used for the next ones.
+    pub(super) fn take(&self, into: &mut Vec<Message<E>>) {
+        if self.signalled.swap(false, Ordering::SeqCst) {
+            std::mem::swap(&mut self.lock().messages, into);
+        }
+    }
+
+    /// Refuses all messages from now on and gives the last ones.
+    pub(super) fn close(&self) -> Vec<Message<E>> {
+        let mut queue = self.lock();
+        queue.closed = true;
+        std::mem::take(&mut queue.messages)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue<E>> {
+        // Pushing and swapping leave a whole queue, also when a thread panics elsewhere.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
