@@ -49,7 +49,7 @@ pub fn resource(config: &Config, resource: &Resource, node_name: &str) -> String
     };
     out.line(&format!(
         "# resource {} on {node_name}: {ignored}, {stacked}",
-        resource.name
+        text(&resource.name)
     ));
     out.line(&format!("# defined at {}", config.place(resource.pos)));
     out.open(&format!("resource {}", text(&resource.name)));
@@ -218,7 +218,16 @@ fn print_host(out: &mut Writer, host: &Host) {
     out.section("options", &host.options);
     for volume in &host.volumes {
         let effective = host.volume(volume.number).unwrap_or(volume);
-        print_volume(out, volume, &effective.settings);
+        let mut volume = volume.clone();
+        if volume.device.is_some() {
+            // Inheriting has completed its name.
+            volume.device.clone_from(&effective.device);
+        }
+        if effective.meta_disk.is_none() {
+            // Without a disk, inheriting has removed it.
+            volume.meta_disk = None;
+        }
+        print_volume(out, &volume, &effective.settings);
     }
     if host.kind != HostKind::Floating
         && let Some(address) = &host.address

@@ -2,8 +2,8 @@
 //!
 //! The parser of `drbd.conf`, the options of `drbdsetup`, the output of `show`, the help texts and
 //! the typed structures of the replication core all come from this table, so that none of them can
-//! disagree. [`find`] looks a name up, [`OptionSpec::parse`] checks a value, [`all`] iterates in the
-//! order in which the tools print.
+//! disagree. [`find`] looks a name up, [`OptionSpec::parse`] checks a value, [`all`] iterates in
+//! the order in which the tools print.
 
 mod distance;
 mod table;

@@ -351,6 +351,9 @@ impl<'p, 'a, 't> Parser<'p, 'a, 't> {
             return Err(Abort);
         }
         self.state.claim("resource section", name.text.clone(), pos);
+        // "Defined at" names the line of the brace.
+        let brace = self.peek()?.line;
+        let pos = Pos { line: brace, ..pos };
         let mut resource = Resource {
             name: name.text,
             pos,
@@ -417,7 +420,8 @@ impl<'p, 'a, 't> Parser<'p, 'a, 't> {
         if !holds {
             let [major, minor, patch] = found;
             let text = format!(
-                "Validation error: drbd-module-version {major}.{minor}.{patch} {comparison} {} not true",
+                "Validation error: drbd-module-version {major}.{minor}.{patch} {comparison} {} \
+                 not true",
                 wanted.text
             );
             self.state.report(Severity::Error, Some(pos), text);

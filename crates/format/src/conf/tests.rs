@@ -189,7 +189,8 @@ fn every_statement_of_the_language_is_read() {
 #[test]
 fn wrong_values_are_all_reported_with_what_is_allowed() {
     let found = errors(
-        "resource r { net { timeout 0;\n protocol X; max-buffers 16q; }\n disk { on-io-error foo; }\n \
+        "resource r { net { timeout 0;\n protocol X; max-buffers 16q; }\n \
+         disk { on-io-error foo; }\n \
          options { quorum 33; auto-promote maybe; } }",
     );
     assert_eq!(
@@ -234,6 +235,11 @@ fn wrong_words_name_the_nearest_right_one() {
     assert_eq!(
         errors("resource r { net { verify-alg sha1 } }"),
         "drbd.conf:1: Parse error: ';' expected,\n\tbut got '}'\n"
+    );
+    // The original takes such an option for "yes".
+    assert_eq!(
+        errors("resource r { net { timeout; tcp-cork; } }"),
+        "drbd.conf:1: Parse error: 'value of timeout' expected,\n\tbut got ';'\n"
     );
     assert_eq!(
         errors("resource r { on a { node-id 40; } }"),

@@ -52,6 +52,10 @@ impl App<'_> {
                 add_names(resource);
             }
         }
+        if self.config.resources.is_empty() {
+            let _ = writeln!(self.err, "no resources defined!");
+            return EXIT_USAGE;
+        }
         if self.args.objects.iter().any(|word| word == "all") && self.nothing_here() {
             return EXIT_USAGE;
         }

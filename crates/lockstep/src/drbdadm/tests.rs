@@ -267,7 +267,8 @@ fn errors_of_use_are_those_of_the_original() {
         ),
         (
             &["-d", "connect", "web:x"],
-            "Not a valid connection (web:x) for this host\n'web:x' unexpected ctx_by_* result r=-2\n",
+            "Not a valid connection (web:x) for this host\n\
+             'web:x' unexpected ctx_by_* result r=-2\n",
         ),
         (
             &["-d", "primary", "web/0"],
@@ -485,7 +486,8 @@ fn a_failure_at_the_beginning_of_up_stops_it() {
     assert_eq!(
         calls,
         [
-            "drbdsetup new-resource web 0 --quorum=majority --auto-promote=yes --on-no-quorum=io-error",
+            "drbdsetup new-resource web 0 --quorum=majority --auto-promote=yes \
+             --on-no-quorum=io-error",
             "drbdsetup new-minor web 10 0"
         ]
     );

@@ -31,7 +31,9 @@ pub enum SetError {
 
 /// Defines an enumeration and the symbol list that the option table uses.
 macro_rules! symbols {
-    ($(#[$meta:meta])* $name:ident { $($(#[$vmeta:meta])* $variant:ident = $code:literal $word:literal,)* }) => {
+    ($(#[$meta:meta])* $name:ident {
+        $($(#[$vmeta:meta])* $variant:ident = $code:literal $word:literal,)*
+    }) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u32)]
@@ -371,7 +373,9 @@ impl Field for Quorum {
 
 /// Defines an option structure over one set of the table.
 macro_rules! options {
-    ($(#[$meta:meta])* $name:ident of $set:expr, { $($(#[$fmeta:meta])* $option:literal $field:ident: $type:ty,)* }) => {
+    ($(#[$meta:meta])* $name:ident of $set:expr, {
+        $($(#[$fmeta:meta])* $option:literal $field:ident: $type:ty,)*
+    }) => {
         $(#[$meta])*
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub struct $name { $($(#[$fmeta])* pub $field: $type,)* }
@@ -399,7 +403,11 @@ macro_rules! options {
             /// Stores a value that [`OptionSpec::parse`] has already checked.
             pub fn store(&mut self, spec: &OptionSpec, value: &OptionValue) {
                 match spec.name {
-                    $($option => if let Some(value) = Field::from_value(value) { self.$field = value; },)*
+                    $($option => {
+                        if let Some(value) = Field::from_value(value) {
+                            self.$field = value;
+                        }
+                    })*
                     _ => {}
                 }
             }

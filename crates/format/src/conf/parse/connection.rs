@@ -26,7 +26,8 @@ impl Parser<'_, '_, '_> {
         if self.peek()?.is_text() {
             let name = self.text("{")?.text;
             let text = format!(
-                "explicitly named connections are deprecated!\n\tits name ('{name}') will be ignored"
+                "explicitly named connections are deprecated!\n\
+                 \tits name ('{name}') will be ignored"
             );
             self.state.report(Severity::Warning, Some(pos), text);
             connection.name = Some(name);

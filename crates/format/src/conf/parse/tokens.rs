@@ -294,13 +294,12 @@ impl Parser<'_, '_, '_> {
         let text = match value {
             None if is_bool => String::from(if negated { "no" } else { "yes" }),
             None => {
-                let empty = Token {
-                    kind: Kind::Word,
-                    text: String::new(),
+                let end = Token {
+                    kind: Kind::Operator(';'),
+                    text: ";".into(),
                     line: name.line,
                 };
-                let error = spec.parse("").err().unwrap_or(ValueError::NotANumber);
-                self.wrong_value(spec, &empty, &error);
+                self.report_wrong(&end, &format!("value of {}", spec.name), None);
                 return Ok(());
             }
             Some(value) => {

@@ -32,7 +32,7 @@ pub(super) fn complete(config: &mut Config, index: usize) {
             }
         }
         for volume in &mut effective {
-            if volume.disk.is_some() && volume.meta_disk.is_none() {
+            if volume.disk_path().is_some() && volume.meta_disk.is_none() {
                 volume.meta_disk = Some(MetaDisk::Internal);
             }
         }
