@@ -8,7 +8,7 @@
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
     BarrierAck, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, PeersInSync, Trim,
 };
@@ -18,6 +18,7 @@ use lockstep_format::wire::{
 
 use super::disk::FlushWaiter;
 use super::{DataOp, DiskFault, Owner};
+use crate::al::Extents;
 use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::resource::Resource;
@@ -884,6 +885,7 @@ impl Resource {
             return;
         }
         let own = self.node_id;
+        let source = self.state.peer_device(volume, peer).repl.is_sync_source();
         let busy = self.devices.get(&volume).is_some_and(|d| {
             d.io.ranges
                 .any_overlap(sync.sector, sync.size_bytes, |_, _| true)
@@ -891,17 +893,22 @@ impl Resource {
         let Some(io) = self.disk_io(volume) else {
             return;
         };
-        let hot = crate::al::Extents::of(sync.sector, sync.size_bytes)
-            .iter()
-            .any(|extent| io.al.is_referenced(extent));
+        let extents: Vec<AlExtent> = Extents::of(sync.sector, sync.size_bytes).iter().collect();
         // Something is being written: what the sender saw may be over.
-        if busy || hot {
+        if busy || extents.iter().any(|extent| io.al.is_referenced(*extent)) {
             return;
         }
+        let mut cleared = 0;
         for node in sync.mask.without(own).iter() {
             if let Some(slot) = io.slot(node) {
-                io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
+                cleared += io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
             }
+        }
+        if cleared > 0 {
+            self.bits_cleared(volume);
+        }
+        if cleared > 0 || source {
+            self.tell_in_sync(volume, &extents);
         }
     }
 }

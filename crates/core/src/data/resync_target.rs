@@ -658,7 +658,7 @@ impl Resource {
                 self.target_in_sync(volume, peer, key, &mut extents);
             }
         }
-        self.tell_in_sync(volume, peer, &extents);
+        self.tell_in_sync(volume, &extents);
         self.bits_cleared(volume);
         self.start_target_flush(volume, peer);
         self.target_gone_if_empty(volume, peer);
@@ -812,37 +812,49 @@ impl Resource {
         self.timers.set_earliest(Timer::BitmapWrite(volume), at);
     }
 
-    /// Tells the peers who is in sync where the resync has passed (semantics.md, 19.7).
-    fn tell_in_sync(&mut self, volume: VolumeNr, source: NodeId, extents: &[AlExtent]) {
+    /// Tells the peers who is in sync with this node in some extents (semantics.md, 19.7).
+    pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, extents: &[AlExtent]) {
+        if self.connections.len() < 2 {
+            // Nobody is left whose relation the packet could settle.
+            return;
+        }
         let peers: Vec<NodeId> = self
             .established()
             .into_iter()
             .filter(|peer| {
                 let p = self.state.peer_device(volume, *peer);
-                let repl = p.repl;
-                (repl == ReplState::Established || repl.is_sync()) && p.disk > DiskState::Failed
+                (p.repl == ReplState::Established || p.repl.is_sync()) && p.disk > DiskState::Failed
             })
             .collect();
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         for extent in extents {
+            let sector = extent.first_sector();
+            let end = (sector.0 + AlExtent::SIZE / Sector::SIZE).min(size);
+            let size_bytes = (end.saturating_sub(sector.0) * Sector::SIZE) as u32;
+            let Some(device) = self.devices.get_mut(&volume) else {
+                return;
+            };
+            let writes = device
+                .io
+                .ranges
+                .any_overlap(sector, size_bytes, |origin, _| {
+                    matches!(origin, Origin::LocalWrite | Origin::PeerWrite(_))
+                });
             let Some(io) = self.disk_io(volume) else {
                 return;
             };
+            if writes || size_bytes == 0 || io.al.is_referenced(*extent) {
+                continue;
+            }
             let bits = io.bitmap.extent_bits(*extent);
-            let clean = |peer: NodeId| {
-                io.slot(peer)
-                    .is_some_and(|slot| !io.bitmap.any_set(slot, bits.clone()))
-            };
-            if io.al.is_referenced(*extent) || !clean(source) {
-                continue;
-            }
-            let mask: NodeMask = peers.iter().copied().filter(|p| clean(*p)).collect();
-            if mask.count() == 0 {
-                continue;
-            }
-            let sector = extent.first_sector();
-            let end = (sector.0 + AlExtent::SIZE / Sector::SIZE).min(size);
-            let size_bytes = ((end - sector.0) * Sector::SIZE) as u32;
+            let mask: NodeMask = peers
+                .iter()
+                .copied()
+                .filter(|peer| {
+                    io.slot(*peer)
+                        .is_some_and(|slot| !io.bitmap.any_set(slot, bits.clone()))
+                })
+                .collect();
             for peer in mask.iter() {
                 let packet = Packet::PeersInSync(PeersInSync {
                     sector,
