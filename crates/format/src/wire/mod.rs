@@ -4,6 +4,28 @@
 //! Decoding is total: no byte string of a peer panics, and no length that a peer names is used to
 //! take memory before it was checked. Payload of application and resync data is never owned here:
 //! a packet says `payload_len`, and the driver moves the bytes.
+//!
+//! A reader of a stream asks for the header until it is whole, then holds
+//! [`Header::fixed_len`] bytes in memory, decodes them, and moves [`Header::payload_len`] bytes of
+//! bulk to where they belong:
+//!
+//! ```
+//! use lockstep_format::units::VolumeNr;
+//! use lockstep_format::wire::packet::Barrier;
+//! use lockstep_format::wire::{Dialect, Features, Packet, Stream, decode, decode_header, encode};
+//!
+//! let dialect = Dialect::new(124, Features::TRIM | Features::WSAME);
+//! let packet = Packet::Barrier(Barrier { barrier: 7 });
+//! let mut bytes = Vec::new();
+//! encode(&packet, VolumeNr::NONE, &dialect, &mut bytes);
+//!
+//! assert_eq!(decode_header(&bytes[..9], Stream::Data, &dialect)?, None);
+//! let header = decode_header(&bytes, Stream::Data, &dialect)?.expect("16 bytes are there");
+//! let body = &bytes[header.kind.len()..];
+//! assert_eq!((header.fixed_len(&dialect), header.payload_len(&dialect)), (8, 0));
+//! assert_eq!(decode(&header, body, &dialect)?, packet);
+//! # Ok::<(), lockstep_format::wire::WireError>(())
+//! ```
 
 pub mod alg;
 pub mod command;

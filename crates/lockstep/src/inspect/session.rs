@@ -9,8 +9,9 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use lockstep_format::wire::alg::digest_len;
-use lockstep_format::wire::packet::ConnectionFeatures;
+use lockstep_format::wire::packet::{CompressedBitmap, ConnectionFeatures};
 use lockstep_format::wire::transport::LbTcpChunk;
+use lockstep_format::wire::vli::{Pushed, RleDecoder, RleEncoder};
 use lockstep_format::wire::{
     Command, Dialect, Features, Header, Packet, Stream, WireError, decode, decode_header,
     decode_initial, encode_with,
@@ -43,6 +44,8 @@ pub(crate) enum Problem {
         captured: Vec<u8>,
         encoded: Vec<u8>,
     },
+    /// The code of a compressed bitmap is not the one for its runs.
+    BitmapCode { what: String },
     /// The sender was killed inside a packet.
     CutOff {
         command: Option<Command>,
@@ -700,12 +703,33 @@ fn difference(
             pad.fill(0);
         }
     }
+    if let Packet::CompressedBitmap(bitmap) = packet
+        && let Err(what) = same_code(bitmap)
+    {
+        return Some(Problem::BitmapCode { what });
+    }
     let command = header.command;
     (encoded != expected).then(|| Problem::Differs {
         command,
         captured: captured.to_vec(),
         encoded,
     })
+}
+
+/// Decodes the runs of a bitmap and codes them again: each run has only one code word.
+fn same_code(bitmap: &CompressedBitmap) -> Result<(), String> {
+    let mut encoder = RleEncoder::new(bitmap.first_run, bitmap.code.len());
+    for run in RleDecoder::new(bitmap) {
+        let (_, run) = run.map_err(|error| error.to_string())?;
+        if encoder.push(run) == Pushed::Full {
+            return Err("the runs need more room than they had".to_owned());
+        }
+    }
+    if encoder.finish() == *bitmap {
+        Ok(())
+    } else {
+        Err("the runs are coded to other bytes".to_owned())
+    }
 }
 
 /// Bytes of the body that senders may leave undefined (wire.md 1 and 4.2); empty ranges are none.

@@ -302,6 +302,7 @@ fn problem_text(problem: &Problem) -> String {
             hex(captured),
             hex(encoded)
         ),
+        Problem::BitmapCode { what } => format!("P_COMPRESSED_BITMAP: {what}"),
         Problem::CutOff {
             command: Some(command),
             missing,
