@@ -58,7 +58,11 @@ impl System {
 
     /// Directory of the node: the option, else the environment.
     fn node_directory(&self, option: Option<&str>) -> Option<PathBuf> {
-        option.map(PathBuf::from).or_else(|| self.directory.clone())
+        let directory = option
+            .map(PathBuf::from)
+            .or_else(|| self.directory.clone())?;
+        // Helpers may change their directory before they use it.
+        Some(std::path::absolute(&directory).unwrap_or(directory))
     }
 
     /// Name of this node: from the environment, a file `node-name` in the node's directory, or

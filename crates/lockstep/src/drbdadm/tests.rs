@@ -22,7 +22,7 @@ fn system(node: &str) -> System {
         host_name: node.into(),
         pretended_name: None,
         directory: None,
-        has_address: Box::new(|address| !address.host.starts_with("10.7.")),
+        has_address: Box::new(|_| false),
         is_interactive: false,
         module_version: Some([9, 3, 3]),
         fake_show: None,
@@ -79,18 +79,38 @@ fn up_is_the_example_of_the_specification() {
 
 #[test]
 fn command_lines_give_what_the_original_gives() {
-    let text = read("all.commands");
     let mut count = 0;
-    for part in text.split("$ ").skip(1) {
-        let (line, rest) = part.split_once('\n').unwrap();
-        let (wanted, code) = rest.rsplit_once("= ").unwrap();
-        let words: Vec<&str> = line.split(' ').collect();
-        let found = run_alpha("all.conf", &words);
-        assert_eq!(without_repair(&found.1), wanted, "{line}");
-        assert_eq!(found.0.to_string(), code.trim(), "{line}: {}", found.2);
-        count += 1;
+    for name in [
+        "all-alpha",
+        "managed-alpha",
+        "managed-charlie",
+        "mesh-10.7.0.1",
+        "mesh-alpha",
+        "mesh-bravo",
+        "mesh-delta",
+        "v8-alpha",
+        "v8-bravo",
+    ] {
+        let (config, node) = name.split_once('-').unwrap();
+        let mut system = system(node);
+        system.fake_show = Some("/dev/null".into());
+        let config = data(&format!("{config}.conf"));
+        for part in read(&format!("{name}.commands")).split("$ ").skip(1) {
+            let (line, rest) = part.split_once('\n').unwrap();
+            let (wanted, code) = rest.rsplit_once("= ").unwrap();
+            let words: Vec<&str> = ["-c", &config].into_iter().chain(line.split(' ')).collect();
+            let found = run_on(&system, &words);
+            assert_eq!(without_repair(&found.1), wanted, "{name}: {line}");
+            assert_eq!(
+                found.0.to_string(),
+                code.trim(),
+                "{name}: {line}: {}",
+                found.2
+            );
+            count += 1;
+        }
     }
-    assert!(count > 100, "{count}");
+    assert!(count > 130, "{count}");
 }
 
 #[test]
