@@ -1,1 +1,8 @@
-//! Placeholder of the crate's root; its modules follow.
+//! Measurements side by side: the bare floor, the raw disk, Lockstep, in one run.
+//!
+//! Figures of different runs or machines say nothing; the ratios of one run do
+//! (docs/performance.md).
+
+pub mod floor;
+pub mod raw;
+pub mod stats;
