@@ -404,6 +404,24 @@ impl Resource {
                 .set_earliest(Timer::ResyncStep(volume, peer), now + STEP);
             return;
         }
+        // A node that is gone or not UpToDate any more owes no answer.
+        let mut waits = core::mem::take(&mut sync.flush_waits);
+        for (primary, nodes) in &mut waits {
+            let up_to_date = |node: NodeId| {
+                self.is_established(node)
+                    && self.state.peer_device(volume, node).disk == DiskState::UpToDate
+            };
+            let reachable = self.is_established(*primary);
+            *nodes = nodes
+                .iter()
+                .filter(|node| reachable && up_to_date(*node))
+                .collect();
+        }
+        waits.retain(|(_, nodes)| !nodes.is_empty());
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        sync.flush_waits = waits;
         if !sync.flush_waits.is_empty() {
             return;
         }
