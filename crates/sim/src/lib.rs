@@ -1,1 +1,13 @@
-//! Placeholder of the crate's root; its modules follow.
+//! Lockstep's deterministic simulator: clusters of the real replication core in virtual time.
+//!
+//! One seed gives everything. See `world` for the machinery, `swarm` for random worlds, `history`
+//! and `check` for what must hold, and `scenario` for the words that tests are written in.
+
+pub mod check;
+pub mod disk;
+pub mod history;
+pub mod operator;
+pub mod rng;
+pub mod scenario;
+pub mod swarm;
+pub mod world;

@@ -1,0 +1,171 @@
+//! What must hold, seen from outside the core.
+
+use lockstep_core::report::Snapshot;
+use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
+
+use crate::world::{World, name};
+
+/// Whatever differs between two disks is marked on one of them, whoever dies now.
+pub fn differences_are_marked(w: &mut World) {
+    for volume in 0..w.config.volumes {
+        let blocks = w.history.touched(volume);
+        for x in 0..w.nodes.len() {
+            for y in x + 1..w.nodes.len() {
+                let v = usize::from(volume);
+                let differing: Vec<u64> = blocks
+                    .iter()
+                    .copied()
+                    .filter(|b| {
+                        let b = *b as usize;
+                        w.nodes[x].disks[v].content[b] != w.nodes[y].disks[v].content[b]
+                    })
+                    .collect();
+                if differing.is_empty() {
+                    continue;
+                }
+                let marks = w.nodes[x].disks[v]
+                    .marks(y, &differing)
+                    .and_then(|a| Ok((a, w.nodes[y].disks[v].marks(x, &differing)?)));
+                match marks {
+                    Err(text) => w.fail(format!("metadata do not open: {text}")),
+                    Ok((a, b)) => {
+                        if let Some(i) = (0..differing.len()).find(|i| !a[*i] && !b[*i]) {
+                            let block = differing[i];
+                            let text = format!(
+                                "volume {volume} block {block} differs between {} ({}) and {} \
+                                 ({}) and neither disk marks it; {}",
+                                name(x),
+                                w.nodes[x].disks[v].content[block as usize],
+                                name(y),
+                                w.nodes[y].disks[v].content[block as usize],
+                                w.history.describe(volume, block)
+                            );
+                            w.fail(text);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// At most one node is Primary.
+pub fn one_primary(w: &mut World) {
+    let primaries: Vec<char> = (0..w.nodes.len())
+        .filter(|n| w.snapshot(*n).is_some_and(|s| s.role == Role::Primary))
+        .map(name)
+        .collect();
+    if primaries.len() > 1 {
+        w.fail(format!("several Primaries: {primaries:?}"));
+    }
+}
+
+/// Why the cluster is not yet at rest and whole; none if it is.
+pub fn not_converged(w: &World) -> Option<String> {
+    for node in 0..w.nodes.len() {
+        let Some(snapshot) = w.snapshot(node) else {
+            return Some(format!("{} is down", name(node)));
+        };
+        if let Some(text) = node_not_converged(&snapshot) {
+            return Some(format!("{}: {text}", name(node)));
+        }
+        if let Some((id, c)) = w.nodes[node].commands.first_key_value() {
+            return Some(format!("{}: command {id} {} waits", name(node), c.text));
+        }
+        if let Some((id, r)) = w.nodes[node].requests.first_key_value() {
+            return Some(format!(
+                "{}: request {id} {:?} of block {} waits",
+                name(node),
+                r.kind,
+                r.block
+            ));
+        }
+    }
+    None
+}
+
+fn node_not_converged(snapshot: &Snapshot) -> Option<String> {
+    for device in &snapshot.devices {
+        if device.disk_state != DiskState::UpToDate {
+            return Some(format!(
+                "volume {} is {:?}",
+                device.volume, device.disk_state
+            ));
+        }
+        if device.upper_pending > 0 || device.lower_pending > 0 {
+            return Some(format!(
+                "volume {}: {} requests and {} disk operations pending",
+                device.volume, device.upper_pending, device.lower_pending
+            ));
+        }
+    }
+    if !snapshot.suspended.is_empty() {
+        return Some(format!("suspended: {:?}", snapshot.suspended));
+    }
+    for connection in &snapshot.connections {
+        if connection.state != ConnState::Connected {
+            return Some(format!(
+                "connection to node {} is {:?}",
+                connection.peer, connection.state
+            ));
+        }
+        for p in &connection.peer_devices {
+            if p.repl_state != ReplState::Established || p.disk_state != DiskState::UpToDate {
+                return Some(format!(
+                    "volume {} with node {}: {:?}, peer disk {:?}, {} sectors out of sync",
+                    p.volume, connection.peer, p.repl_state, p.disk_state, p.out_of_sync_sectors
+                ));
+            }
+            if p.out_of_sync_sectors + p.pending + p.unacked > 0 {
+                return Some(format!(
+                    "volume {} with node {}: {} sectors out of sync, {} pending, {} unacked",
+                    p.volume, connection.peer, p.out_of_sync_sectors, p.pending, p.unacked
+                ));
+            }
+        }
+    }
+    None
+}
+
+/// All replicas are equal and hold what the history allows; nothing leaks.
+pub fn replicas_are_equal(w: &mut World) {
+    for volume in 0..w.config.volumes {
+        let v = usize::from(volume);
+        for node in 1..w.nodes.len() {
+            let (a, b) = (
+                &w.nodes[0].disks[v].content,
+                &w.nodes[node].disks[v].content,
+            );
+            if a != b {
+                let block = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(0);
+                let text = format!(
+                    "replicas differ while everything is UpToDate: volume {volume} block {block} \
+                     is {} on A and {} on {}; {}",
+                    a[block],
+                    b[block],
+                    name(node),
+                    w.history.describe(volume, block as u64)
+                );
+                w.fail(text);
+                return;
+            }
+        }
+        for block in w.history.touched(volume) {
+            let value = w.nodes[0].disks[v].content[block as usize];
+            let now = w.now;
+            if let Err(text) = w.history.read(volume, block, value, now, now) {
+                w.fail(format!("an acknowledged write is lost: {text}"));
+                return;
+            }
+        }
+    }
+    for node in 0..w.nodes.len() {
+        let held = w.buffers(node);
+        if held > 0 {
+            w.fail(format!(
+                "{} holds {held} buffers while it is idle",
+                name(node)
+            ));
+        }
+    }
+}

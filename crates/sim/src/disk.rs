@@ -1,0 +1,293 @@
+//! Simulated disks. Data is one version number per 4 KiB block behind a volatile cache; metadata
+//! is bytes, durable at completion.
+
+use std::collections::BTreeMap;
+
+use lockstep_core::event::Tag;
+use lockstep_format::disk::BLOCK_BYTES;
+use lockstep_format::disk::al;
+use lockstep_format::disk::layout::{Geometry, Layout, Placement};
+use lockstep_format::disk::v09::SuperBlock;
+use lockstep_format::units::NodeId;
+
+use crate::rng::Rng;
+
+/// Bytes of one block of simulated data.
+pub const BLOCK: u64 = 4096;
+
+/// What a crash does to the disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lose {
+    /// The process died: completed writes stay, those in flight may or may not have happened.
+    InFlight,
+    /// The power went: of what was not flushed any part may be lost too.
+    Unflushed,
+}
+
+/// A data operation that is under way.
+#[derive(Clone, Debug)]
+pub enum DataOp {
+    /// Into a buffer of the node.
+    Read {
+        /// The payload.
+        payload: lockstep_core::event::Payload,
+        /// First block.
+        block: u64,
+    },
+    /// Into a new buffer.
+    ReadNew {
+        /// First block.
+        block: u64,
+        /// Blocks.
+        count: u64,
+    },
+    /// New content.
+    Write {
+        /// First block.
+        block: u64,
+        /// The versions.
+        content: Vec<u64>,
+        /// Durable at completion.
+        fua: bool,
+    },
+    /// Everything up to this sequence number becomes durable.
+    Flush {
+        /// Last write that completed before.
+        upto: u64,
+    },
+}
+
+/// An operation in flight with its tag.
+#[derive(Clone, Debug)]
+pub struct Flying<T> {
+    /// The core's tag.
+    pub tag: Tag,
+    /// What.
+    pub op: T,
+}
+
+/// A write of metadata or a read.
+#[derive(Clone, Debug)]
+pub enum MetaOp {
+    /// Bytes at an offset.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Length.
+        len: u32,
+    },
+    /// Whole blocks.
+    Write {
+        /// First byte.
+        offset: u64,
+        /// The bytes.
+        bytes: Vec<u8>,
+        /// Data completed up to here becomes durable first.
+        flush_upto: Option<u64>,
+    },
+}
+
+/// One volume's disk on one node. It outlives the node's crashes.
+#[derive(Debug)]
+pub struct Disk {
+    /// What reads see.
+    pub content: Vec<u64>,
+    /// Blocks with values since the last durable one: the durable value first, the visible last.
+    unflushed: BTreeMap<u64, Vec<(u64, u64)>>,
+    sequence: u64,
+    /// The metadata device.
+    pub meta: Vec<u8>,
+    /// Where things are on it.
+    pub layout: Layout,
+    /// Opened by the node.
+    pub open: bool,
+    /// Operations in flight.
+    pub flying: BTreeMap<u64, Flying<DataOp>>,
+    /// Metadata operations in flight.
+    pub flying_meta: BTreeMap<u64, Flying<MetaOp>>,
+    /// Completes when nothing is in flight any more.
+    pub closing: Option<Tag>,
+}
+
+/// Size of the metadata device.
+pub const META_BYTES: u64 = 256 << 10;
+
+impl Disk {
+    /// A zeroed disk after `create-md`.
+    pub fn new(node: usize, blocks: u64, peers: u8) -> Self {
+        let layout = Layout::new(
+            Placement::FlexExternal,
+            Geometry::for_peers(peers),
+            META_BYTES,
+        )
+        .expect("the metadata device is large enough");
+        let mut meta = vec![0u8; META_BYTES as usize];
+        let mut superblock = SuperBlock::fresh(&layout);
+        superblock.node_id = Some(NodeId(node as u8));
+        let mut block = [0u8; BLOCK_BYTES];
+        superblock.encode(&mut block);
+        let at = layout.superblock_byte() as usize;
+        meta[at..at + BLOCK_BYTES].copy_from_slice(&block);
+        al::encode_initialised(&mut block);
+        for number in 0..layout.geometry().al.blocks() {
+            let at = layout.al_byte() as usize + number as usize * BLOCK_BYTES;
+            meta[at..at + BLOCK_BYTES].copy_from_slice(&block);
+        }
+        Disk {
+            content: vec![0; blocks as usize],
+            unflushed: BTreeMap::new(),
+            sequence: 0,
+            meta,
+            layout,
+            open: false,
+            flying: BTreeMap::new(),
+            flying_meta: BTreeMap::new(),
+            closing: None,
+        }
+    }
+
+    /// The last write that has completed.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// One block takes a value.
+    fn store(&mut self, block: u64, value: u64, durable: bool) {
+        self.sequence += 1;
+        let old = std::mem::replace(&mut self.content[block as usize], value);
+        if durable {
+            self.unflushed.remove(&block);
+        } else {
+            self.unflushed
+                .entry(block)
+                .or_insert_with(|| vec![(0, old)])
+                .push((self.sequence, value));
+        }
+    }
+
+    /// Everything up to this sequence number is durable.
+    pub fn flushed(&mut self, upto: u64) {
+        self.unflushed.retain(|_, values| {
+            let keep = values.iter().rposition(|(seq, _)| *seq <= upto);
+            values.drain(..keep.unwrap_or(0));
+            values.len() > 1
+        });
+    }
+
+    /// A write completes.
+    pub fn write(&mut self, block: u64, content: &[u64], fua: bool) {
+        for (i, value) in content.iter().enumerate() {
+            self.store(block + i as u64, *value, fua);
+        }
+    }
+
+    /// The value that survives a power cut for certain, if the visible one may be lost.
+    pub fn durable(&self, block: u64) -> u64 {
+        match self.unflushed.get(&block) {
+            Some(values) => values[0].1,
+            None => self.content[block as usize],
+        }
+    }
+
+    /// The node dies. What is in flight happens in part, what is volatile is lost in part.
+    pub fn crash(&mut self, lose: Lose, rng: &mut Rng) {
+        let flying = std::mem::take(&mut self.flying);
+        let flying_meta = std::mem::take(&mut self.flying_meta);
+        for op in flying.into_values() {
+            if let DataOp::Write { block, content, .. } = op.op {
+                let all = rng.below(3);
+                for (i, value) in content.iter().enumerate() {
+                    if all == 0 || all == 1 && rng.permille(500) {
+                        self.store(block + i as u64, *value, false);
+                    }
+                }
+            }
+        }
+        for op in flying_meta.into_values() {
+            if let MetaOp::Write { offset, bytes, .. } = op.op {
+                self.torn_meta(offset, &bytes, rng);
+            }
+        }
+        if lose == Lose::Unflushed {
+            let all = rng.below(3);
+            for (block, values) in std::mem::take(&mut self.unflushed) {
+                let pick = match all {
+                    0 => 0,
+                    1 => values.len() - 1,
+                    _ => rng.below(values.len() as u64) as usize,
+                };
+                self.content[block as usize] = values[pick].1;
+            }
+        }
+        self.open = false;
+        self.closing = None;
+    }
+
+    /// A metadata write was cut: any part of its sectors is there. The superblock is atomic.
+    fn torn_meta(&mut self, offset: u64, bytes: &[u8], rng: &mut Rng) {
+        let all = rng.below(4);
+        for (i, chunk) in bytes.chunks(BLOCK_BYTES).enumerate() {
+            let at = offset as usize + i * BLOCK_BYTES;
+            if at as u64 == self.layout.superblock_byte() {
+                if rng.permille(500) {
+                    self.meta[at..at + chunk.len()].copy_from_slice(chunk);
+                }
+                continue;
+            }
+            for (j, sector) in chunk.chunks(512).enumerate() {
+                if all == 0 || all > 1 && rng.permille(500) {
+                    let at = at + j * 512;
+                    self.meta[at..at + 512].copy_from_slice(sector);
+                }
+            }
+        }
+    }
+
+    /// The superblock on the medium.
+    pub fn superblock(&self) -> Result<SuperBlock, String> {
+        let at = self.layout.superblock_byte() as usize;
+        let block = self.meta[at..at + BLOCK_BYTES]
+            .try_into()
+            .expect("a whole block");
+        SuperBlock::decode(block).map_err(|e| e.to_string())
+    }
+
+    /// For each block of the list: does this disk's metadata mark it towards the peer?
+    pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
+        use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
+        let superblock = self.superblock()?;
+        let entry = superblock.peer(NodeId(peer as u8));
+        let sectors = superblock.effective_size.0;
+        if entry.flags.contains(PeerFlags::FULL_SYNC) || sectors == 0 {
+            return Ok(vec![true; blocks.len()]);
+        }
+        let shape = self.layout.bitmap_shape(sectors);
+        let base = self.layout.bitmap_byte() as usize;
+        let mut active = Vec::new();
+        if !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
+            let at = self.layout.al_byte() as usize;
+            let len = self.layout.geometry().al.bytes() as usize;
+            let replay = al::replay(&self.meta[at..at + len], self.layout.geometry().al)
+                .map_err(|e| e.to_string())?;
+            if replay.coverage != al::Coverage::Complete {
+                return Err(format!(
+                    "the activity log lost context: {:?}",
+                    replay.coverage
+                ));
+            }
+            active = replay.active;
+        }
+        let slot = entry.bitmap_index;
+        Ok(blocks
+            .iter()
+            .map(|block| {
+                let sector = lockstep_format::units::Sector(block * 8);
+                let bit = slot.is_some_and(|slot| {
+                    let (byte, mask) = shape.position(slot, *block);
+                    self.meta[base + byte as usize] & mask != 0
+                });
+                bit || active.contains(&sector.al_extent())
+            })
+            .collect())
+    }
+}

@@ -1,0 +1,563 @@
+//! The operator: brings nodes up as a daemon would, promotes only legitimate heirs, and changes
+//! things at random without ever making two generations of data.
+
+use std::collections::BTreeSet;
+
+use lockstep_core::command::{Command, MetaIndex};
+use lockstep_core::options::{
+    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
+};
+use lockstep_core::report::Snapshot;
+use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
+use lockstep_format::units::{NodeId, VolumeNr};
+
+use crate::disk::Lose;
+use crate::world::{World, name};
+
+/// Options that differ between worlds.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Options of every connection.
+    pub net: NetOptions,
+    /// Options of every disk.
+    pub disk: DiskOptions,
+    /// Options of the resource.
+    pub resource: ResourceOptions,
+    /// Options towards every peer.
+    pub peer: PeerDeviceOptions,
+    /// Nodes connect before their disks are attached.
+    pub connect_first: bool,
+}
+
+impl Settings {
+    /// Defaults with a small activity log.
+    pub fn new(protocol: Protocol, resync_max_kib_s: u32) -> Self {
+        Settings {
+            net: NetOptions {
+                protocol,
+                ..NetOptions::default()
+            },
+            disk: DiskOptions {
+                al_extents: 67,
+                ..DiskOptions::default()
+            },
+            resource: ResourceOptions::default(),
+            peer: PeerDeviceOptions {
+                c_max_rate_kib_s: resync_max_kib_s,
+                ..PeerDeviceOptions::default()
+            },
+            connect_first: false,
+        }
+    }
+}
+
+/// Where a node stands for the operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Stage {
+    Down,
+    Attaching(Vec<u64>),
+    Up,
+    GoingDown(u64),
+}
+
+/// The operator's knowledge.
+#[derive(Debug)]
+pub struct Operator {
+    /// Options.
+    pub settings: Settings,
+    stages: Vec<Stage>,
+    /// The node that is Primary.
+    pub primary: Option<usize>,
+    promoting: Option<(usize, u64)>,
+    demoting: Option<(usize, u64)>,
+    /// Nodes that have all data and may become Primary.
+    pub heirs: BTreeSet<usize>,
+    holders: BTreeSet<usize>,
+    /// A Primary without power: what it did not flush may be lost if it comes back first.
+    pending_loss: Option<usize>,
+    /// Peer pairs that the operator keeps apart.
+    apart: BTreeSet<(usize, usize)>,
+    paused: BTreeSet<(usize, usize, u16)>,
+    detached: BTreeSet<(usize, u16)>,
+    /// All nodes were in sync once.
+    pub ready: bool,
+    /// No promotion from now on.
+    pub calm: bool,
+}
+
+fn peer_id(n: usize) -> NodeId {
+    NodeId(n as u8)
+}
+
+impl Operator {
+    /// Nobody is up.
+    pub fn new(settings: Settings, nodes: usize) -> Self {
+        Operator {
+            settings,
+            stages: vec![Stage::Down; nodes],
+            primary: None,
+            promoting: None,
+            demoting: None,
+            heirs: (0..nodes).collect(),
+            holders: BTreeSet::new(),
+            pending_loss: None,
+            apart: BTreeSet::new(),
+            paused: BTreeSet::new(),
+            detached: BTreeSet::new(),
+            ready: false,
+            calm: false,
+        }
+    }
+
+    /// The node's process runs and its configuration is applied.
+    pub fn is_up(&self, node: usize) -> bool {
+        self.stages[node] == Stage::Up
+    }
+
+    /// The node is down.
+    pub fn is_down(&self, node: usize) -> bool {
+        self.stages[node] == Stage::Down
+    }
+
+    /// Starts a node and applies its configuration.
+    pub fn start(&mut self, w: &mut World, node: usize) {
+        if self.stages[node] != Stage::Down {
+            return;
+        }
+        if self.pending_loss == Some(node) {
+            self.pending_loss = None;
+            w.history.unflushed_may_be_lost(w.now);
+        }
+        w.start(node, self.settings.resource.clone());
+        let nodes = w.nodes.len();
+        let volumes = w.config.volumes;
+        for volume in 0..volumes {
+            w.command(
+                node,
+                Command::NewVolume {
+                    volume: VolumeNr(volume),
+                    minor: u32::from(volume),
+                    diskless: false,
+                },
+            );
+        }
+        for peer in (0..nodes).filter(|p| *p != node) {
+            let mut net = self.settings.net.clone();
+            net.peer_name = name(peer).to_string();
+            let peer = peer_id(peer);
+            w.command(node, Command::NewPeer { peer, net });
+            for volume in 0..volumes {
+                w.command(
+                    node,
+                    Command::PeerDeviceOptions {
+                        peer,
+                        volume: VolumeNr(volume),
+                        options: self.settings.peer.clone(),
+                    },
+                );
+            }
+        }
+        let attaches = (0..volumes).map(|v| self.attach(w, node, v)).collect();
+        self.detached.retain(|(n, _)| *n != node);
+        self.paused.retain(|(n, ..)| *n != node);
+        self.stages[node] = Stage::Attaching(attaches);
+        if self.settings.connect_first {
+            self.connect_all(w, node);
+        }
+    }
+
+    fn attach(&self, w: &mut World, node: usize, volume: u16) -> u64 {
+        w.command(
+            node,
+            Command::Attach {
+                volume: VolumeNr(volume),
+                data_path: format!("data{volume}"),
+                meta_path: Some(format!("meta{volume}")),
+                index: MetaIndex::FlexExternal,
+                options: self.settings.disk.clone(),
+            },
+        )
+    }
+
+    /// Connects what is StandAlone and not kept apart.
+    pub fn connect_all(&mut self, w: &mut World, node: usize) {
+        let Some(snapshot) = w.snapshot(node) else {
+            return;
+        };
+        for connection in snapshot.connections {
+            let peer = usize::from(connection.peer.0);
+            let pair = (node.min(peer), node.max(peer));
+            if connection.state == ConnState::StandAlone && !self.apart.contains(&pair) {
+                w.command(
+                    node,
+                    Command::Connect {
+                        peer: connection.peer,
+                        discard_my_data: false,
+                        tentative: false,
+                    },
+                );
+            }
+        }
+    }
+
+    /// The node dies; the operator learns who may take over.
+    pub fn crash(&mut self, w: &mut World, node: usize, lose: Lose) {
+        let Some(snapshot) = w.snapshot(node) else {
+            return;
+        };
+        if snapshot.role == Role::Primary {
+            self.heirs = self.heirs_of(w, node, &snapshot);
+            self.primary = None;
+            if lose == Lose::Unflushed {
+                self.pending_loss = Some(node);
+            }
+            w.trace(node, || "== the Primary dies".into());
+        } else if self.primary.is_none() && lose == Lose::Unflushed && self.heirs.contains(&node) {
+            if self.heirs.len() > 1 {
+                self.heirs.remove(&node);
+            } else {
+                w.history.unflushed_may_be_lost(w.now);
+            }
+        }
+        self.forget(node);
+        w.crash(node, lose);
+        let heirs = self.heirs.clone();
+        if self.primary.is_none() {
+            w.trace(node, || format!("== heirs: {heirs:?}"));
+        }
+    }
+
+    fn forget(&mut self, node: usize) {
+        self.stages[node] = Stage::Down;
+        if self.promoting.is_some_and(|(n, _)| n == node) {
+            self.promoting = None;
+        }
+        if self.demoting.is_some_and(|(n, _)| n == node) {
+            self.demoting = None;
+        }
+    }
+
+    /// Nodes that have everything which this Primary acknowledged.
+    fn heirs_of(&self, w: &World, node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
+        let mut holders = holders(node, snapshot);
+        if w.config.protocol != Protocol::C && holders.contains(&node) {
+            return BTreeSet::from([node]);
+        }
+        if holders.is_empty() {
+            holders = self.holders.clone();
+        }
+        if holders.is_empty() {
+            holders.insert(node);
+        }
+        holders
+    }
+
+    /// Looks at answers and goes on.
+    pub fn tick(&mut self, w: &mut World) {
+        for node in 0..w.nodes.len() {
+            match self.stages[node].clone() {
+                Stage::Attaching(commands) => {
+                    let answers: Vec<_> = commands
+                        .iter()
+                        .filter_map(|c| w.nodes[node].answers.get(c))
+                        .collect();
+                    if let Some(Err(error)) = answers.iter().find(|a| a.is_err()) {
+                        let text = format!("{} cannot attach: {}", name(node), error.text);
+                        w.fail(text);
+                        return;
+                    }
+                    if answers.len() == commands.len() {
+                        self.stages[node] = Stage::Up;
+                        self.connect_all(w, node);
+                    }
+                }
+                Stage::GoingDown(command) => {
+                    if let Some(answer) = w.nodes[node].answers.get(&command) {
+                        let answer = answer.clone();
+                        w.trace(node, || format!("== down: {answer:?}"));
+                        self.forget(node);
+                        w.crash(node, Lose::InFlight);
+                    }
+                }
+                Stage::Down | Stage::Up => {}
+            }
+        }
+        if let Some((node, command)) = self.promoting
+            && let Some(answer) = w.nodes[node].answers.get(&command)
+        {
+            self.promoting = None;
+            if answer.is_ok() {
+                self.primary = Some(node);
+                if self.pending_loss.is_some_and(|n| n != node) {
+                    self.pending_loss = None;
+                }
+            }
+        }
+        if let Some((node, command)) = self.demoting
+            && let Some(answer) = w.nodes[node].answers.get(&command)
+        {
+            self.demoting = None;
+            if answer.is_ok()
+                && let Some(snapshot) = w.snapshot(node)
+            {
+                self.heirs = holders(node, &snapshot);
+                if self.heirs.is_empty() {
+                    self.heirs = self.holders.clone();
+                }
+                self.primary = None;
+            }
+        }
+        self.learn(w);
+    }
+
+    /// Keeps the sets of nodes with all data up to date.
+    fn learn(&mut self, w: &World) {
+        if let Some(primary) = self.primary {
+            if let Some(snapshot) = w.snapshot(primary) {
+                let now = holders(primary, &snapshot);
+                if !now.is_empty() {
+                    self.holders = now;
+                }
+            }
+        } else if self.promoting.is_none() {
+            for heir in self.heirs.clone() {
+                if let Some(snapshot) = w.snapshot(heir) {
+                    let now = holders(heir, &snapshot);
+                    if !now.contains(&heir) {
+                        continue;
+                    }
+                    for peer in now {
+                        let mutual = w
+                            .snapshot(peer)
+                            .is_some_and(|s| holders(peer, &s).contains(&heir));
+                        if mutual || peer == heir {
+                            self.heirs.insert(peer);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// A promotion or demotion is under way.
+    pub fn is_changing(&self) -> bool {
+        self.promoting.is_some() || self.demoting.is_some()
+    }
+
+    /// The Primary may get new requests.
+    pub fn accepts_io(&self) -> Option<usize> {
+        if self.demoting.is_some() {
+            None
+        } else {
+            self.primary
+        }
+    }
+
+    /// Makes one of the heirs Primary.
+    pub fn promote(&mut self, w: &mut World, node: usize, force: bool) -> bool {
+        if self.primary.is_some() || self.is_changing() || !self.is_up(node) {
+            return false;
+        }
+        if !force && !self.heirs.contains(&node) {
+            return false;
+        }
+        let command = w.command(node, Command::Primary { force });
+        self.promoting = Some((node, command));
+        true
+    }
+
+    /// Makes the Primary Secondary.
+    pub fn demote(&mut self, w: &mut World) -> bool {
+        let Some(node) = self.primary else {
+            return false;
+        };
+        if self.is_changing() || !self.is_up(node) {
+            return false;
+        }
+        let command = w.command(node, Command::Secondary { force: false });
+        self.demoting = Some((node, command));
+        true
+    }
+
+    /// Takes a Secondary down properly.
+    pub fn down(&mut self, w: &mut World, node: usize) -> bool {
+        if self.primary == Some(node)
+            || self.is_changing()
+            || !self.is_up(node)
+            || self.primary.is_none()
+        {
+            return false;
+        }
+        let command = w.command(node, Command::Down);
+        self.stages[node] = Stage::GoingDown(command);
+        true
+    }
+
+    /// Disconnects two nodes until `reconnect`.
+    pub fn disconnect(&mut self, w: &mut World, node: usize, peer: usize, force: bool) -> bool {
+        if !self.is_up(node) || self.is_changing() {
+            return false;
+        }
+        let peer_node = peer_id(peer);
+        self.apart.insert((node.min(peer), node.max(peer)));
+        w.command(
+            node,
+            Command::Disconnect {
+                peer: peer_node,
+                force,
+            },
+        );
+        true
+    }
+
+    /// Ends a separation.
+    pub fn reconnect(&mut self, w: &mut World) -> bool {
+        let Some(pair) = self.apart.pop_first() else {
+            return false;
+        };
+        for node in [pair.0, pair.1] {
+            if self.is_up(node) {
+                self.connect_all(w, node);
+            }
+        }
+        true
+    }
+
+    /// Takes a disk away; the node goes on without.
+    pub fn detach(&mut self, w: &mut World, node: usize, volume: u16, force: bool) -> bool {
+        if !self.is_up(node) || self.is_changing() || self.primary.is_none() {
+            return false;
+        }
+        self.detached.insert((node, volume));
+        w.command(
+            node,
+            Command::Detach {
+                volume: VolumeNr(volume),
+                force,
+                diskless: false,
+            },
+        );
+        true
+    }
+
+    /// Gives disks back.
+    pub fn reattach(&mut self, w: &mut World) -> bool {
+        let mut done = false;
+        for (node, volume) in self.detached.clone() {
+            if !self.is_up(node) {
+                continue;
+            }
+            let diskless = w.snapshot(node).is_some_and(|s| {
+                s.devices
+                    .iter()
+                    .any(|d| d.volume.0 == volume && d.disk_state == DiskState::Diskless)
+            });
+            if diskless && !w.nodes[node].disks[usize::from(volume)].open {
+                self.attach(w, node, volume);
+                self.detached.remove(&(node, volume));
+                done = true;
+            }
+        }
+        done
+    }
+
+    /// Throws a Secondary's data away while the Primary has all.
+    pub fn invalidate(&mut self, w: &mut World, node: usize, volume: u16, reset: bool) -> bool {
+        let Some(primary) = self.primary else {
+            return false;
+        };
+        if primary == node || self.is_changing() || !self.is_up(node) || !self.is_up(primary) {
+            return false;
+        }
+        let good = w.snapshot(primary).is_some_and(|s| {
+            s.devices
+                .iter()
+                .all(|d| d.disk_state == DiskState::UpToDate)
+        });
+        if !good {
+            return false;
+        }
+        w.command(
+            node,
+            Command::Invalidate {
+                volume: VolumeNr(volume),
+                from: Some(peer_id(primary)),
+                reset_bitmap: reset,
+            },
+        );
+        true
+    }
+
+    /// Pauses or resumes a resync.
+    pub fn toggle_pause(&mut self, w: &mut World, node: usize, peer: usize, volume: u16) -> bool {
+        if !self.is_up(node) {
+            return false;
+        }
+        let key = (node, peer, volume);
+        let (peer, volume) = (peer_id(peer), VolumeNr(volume));
+        let command = if self.paused.remove(&key) {
+            Command::ResumeSync { peer, volume }
+        } else {
+            self.paused.insert(key);
+            Command::PauseSync { peer, volume }
+        };
+        w.command(node, command);
+        true
+    }
+
+    /// Undoes everything that keeps the nodes from converging. Call it again and again.
+    pub fn heal(&mut self, w: &mut World) {
+        while self.reconnect(w) {}
+        for node in 0..w.nodes.len() {
+            self.start(w, node);
+        }
+        for (node, peer, volume) in std::mem::take(&mut self.paused) {
+            if self.is_up(node) {
+                w.command(
+                    node,
+                    Command::ResumeSync {
+                        peer: peer_id(peer),
+                        volume: VolumeNr(volume),
+                    },
+                );
+            }
+        }
+        self.reattach(w);
+        for node in 0..w.nodes.len() {
+            if self.is_up(node) {
+                self.connect_all(w, node);
+            }
+        }
+    }
+}
+
+/// Nodes that have all data according to this one: itself if UpToDate, and the UpToDate peers to
+/// which it replicates, on all volumes.
+pub fn holders(node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
+    let mut found = BTreeSet::new();
+    if snapshot
+        .devices
+        .iter()
+        .all(|d| d.disk_state == DiskState::UpToDate)
+    {
+        found.insert(node);
+    }
+    for connection in &snapshot.connections {
+        let all = connection.state == ConnState::Connected
+            && connection.peer_devices.iter().all(|p| {
+                p.disk_state == DiskState::UpToDate
+                    && matches!(
+                        p.repl_state,
+                        ReplState::Established
+                            | ReplState::SyncTarget
+                            | ReplState::PausedSyncT
+                            | ReplState::VerifyS
+                            | ReplState::VerifyT
+                    )
+            });
+        if all {
+            found.insert(usize::from(connection.peer.0));
+        }
+    }
+    found
+}

@@ -1,0 +1,1542 @@
+//! A cluster in one process: nodes that run the real core, disks, links and virtual time.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
+
+use lockstep_core::command::{Answer, Command, CommandError};
+use lockstep_core::event::MetaOp as CoreMetaOp;
+use lockstep_core::event::{
+    BufId, CommandId, DiskError, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, Output, Payload,
+    Request, RequestError, RequestId, RequestKind, Stream, Tag,
+};
+use lockstep_core::options::Protocol;
+use lockstep_core::report::{Event, Level, Snapshot};
+use lockstep_core::resource::{Resource, ResourceConfig};
+use lockstep_core::time::Instant;
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire;
+
+use crate::disk::{BLOCK, DataOp, Disk, Flying, Lose, META_BYTES, MetaOp};
+use crate::history::History;
+use crate::rng::Rng;
+
+/// One millisecond in nanoseconds.
+pub const MS: u64 = 1_000_000;
+/// One second in nanoseconds.
+pub const SECOND: u64 = 1_000 * MS;
+
+/// What a world is made of.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Everything random follows from it.
+    pub seed: u64,
+    /// How many nodes.
+    pub nodes: usize,
+    /// Protocol of all connections.
+    pub protocol: Protocol,
+    /// Volumes.
+    pub volumes: u16,
+    /// Blocks of 4 KiB of each volume.
+    pub blocks: u64,
+    /// Typical one-way delay of the network in nanoseconds.
+    pub net_delay: u64,
+    /// Typical time of a disk operation in nanoseconds.
+    pub disk_delay: u64,
+    /// Resync ceiling in KiB/s.
+    pub resync_max_kib_s: u32,
+    /// Print every event.
+    pub trace: bool,
+}
+
+impl Config {
+    /// Two nodes, protocol C, one small volume.
+    pub fn small(seed: u64) -> Self {
+        Config {
+            seed,
+            nodes: 2,
+            protocol: Protocol::C,
+            volumes: 1,
+            blocks: 16384,
+            net_delay: MS / 5,
+            disk_delay: MS / 5,
+            resync_max_kib_s: 102_400,
+            trace: false,
+        }
+    }
+}
+
+/// A buffer of a node with its reference count.
+#[derive(Debug)]
+struct Buffer {
+    content: Vec<u64>,
+    references: u32,
+}
+
+/// A front end's request under way.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// The volume.
+    pub volume: u16,
+    /// What.
+    pub kind: RequestKind,
+    /// First block.
+    pub block: u64,
+    /// Blocks.
+    pub count: u64,
+    /// Version of the first block; the others follow.
+    pub value: u64,
+    /// When.
+    pub start: u64,
+    payload: Option<Payload>,
+}
+
+/// A command under way.
+#[derive(Clone, Debug)]
+pub struct Commanded {
+    /// In words.
+    pub text: String,
+    /// When.
+    pub start: u64,
+}
+
+/// A node: its disks stay, the rest lives from start to crash.
+#[derive(Debug)]
+pub struct Node {
+    /// The core, while the node is up.
+    pub resource: Option<Resource>,
+    /// Counts starts; completions of an earlier life are void.
+    pub life: u32,
+    /// One per volume.
+    pub disks: Vec<Disk>,
+    buffers: HashMap<u64, Buffer>,
+    next_buffer: u64,
+    connecting: BTreeSet<usize>,
+    links: BTreeMap<u64, usize>,
+    /// Requests of front ends that were not completed.
+    pub requests: BTreeMap<u64, Asked>,
+    /// Commands that were not answered.
+    pub commands: BTreeMap<u64, Commanded>,
+    /// Results of the last commands.
+    pub answers: BTreeMap<u64, Result<Answer, CommandError>>,
+    timer_at: u64,
+    /// The last state lines, for failures.
+    pub log: VecDeque<String>,
+}
+
+#[derive(Debug)]
+struct Message {
+    at: u64,
+    /// None is the end of the stream.
+    bytes: Option<Vec<u8>>,
+    payload: Option<Vec<u64>>,
+}
+
+#[derive(Debug, Default)]
+struct Wire {
+    queue: VecDeque<Message>,
+    scheduled: bool,
+    last: u64,
+    stalled_until: u64,
+}
+
+/// An established pair of streams.
+#[derive(Debug)]
+struct Link {
+    ends: [usize; 2],
+    lives: [u32; 2],
+    /// When each side was told; `u64::MAX` before.
+    up: [bool; 2],
+    closed: [bool; 2],
+    /// The end of its streams was sent by this side.
+    ended: [bool; 2],
+    /// By sender (0, 1), by stream (data, control).
+    wires: [[Wire; 2]; 2],
+    dead: bool,
+}
+
+/// What happens later.
+#[derive(Debug)]
+enum Ev {
+    Timer {
+        node: usize,
+        life: u32,
+    },
+    Disk {
+        node: usize,
+        life: u32,
+        volume: usize,
+        id: u64,
+    },
+    Meta {
+        node: usize,
+        life: u32,
+        volume: usize,
+        id: u64,
+    },
+    Input {
+        node: usize,
+        life: u32,
+        input: Input,
+    },
+    LinkUp {
+        link: u64,
+        side: usize,
+    },
+    Deliver {
+        link: u64,
+        side: usize,
+        stream: usize,
+    },
+    Connect {
+        a: usize,
+        b: usize,
+    },
+}
+
+struct Scheduled {
+    at: u64,
+    order: u64,
+    ev: Ev,
+}
+
+impl PartialEq for Scheduled {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.order) == (other.at, other.order)
+    }
+}
+impl Eq for Scheduled {}
+impl PartialOrd for Scheduled {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Scheduled {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.order).cmp(&(other.at, other.order))
+    }
+}
+
+/// The cluster.
+pub struct World {
+    /// What it is made of.
+    pub config: Config,
+    /// Virtual time in nanoseconds.
+    pub now: u64,
+    /// Chance.
+    pub rng: Rng,
+    heap: BinaryHeap<Reverse<Scheduled>>,
+    order: u64,
+    /// The nodes.
+    pub nodes: Vec<Node>,
+    links: BTreeMap<u64, Link>,
+    next_link: u64,
+    next_id: u64,
+    next_value: u64,
+    /// Directions (from, to) in which nothing passes.
+    pub blocked: BTreeSet<(usize, usize)>,
+    connect_pending: BTreeSet<(usize, usize)>,
+    /// The oracle.
+    pub history: History,
+    /// What went wrong first.
+    pub violation: Option<String>,
+    /// Hash over everything that happened.
+    pub fingerprint: u64,
+    /// Events so far.
+    pub steps: u64,
+    /// Packets by name, for the report.
+    pub packets: u64,
+    /// Writes acknowledged.
+    pub acked: u64,
+}
+
+fn id(node: usize) -> NodeId {
+    NodeId(node as u8)
+}
+
+fn stream_index(stream: Stream) -> usize {
+    match stream {
+        Stream::Data => 0,
+        Stream::Control => 1,
+    }
+}
+
+impl World {
+    /// A cluster of fresh disks; no node is up yet.
+    pub fn new(config: Config) -> Self {
+        let nodes = (0..config.nodes)
+            .map(|n| Node {
+                resource: None,
+                life: 0,
+                disks: (0..config.volumes)
+                    .map(|_| Disk::new(n, config.blocks, config.nodes as u8 - 1))
+                    .collect(),
+                buffers: HashMap::new(),
+                next_buffer: 1,
+                connecting: BTreeSet::new(),
+                links: BTreeMap::new(),
+                requests: BTreeMap::new(),
+                commands: BTreeMap::new(),
+                answers: BTreeMap::new(),
+                timer_at: u64::MAX,
+                log: VecDeque::new(),
+            })
+            .collect();
+        World {
+            now: 1,
+            rng: Rng::new(config.seed),
+            heap: BinaryHeap::new(),
+            order: 0,
+            nodes,
+            links: BTreeMap::new(),
+            next_link: 1,
+            next_id: 1,
+            next_value: 1,
+            blocked: BTreeSet::new(),
+            connect_pending: BTreeSet::new(),
+            history: History::default(),
+            violation: None,
+            fingerprint: 0xcbf2_9ce4_8422_2325,
+            steps: 0,
+            packets: 0,
+            acked: 0,
+            config,
+        }
+    }
+
+    fn at(&mut self, delay: u64, ev: Ev) {
+        self.order += 1;
+        self.heap.push(Reverse(Scheduled {
+            at: self.now.saturating_add(delay),
+            order: self.order,
+            ev,
+        }));
+    }
+
+    fn mix(&mut self, value: u64) {
+        self.fingerprint = (self.fingerprint ^ value).wrapping_mul(0x0100_0000_01b3);
+    }
+
+    /// A line of the trace; the text is made only if somebody reads it.
+    pub fn trace(&mut self, node: usize, text: impl FnOnce() -> String) {
+        if self.config.trace {
+            println!("{:>12.6} {} {}", self.now as f64 / 1e9, name(node), text());
+        }
+    }
+
+    /// The first violation counts.
+    pub fn fail(&mut self, text: impl Into<String>) {
+        if self.violation.is_none() {
+            let text = text.into();
+            if self.config.trace {
+                println!("{:>12.6} VIOLATION {text}", self.now as f64 / 1e9);
+            }
+            self.violation = Some(text);
+        }
+    }
+
+    /// The node is up.
+    pub fn is_up(&self, node: usize) -> bool {
+        self.nodes[node].resource.is_some()
+    }
+
+    /// The node's state, if it is up.
+    pub fn snapshot(&self, node: usize) -> Option<Snapshot> {
+        self.nodes[node].resource.as_ref().map(Resource::snapshot)
+    }
+
+    // Life of nodes.
+
+    /// The process starts; the operator's commands are still to come.
+    pub fn start(&mut self, node: usize, options: lockstep_core::options::ResourceOptions) {
+        assert!(!self.is_up(node));
+        let seed = self.rng.bits();
+        let n = &mut self.nodes[node];
+        n.life += 1;
+        n.resource = Some(Resource::new(
+            ResourceConfig {
+                name: "r0".into(),
+                node_id: id(node),
+                options,
+            },
+            seed,
+        ));
+        n.timer_at = u64::MAX;
+        self.trace(node, || "== starts".into());
+    }
+
+    /// The node dies.
+    pub fn crash(&mut self, node: usize, lose: Lose) {
+        if !self.is_up(node) {
+            return;
+        }
+        self.trace(node, || format!("== crash, loses {lose:?}"));
+        let now = self.now;
+        let n = &mut self.nodes[node];
+        n.resource = None;
+        n.life += 1;
+        n.buffers.clear();
+        n.connecting.clear();
+        n.commands.clear();
+        let requests = std::mem::take(&mut n.requests);
+        let links: Vec<u64> = std::mem::take(&mut n.links).into_keys().collect();
+        for disk in &mut n.disks {
+            disk.crash(lose, &mut self.rng);
+        }
+        for asked in requests.into_values() {
+            self.abandon(&asked, now);
+        }
+        for link in links {
+            // A dead process closes its sockets; a node without power just falls silent.
+            self.close(link, node, false, lose == Lose::Unflushed);
+        }
+    }
+
+    fn abandon(&mut self, asked: &Asked, now: u64) {
+        if matches!(asked.kind, RequestKind::Read | RequestKind::Flush) {
+            return;
+        }
+        for i in 0..asked.count {
+            self.history.write_dies(
+                asked.volume,
+                asked.block + i,
+                asked.value_of(i),
+                asked.start,
+                now,
+            );
+        }
+    }
+
+    // The border.
+
+    /// Feeds a node.
+    pub fn input(&mut self, node: usize, input: Input) {
+        if self.config.trace {
+            let text = match &input {
+                Input::Timeout => String::new(),
+                Input::MetaDone { tag, result } => {
+                    format!(
+                        "> MetaDone {} {}",
+                        tag.0,
+                        if result.is_ok() { "ok" } else { "failed" }
+                    )
+                }
+                other => format!("> {other:?}"),
+            };
+            if !text.is_empty() {
+                self.trace(node, || text);
+            }
+        }
+        let now = Instant(self.now);
+        let Some(resource) = self.nodes[node].resource.as_mut() else {
+            return;
+        };
+        resource.handle(now, input);
+        while let Some(output) = self.nodes[node]
+            .resource
+            .as_mut()
+            .and_then(Resource::poll_output)
+        {
+            self.output(node, output);
+        }
+        self.arm(node);
+    }
+
+    fn arm(&mut self, node: usize) {
+        let now = self.now;
+        let n = &mut self.nodes[node];
+        let Some(next) = n.resource.as_ref().and_then(Resource::next_timeout) else {
+            return;
+        };
+        let at = next.0.max(now);
+        if at < n.timer_at {
+            n.timer_at = at;
+            let life = n.life;
+            self.at(at - now, Ev::Timer { node, life });
+        }
+    }
+
+    fn output(&mut self, node: usize, output: Output) {
+        let life = self.nodes[node].life;
+        match output {
+            Output::OpenDisk { tag, volume, .. } => {
+                let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
+                let result = if disk.open {
+                    Err("the disk is open already".to_string())
+                } else {
+                    disk.open = true;
+                    Ok(DiskInfo {
+                        data_bytes: disk.content.len() as u64 * BLOCK,
+                        meta_bytes: META_BYTES,
+                        logical_block_bytes: 512,
+                        physical_block_bytes: 4096,
+                        discard: true,
+                        discard_zeroes: true,
+                        discard_granularity_bytes: 4096,
+                        max_discard_bytes: 128 << 20,
+                        write_through: false,
+                    })
+                };
+                let delay = self.rng.delay(self.config.disk_delay);
+                let input = Input::DiskOpened { tag, result };
+                self.at(delay, Ev::Input { node, life, input });
+            }
+            Output::CloseDisk { tag, volume } => {
+                let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
+                disk.closing = Some(tag);
+                self.try_close(node, usize::from(volume.0));
+            }
+            Output::Disk { tag, volume, op } => self.disk_output(node, tag, volume, op),
+            Output::Meta { tag, volume, op } => self.meta_output(node, tag, volume, op),
+            Output::Send {
+                peer,
+                link,
+                stream,
+                volume,
+                packet,
+                payload,
+                want_sent,
+            } => {
+                let content = payload.map(|p| self.content(node, p));
+                self.send(node, peer, link, stream, volume, &packet, content);
+                if let Some(tag) = want_sent {
+                    let delay = self.rng.delay(self.config.net_delay);
+                    let input = Input::Sent { tag };
+                    self.at(delay, Ev::Input { node, life, input });
+                }
+            }
+            Output::Connect { peer } => {
+                self.trace(node, || format!("< Connect {peer}"));
+                self.nodes[node].connecting.insert(usize::from(peer.0));
+                self.consider_connect(node, usize::from(peer.0));
+            }
+            Output::StopConnecting { peer } => {
+                self.trace(node, || format!("< StopConnecting {peer}"));
+                self.nodes[node].connecting.remove(&usize::from(peer.0));
+            }
+            Output::CloseLink { link, flush, .. } => {
+                self.trace(node, || format!("< CloseLink {} flush {flush}", link.0));
+                self.nodes[node].links.remove(&link.0);
+                self.close(link.0, node, flush, false);
+            }
+            Output::Complete { id, result } => self.complete(node, id, result),
+            Output::Answer { id, result } => {
+                self.trace(node, || format!("< answer {} {result:?}", id.0));
+                let node = &mut self.nodes[node];
+                if node.commands.remove(&id.0).is_none() {
+                    self.fail(format!("command {} was answered twice", id.0));
+                    return;
+                }
+                node.answers.insert(id.0, result);
+            }
+            Output::Digest {
+                tag,
+                algorithm,
+                payload,
+            } => {
+                let content = self.content(node, payload);
+                let digest = digest_of(&algorithm, &content);
+                let delay = self.rng.delay(self.config.disk_delay / 4);
+                let input = Input::DigestDone { tag, digest };
+                self.at(delay, Ev::Input { node, life, input });
+            }
+            Output::Copy { from, to } => {
+                let content = self.content(node, from);
+                self.fill(node, to, &content);
+            }
+            Output::Handler { tag, name, .. } => {
+                self.trace(node, || format!("< handler {name}"));
+                let delay = self.rng.delay(MS * 10);
+                let input = Input::HandlerDone { tag, exit_code: 0 };
+                self.at(delay, Ev::Input { node, life, input });
+            }
+            Output::Release { buf } => self.release(node, buf),
+            Output::Event(Event::Log {
+                level,
+                peer,
+                volume,
+                text,
+            }) => {
+                let line = format!(
+                    "{:.6} {level:?} peer {} volume {}: {text}",
+                    self.now as f64 / 1e9,
+                    peer.map_or("-".into(), |p| p.to_string()),
+                    volume.map_or("-".into(), |v| v.to_string()),
+                );
+                self.trace(node, || format!("  log {line}"));
+                self.watch_log(node, level, &text);
+                let log = &mut self.nodes[node].log;
+                log.push_back(line);
+                if log.len() > 40 {
+                    log.pop_front();
+                }
+            }
+            Output::Event(_) => {}
+        }
+    }
+
+    /// Words that must never be logged in a world whose operator makes no second generation.
+    fn watch_log(&mut self, node: usize, level: Level, text: &str) {
+        let _ = level;
+        let lower = text.to_ascii_lowercase();
+        if lower.contains("split brain")
+            || lower.contains("split-brain")
+            || lower.contains("unrelated")
+        {
+            self.fail(format!("{} reports \"{text}\" without cause", name(node)));
+        }
+    }
+
+    // Buffers.
+
+    fn new_buffer(&mut self, node: usize, content: Vec<u64>) -> Payload {
+        let n = &mut self.nodes[node];
+        let buf = n.next_buffer;
+        n.next_buffer += 1;
+        let len = (content.len() as u64 * BLOCK) as u32;
+        n.buffers.insert(
+            buf,
+            Buffer {
+                content,
+                references: 1,
+            },
+        );
+        Payload {
+            buf: BufId(buf),
+            offset: 0,
+            len,
+        }
+    }
+
+    fn content(&mut self, node: usize, payload: Payload) -> Vec<u64> {
+        let (from, len) = span(payload);
+        match self.nodes[node].buffers.get(&payload.buf.0) {
+            Some(buffer) => buffer.content[from..from + len].to_vec(),
+            None => {
+                self.fail(format!(
+                    "{} uses buffer {} after its release",
+                    name(node),
+                    payload.buf.0
+                ));
+                vec![0; len]
+            }
+        }
+    }
+
+    fn fill(&mut self, node: usize, payload: Payload, content: &[u64]) {
+        let (from, len) = span(payload);
+        assert_eq!(len, content.len());
+        if let Some(buffer) = self.nodes[node].buffers.get_mut(&payload.buf.0) {
+            buffer.content[from..from + len].copy_from_slice(content);
+        } else {
+            self.fail(format!(
+                "{} fills buffer {} after its release",
+                name(node),
+                payload.buf.0
+            ));
+        }
+    }
+
+    fn hold(&mut self, node: usize, buf: BufId) {
+        if let Some(buffer) = self.nodes[node].buffers.get_mut(&buf.0) {
+            buffer.references += 1;
+        }
+    }
+
+    fn release(&mut self, node: usize, buf: BufId) {
+        let buffers = &mut self.nodes[node].buffers;
+        match buffers.get_mut(&buf.0) {
+            Some(buffer) if buffer.references > 1 => buffer.references -= 1,
+            Some(_) => {
+                buffers.remove(&buf.0);
+            }
+            None => self.fail(format!("{} releases buffer {} twice", name(node), buf.0)),
+        }
+    }
+
+    /// Buffers that nobody released yet.
+    pub fn buffers(&self, node: usize) -> usize {
+        self.nodes[node].buffers.len()
+    }
+
+    // Disks.
+
+    fn disk_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: DiskOp) {
+        self.trace(node, || format!("< disk {} {op:?}", tag.0));
+        let v = usize::from(volume.0);
+        let size = self.config.blocks;
+        let block_of = |sector: Sector| sector.0 / 8;
+        let op = match op {
+            DiskOp::Read { sector, payload } => {
+                self.hold(node, payload.buf);
+                DataOp::Read {
+                    payload,
+                    block: block_of(sector),
+                }
+            }
+            DiskOp::ReadNew { sector, len } => DataOp::ReadNew {
+                block: block_of(sector),
+                count: u64::from(len) / BLOCK,
+            },
+            DiskOp::Write {
+                sector,
+                payload,
+                fua,
+            } => DataOp::Write {
+                block: block_of(sector),
+                content: self.content(node, payload),
+                fua,
+            },
+            DiskOp::Flush => DataOp::Flush {
+                upto: self.nodes[node].disks[v].sequence(),
+            },
+            DiskOp::Discard { sector, len } | DiskOp::Zeroes { sector, len, .. } => DataOp::Write {
+                block: block_of(sector),
+                content: vec![0; (u64::from(len) / BLOCK) as usize],
+                fua: false,
+            },
+        };
+        let range = match &op {
+            DataOp::Read { payload, block } => {
+                Some((*block, u64::from(payload.len) / BLOCK, false))
+            }
+            DataOp::ReadNew { block, count } => Some((*block, *count, false)),
+            DataOp::Write { block, content, .. } => Some((*block, content.len() as u64, true)),
+            DataOp::Flush { .. } => None,
+        };
+        if !self.nodes[node].disks[v].open {
+            self.fail(format!(
+                "{} uses volume {v}'s disk while it is closed",
+                name(node)
+            ));
+            return;
+        }
+        if let Some((block, count, write)) = range {
+            if block + count > size {
+                self.fail(format!(
+                    "{} reaches beyond the end: block {block}+{count}",
+                    name(node)
+                ));
+                return;
+            }
+            if write {
+                let overlaps = self.nodes[node].disks[v]
+                    .flying
+                    .values()
+                    .any(|f| match &f.op {
+                        DataOp::Write {
+                            block: b, content, ..
+                        } => block < b + content.len() as u64 && *b < block + count,
+                        _ => false,
+                    });
+                if overlaps {
+                    self.fail(format!(
+                        "{} has two overlapping writes of block {block}+{count} at its disk",
+                        name(node)
+                    ));
+                }
+            }
+        }
+        let id = self.next();
+        let delay = self.rng.delay(self.config.disk_delay);
+        let life = self.nodes[node].life;
+        self.nodes[node].disks[v]
+            .flying
+            .insert(id, Flying { tag, op });
+        self.at(
+            delay,
+            Ev::Disk {
+                node,
+                life,
+                volume: v,
+                id,
+            },
+        );
+    }
+
+    fn disk_done(&mut self, node: usize, v: usize, id: u64) {
+        let Some(Flying { tag, op }) = self.nodes[node].disks[v].flying.remove(&id) else {
+            return;
+        };
+        let disk = &mut self.nodes[node].disks[v];
+        let mut result = Ok(None);
+        match op {
+            DataOp::Read { payload, block } => {
+                let (_, len) = span(payload);
+                let content = disk.content[block as usize..block as usize + len].to_vec();
+                self.fill(node, payload, &content);
+                self.release(node, payload.buf);
+            }
+            DataOp::ReadNew { block, count } => {
+                let content = disk.content[block as usize..(block + count) as usize].to_vec();
+                result = Ok(Some(self.new_buffer(node, content)));
+            }
+            DataOp::Write {
+                block,
+                content,
+                fua,
+            } => disk.write(block, &content, fua),
+            DataOp::Flush { upto } => disk.flushed(upto),
+        }
+        self.input(node, Input::DiskDone { tag, result });
+        self.try_close(node, v);
+    }
+
+    fn meta_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: CoreMetaOp) {
+        let v = usize::from(volume.0);
+        self.trace(node, || match &op {
+            CoreMetaOp::Read { offset, len } => format!("< meta {} read {offset}+{len}", tag.0),
+            CoreMetaOp::Write {
+                offset,
+                bytes,
+                flush_data,
+            } => format!(
+                "< meta {} write {offset}+{}{}",
+                tag.0,
+                bytes.len(),
+                if *flush_data { " after a flush" } else { "" }
+            ),
+        });
+        let disk = &mut self.nodes[node].disks[v];
+        let open = disk.open;
+        let op = match op {
+            CoreMetaOp::Read { offset, len } => MetaOp::Read { offset, len },
+            CoreMetaOp::Write {
+                offset,
+                bytes,
+                flush_data,
+            } => {
+                let overlaps = disk.flying_meta.values().any(|f| match &f.op {
+                    MetaOp::Write {
+                        offset: o,
+                        bytes: b,
+                        ..
+                    } => offset < o + b.len() as u64 && *o < offset + bytes.len() as u64,
+                    MetaOp::Read { .. } => false,
+                });
+                let beyond = offset + bytes.len() as u64 > META_BYTES;
+                let flush_upto = flush_data.then(|| disk.sequence());
+                if overlaps || beyond || !open {
+                    self.fail(format!(
+                        "{} writes metadata at {offset}+{}: overlap {overlaps}, beyond the end \
+                         {beyond}, open {open}",
+                        name(node),
+                        bytes.len()
+                    ));
+                    return;
+                }
+                MetaOp::Write {
+                    offset,
+                    bytes,
+                    flush_upto,
+                }
+            }
+        };
+        let id = self.next();
+        let delay = self.rng.delay(self.config.disk_delay);
+        let life = self.nodes[node].life;
+        self.nodes[node].disks[v]
+            .flying_meta
+            .insert(id, Flying { tag, op });
+        self.at(
+            delay,
+            Ev::Meta {
+                node,
+                life,
+                volume: v,
+                id,
+            },
+        );
+    }
+
+    fn meta_done(&mut self, node: usize, v: usize, id: u64) {
+        let disk = &mut self.nodes[node].disks[v];
+        let Some(Flying { tag, op }) = disk.flying_meta.remove(&id) else {
+            return;
+        };
+        let result: Result<Vec<u8>, DiskError> = Ok(match op {
+            MetaOp::Read { offset, len } => {
+                disk.meta[offset as usize..offset as usize + len as usize].to_vec()
+            }
+            MetaOp::Write {
+                offset,
+                bytes,
+                flush_upto,
+            } => {
+                if let Some(upto) = flush_upto {
+                    disk.flushed(upto);
+                }
+                disk.meta[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+                Vec::new()
+            }
+        });
+        self.input(node, Input::MetaDone { tag, result });
+        self.try_close(node, v);
+    }
+
+    fn try_close(&mut self, node: usize, v: usize) {
+        let life = self.nodes[node].life;
+        let disk = &mut self.nodes[node].disks[v];
+        if disk.flying.is_empty()
+            && disk.flying_meta.is_empty()
+            && let Some(tag) = disk.closing.take()
+        {
+            disk.open = false;
+            let input = Input::DiskClosed { tag };
+            self.at(MS / 100, Ev::Input { node, life, input });
+        }
+    }
+
+    fn next(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    // Network.
+
+    /// Both ends want a link and the network lets them: it comes up a little later.
+    fn consider_connect(&mut self, a: usize, b: usize) {
+        let (a, b) = (a.min(b), a.max(b));
+        let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
+        let passes = !self.blocked.contains(&(a, b)) && !self.blocked.contains(&(b, a));
+        if wanted && passes && self.connect_pending.insert((a, b)) {
+            let delay = self.rng.delay(self.config.net_delay * 3);
+            self.at(delay, Ev::Connect { a, b });
+        }
+    }
+
+    fn connect(&mut self, a: usize, b: usize) {
+        self.connect_pending.remove(&(a, b));
+        let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
+        if !wanted || self.blocked.contains(&(a, b)) || self.blocked.contains(&(b, a)) {
+            return;
+        }
+        let link = self.next_link;
+        self.next_link += 1;
+        self.links.insert(
+            link,
+            Link {
+                ends: [a, b],
+                lives: [self.nodes[a].life, self.nodes[b].life],
+                up: [false; 2],
+                closed: [false; 2],
+                ended: [false; 2],
+                wires: Default::default(),
+                dead: false,
+            },
+        );
+        for side in 0..2 {
+            let (node, peer) = if side == 0 { (a, b) } else { (b, a) };
+            self.nodes[node].connecting.remove(&peer);
+            let delay = self.rng.delay(self.config.net_delay);
+            self.at(delay, Ev::LinkUp { link, side });
+        }
+    }
+
+    fn link_up(&mut self, link: u64, side: usize) {
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let node = l.ends[side];
+        let peer = l.ends[1 - side];
+        if l.closed[side] || l.lives[side] != self.nodes[node].life {
+            return;
+        }
+        l.up[side] = true;
+        let resolver = (link + side as u64).is_multiple_of(2);
+        self.nodes[node].links.insert(link, peer);
+        self.input(
+            node,
+            Input::LinkUp {
+                peer: id(peer),
+                link: LinkId(link),
+                resolve_conflicts: resolver,
+            },
+        );
+        for stream in 0..2 {
+            self.schedule_wire(link, 1 - side, stream);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn send(
+        &mut self,
+        node: usize,
+        peer: NodeId,
+        link: LinkId,
+        stream: Stream,
+        volume: VolumeNr,
+        packet: &wire::Packet,
+        payload: Option<Vec<u64>>,
+    ) {
+        let Some(resource) = self.nodes[node].resource.as_ref() else {
+            return;
+        };
+        if resource.link(peer) != Some(link) {
+            // A send on a link that is gone is dropped; its dialect is not known any more.
+            return;
+        }
+        let dialect = resource.dialect(peer);
+        let mut bytes = Vec::with_capacity(64);
+        wire::encode(packet, volume, &dialect, &mut bytes);
+        self.packets += 1;
+        if self.config.trace {
+            let text = format!("{packet:?}");
+            self.trace(node, || {
+                format!("< send to {} v{} {text}", peer.0, volume.0)
+            });
+        }
+        self.mix(
+            bytes
+                .iter()
+                .fold(0, |h: u64, b| h.wrapping_mul(31) + u64::from(*b)),
+        );
+        self.enqueue(link.0, node, stream_index(stream), Some(bytes), payload);
+    }
+
+    fn enqueue(
+        &mut self,
+        link: u64,
+        node: usize,
+        stream: usize,
+        bytes: Option<Vec<u8>>,
+        payload: Option<Vec<u64>>,
+    ) {
+        let delay = self.rng.delay(self.config.net_delay);
+        let now = self.now;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let side = usize::from(l.ends[0] != node);
+        let wire = &mut l.wires[side][stream];
+        let at = (now + delay).max(wire.last).max(wire.stalled_until);
+        wire.last = at;
+        wire.queue.push_back(Message { at, bytes, payload });
+        self.schedule_wire(link, side, stream);
+    }
+
+    fn schedule_wire(&mut self, link: u64, side: usize, stream: usize) {
+        let now = self.now;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let passes = !self.blocked.contains(&(l.ends[side], l.ends[1 - side]));
+        let wire = &mut l.wires[side][stream];
+        if wire.scheduled || !passes || !l.up[1 - side] {
+            return;
+        }
+        if let Some(first) = wire.queue.front() {
+            wire.scheduled = true;
+            let delay = first.at.max(wire.stalled_until).saturating_sub(now);
+            self.at(delay, Ev::Deliver { link, side, stream });
+        }
+    }
+
+    fn deliver(&mut self, link: u64, side: usize, stream: usize) {
+        let now = self.now;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let (from, to) = (l.ends[side], l.ends[1 - side]);
+        let wire = &mut l.wires[side][stream];
+        wire.scheduled = false;
+        if wire.stalled_until > now {
+            self.schedule_wire(link, side, stream);
+            return;
+        }
+        if self.blocked.contains(&(from, to)) {
+            return;
+        }
+        let Some(message) = wire.queue.pop_front() else {
+            return;
+        };
+        let receives = !l.closed[1 - side] && l.lives[1 - side] == self.nodes[to].life;
+        if receives {
+            match message.bytes {
+                Some(bytes) => {
+                    self.receive(link, from, to, stream, &bytes, message.payload);
+                }
+                None => self.link_down(link, to, LinkDownReason::Closed),
+            }
+        }
+        self.schedule_wire(link, side, stream);
+        self.forget_link(link);
+    }
+
+    fn receive(
+        &mut self,
+        link: u64,
+        from: usize,
+        to: usize,
+        stream: usize,
+        bytes: &[u8],
+        payload: Option<Vec<u64>>,
+    ) {
+        let Some(resource) = self.nodes[to].resource.as_ref() else {
+            return;
+        };
+        let peer = id(from);
+        if resource.link(peer) != Some(LinkId(link)) {
+            return;
+        }
+        let dialect = resource.dialect(peer);
+        let (wire_stream, stream) = if stream == 0 {
+            (wire::Stream::Data, Stream::Data)
+        } else {
+            (wire::Stream::Control, Stream::Control)
+        };
+        let decoded = wire::decode_header(bytes, wire_stream, &dialect)
+            .map_err(|e| e.to_string())
+            .and_then(|h| h.ok_or_else(|| "short header".to_string()))
+            .and_then(|h| {
+                let body = &bytes[h.kind.len()..];
+                wire::decode(&h, body, &dialect)
+                    .map(|p| (h, p))
+                    .map_err(|e| e.to_string())
+            });
+        let (header, packet) = match decoded {
+            Ok(found) => found,
+            Err(text) => {
+                self.fail(format!(
+                    "{} cannot decode a packet of {}: {text}",
+                    name(to),
+                    name(from)
+                ));
+                return;
+            }
+        };
+        let blocks = payload.as_ref().map_or(0, Vec::len) as u64 * BLOCK;
+        if u64::from(packet.payload_len()) != blocks {
+            self.fail(format!(
+                "{} sent {:?} with {blocks} bytes of payload",
+                name(from),
+                packet.command()
+            ));
+            return;
+        }
+        let payload = payload.map(|content| self.new_buffer(to, content));
+        self.input(
+            to,
+            Input::Packet {
+                peer,
+                link: LinkId(link),
+                stream,
+                volume: header.volume,
+                packet,
+                payload,
+            },
+        );
+    }
+
+    /// A node hears that a link is gone.
+    fn link_down(&mut self, link: u64, node: usize, reason: LinkDownReason) {
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let side = usize::from(l.ends[0] != node);
+        if l.closed[side] {
+            return;
+        }
+        l.closed[side] = true;
+        let peer = l.ends[1 - side];
+        self.nodes[node].links.remove(&link);
+        self.input(
+            node,
+            Input::LinkDown {
+                peer: id(peer),
+                link: LinkId(link),
+                reason,
+            },
+        );
+        self.close(link, node, false, false);
+    }
+
+    /// One side is done with a link. What it sent may still arrive, in part unless `flush`.
+    fn close(&mut self, link: u64, node: usize, flush: bool, silent: bool) {
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let side = usize::from(l.ends[0] != node);
+        l.closed[side] = true;
+        let ended = std::mem::replace(&mut l.ended[side], true);
+        if l.closed[1 - side] {
+            l.dead = true;
+        }
+        if ended {
+            self.forget_link(link);
+            return;
+        }
+        for stream in 0..2 {
+            l.wires[1 - side][stream].queue.clear();
+            if !flush {
+                let wire = &mut l.wires[side][stream];
+                let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
+                wire.queue.truncate(keep);
+            }
+        }
+        if !silent {
+            for stream in 0..2 {
+                self.enqueue(link, node, stream, None, None);
+            }
+        }
+        self.forget_link(link);
+    }
+
+    fn forget_link(&mut self, link: u64) {
+        if self.links.get(&link).is_some_and(|l| l.dead) {
+            self.links.remove(&link);
+        }
+    }
+
+    /// The network breaks every link between two nodes; each hears of it at its own time.
+    pub fn reset(&mut self, a: usize, b: usize) {
+        let links: Vec<u64> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.ends == [a.min(b), a.max(b)] && !l.dead)
+            .map(|(link, _)| *link)
+            .collect();
+        for link in links {
+            self.trace(a, || format!("== reset of link {link} with {}", name(b)));
+            for side in 0..2 {
+                let delay = self.rng.delay(self.config.net_delay * 4);
+                let Some(l) = self.links.get_mut(&link) else {
+                    continue;
+                };
+                for stream in 0..2 {
+                    let wire = &mut l.wires[side][stream];
+                    let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
+                    wire.queue.truncate(keep);
+                }
+                let node = l.ends[side];
+                let life = l.lives[side];
+                let peer = id(l.ends[1 - side]);
+                if l.up[side] {
+                    self.at(
+                        delay,
+                        Ev::Input {
+                            node,
+                            life,
+                            input: Input::LinkDown {
+                                peer,
+                                link: LinkId(link),
+                                reason: LinkDownReason::Broken,
+                            },
+                        },
+                    );
+                }
+            }
+        }
+    }
+
+    /// Nothing of a stream moves for a while.
+    pub fn stall(&mut self, from: usize, to: usize, stream: usize, time: u64) {
+        let until = self.now + time;
+        let ends = [from.min(to), from.max(to)];
+        for l in self.links.values_mut().filter(|l| l.ends == ends) {
+            let side = usize::from(l.ends[0] != from);
+            l.wires[side][stream].stalled_until = until;
+        }
+    }
+
+    /// Opens or closes a direction.
+    pub fn set_blocked(&mut self, from: usize, to: usize, blocked: bool) {
+        if blocked {
+            self.blocked.insert((from, to));
+            return;
+        }
+        if !self.blocked.remove(&(from, to)) {
+            return;
+        }
+        let ends = [from.min(to), from.max(to)];
+        let links: Vec<u64> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.ends == ends)
+            .map(|(link, _)| *link)
+            .collect();
+        for link in links {
+            for stream in 0..2 {
+                let side = usize::from(ends[0] != from);
+                self.schedule_wire(link, side, stream);
+            }
+        }
+        self.consider_connect(from, to);
+    }
+
+    // Front ends.
+
+    /// A request; its content is fresh versions.
+    pub fn request(
+        &mut self,
+        node: usize,
+        volume: u16,
+        kind: RequestKind,
+        block: u64,
+        count: u64,
+    ) -> u64 {
+        let request_id = self.next();
+        let value = self.next_value;
+        let start = self.now;
+        let mut payload = None;
+        let mut value_of_first = 0;
+        let mut taken = 0;
+        match kind {
+            RequestKind::Write { .. } => {
+                value_of_first = value;
+                taken = count;
+                let content = (value..value + count).collect();
+                payload = Some(self.new_buffer(node, content));
+            }
+            RequestKind::Read => {
+                payload = Some(self.new_buffer(node, vec![u64::MAX; count as usize]));
+            }
+            _ => {}
+        }
+        self.next_value += taken;
+        let asked = Asked {
+            volume,
+            kind,
+            block,
+            count,
+            value: value_of_first,
+            start,
+            payload,
+        };
+        if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
+            let weak = kind == RequestKind::Discard;
+            for i in 0..count {
+                self.history
+                    .write_starts(volume, block + i, asked.value_of(i), start, weak);
+            }
+        }
+        self.nodes[node].requests.insert(request_id, asked);
+        let len = if kind == RequestKind::Flush {
+            0
+        } else {
+            (count * BLOCK) as u32
+        };
+        self.input(
+            node,
+            Input::Request(Request {
+                id: RequestId(request_id),
+                volume: VolumeNr(volume),
+                kind,
+                sector: Sector(block * 8),
+                len,
+                payload,
+            }),
+        );
+        request_id
+    }
+
+    fn oldest_read(&self) -> u64 {
+        self.nodes
+            .iter()
+            .flat_map(|n| n.requests.values())
+            .map(|a| a.start)
+            .min()
+            .unwrap_or(self.now)
+    }
+
+    fn complete(&mut self, node: usize, id: RequestId, result: Result<(), RequestError>) {
+        self.trace(node, || format!("< complete {} {result:?}", id.0));
+        let Some(asked) = self.nodes[node].requests.remove(&id.0) else {
+            self.fail(format!("{} completes request {} twice", name(node), id.0));
+            return;
+        };
+        let now = self.now;
+        let ok = result.is_ok();
+        match asked.kind {
+            RequestKind::Read => {
+                if let (true, Some(payload)) = (ok, asked.payload) {
+                    let content = self.content(node, payload);
+                    for (i, value) in content.into_iter().enumerate() {
+                        let block = asked.block + i as u64;
+                        let read = self
+                            .history
+                            .read(asked.volume, block, value, asked.start, now);
+                        if let Err(text) = read {
+                            self.fail(format!("{} reads what it must not: {text}", name(node)));
+                        }
+                    }
+                }
+            }
+            RequestKind::Flush => {
+                if ok {
+                    let oldest = self.oldest_read();
+                    self.history.flushed(asked.volume, asked.start, oldest);
+                }
+            }
+            RequestKind::Write { .. } | RequestKind::Discard | RequestKind::Zeroes { .. } => {
+                let hard = asked.kind == RequestKind::Write { fua: true };
+                if ok {
+                    self.acked += 1;
+                    for i in 0..asked.count {
+                        self.history.write_ends(
+                            asked.volume,
+                            asked.block + i,
+                            asked.value_of(i),
+                            asked.start,
+                            now,
+                            hard,
+                        );
+                    }
+                } else {
+                    self.abandon(&asked, now);
+                }
+            }
+        }
+        if let Some(payload) = asked.payload {
+            self.release(node, payload.buf);
+        }
+    }
+
+    // Commands.
+
+    /// Gives a node a command; its answer appears in `answers`.
+    pub fn command(&mut self, node: usize, command: Command) -> u64 {
+        let id = self.next();
+        let text = format!("{command:?}");
+        let start = self.now;
+        self.nodes[node]
+            .commands
+            .insert(id, Commanded { text, start });
+        self.input(
+            node,
+            Input::Command {
+                id: CommandId(id),
+                command,
+            },
+        );
+        id
+    }
+
+    // Time.
+
+    /// When the next thing happens.
+    pub fn next_at(&self) -> u64 {
+        self.heap.peek().map_or(u64::MAX, |s| s.0.at)
+    }
+
+    /// The next thing happens. False if there is none before `end`.
+    pub fn step(&mut self, end: u64) -> bool {
+        if self.violation.is_some() || self.next_at() > end {
+            return false;
+        }
+        let Some(Reverse(Scheduled { at, ev, .. })) = self.heap.pop() else {
+            return false;
+        };
+        self.now = at;
+        self.steps += 1;
+        self.mix(at);
+        match ev {
+            Ev::Timer { node, life } => {
+                if self.nodes[node].life == life {
+                    self.nodes[node].timer_at = u64::MAX;
+                    let due = self.nodes[node]
+                        .resource
+                        .as_ref()
+                        .and_then(Resource::next_timeout)
+                        .is_some_and(|t| t.0 <= at);
+                    if due {
+                        self.input(node, Input::Timeout);
+                        self.check_timer(node);
+                    } else {
+                        self.arm(node);
+                    }
+                }
+            }
+            Ev::Disk {
+                node,
+                life,
+                volume,
+                id,
+            } => {
+                if self.nodes[node].life == life {
+                    self.disk_done(node, volume, id);
+                }
+            }
+            Ev::Meta {
+                node,
+                life,
+                volume,
+                id,
+            } => {
+                if self.nodes[node].life == life {
+                    self.meta_done(node, volume, id);
+                }
+            }
+            Ev::Input { node, life, input } => {
+                if self.nodes[node].life == life {
+                    match input {
+                        Input::LinkDown { link, reason, .. } => {
+                            self.link_down(link.0, node, reason)
+                        }
+                        input => self.input(node, input),
+                    }
+                }
+            }
+            Ev::LinkUp { link, side } => self.link_up(link, side),
+            Ev::Deliver { link, side, stream } => self.deliver(link, side, stream),
+            Ev::Connect { a, b } => self.connect(a, b),
+        }
+        true
+    }
+
+    fn check_timer(&mut self, node: usize) {
+        let now = self.now;
+        let stuck = self.nodes[node]
+            .resource
+            .as_ref()
+            .and_then(Resource::next_timeout)
+            .is_some_and(|t| t.0 < now);
+        if stuck {
+            self.fail(format!("{} has a timer that stays due", name(node)));
+        }
+    }
+
+    /// Runs for so long.
+    pub fn run_for(&mut self, time: u64) {
+        let end = self.now + time;
+        while self.step(end) {}
+        if self.violation.is_none() {
+            self.now = end;
+        }
+    }
+}
+
+impl Asked {
+    fn value_of(&self, i: u64) -> u64 {
+        if self.value == 0 { 0 } else { self.value + i }
+    }
+}
+
+fn span(payload: Payload) -> (usize, usize) {
+    let (offset, len) = (u64::from(payload.offset), u64::from(payload.len));
+    assert!(
+        offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK),
+        "{payload:?} is whole blocks"
+    );
+    ((offset / BLOCK) as usize, (len / BLOCK) as usize)
+}
+
+fn digest_of(algorithm: &str, content: &[u64]) -> Vec<u8> {
+    let len = match algorithm {
+        "crc32c" | "crc32" => 4,
+        "md5" => 16,
+        "sha256" => 32,
+        _ => 20,
+    };
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for value in content {
+        hash = (hash ^ value)
+            .wrapping_mul(0x0100_0000_01b3)
+            .rotate_left(17);
+    }
+    (0..len).map(|i| (hash >> (i % 8 * 8)) as u8).collect()
+}
+
+/// How a node is called in texts.
+pub fn name(node: usize) -> char {
+    (b'A' + node as u8) as char
+}
