@@ -11,6 +11,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::calls::{Call, Program};
 use super::commands::TimeClass;
+use crate::drbdmeta::PLAIN_FILES_VARIABLE;
 
 /// Where the helper programs are and how calls are made.
 #[derive(Clone, Debug)]
@@ -179,6 +180,11 @@ impl Executor {
             }
         };
         let mut command = Command::new(&helper.path);
+        if call.program == Program::Meta {
+            // A disk that the configuration names may be a file. `--force` would allow that too,
+            // but would also answer every question with yes.
+            command.env(PLAIN_FILES_VARIABLE, "1");
+        }
         command.arg0(helper.name).args(&call.words);
         if let Some(directory) = &self.directory {
             command.env("LOCKSTEP_DIR", directory);

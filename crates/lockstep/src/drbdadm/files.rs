@@ -126,9 +126,12 @@ fn set(pattern: &[char], c: char) -> Option<usize> {
     (found != negated).then_some(first + 1 + len + 1)
 }
 
+/// Directory of the machine's own node, whose configuration lies below `/etc`.
+const DEFAULT_DIR: &str = "/run/lockstep";
+
 /// The configuration that is used when none is named.
 pub(super) fn default_config(directory: Option<&Path>) -> PathBuf {
-    if let Some(directory) = directory {
+    if let Some(directory) = directory.filter(|directory| *directory != Path::new(DEFAULT_DIR)) {
         return directory.join("drbd.conf");
     }
     let names = [

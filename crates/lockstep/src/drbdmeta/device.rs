@@ -50,7 +50,7 @@ pub(crate) enum OpenError {
 /// Whether a plain file may stand in for a block device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PlainFile {
-    /// With `--force`.
+    /// With `--force`, or when `drbdadm` calls for a disk of its configuration.
     Allowed,
     /// Without.
     Refused,

@@ -182,7 +182,9 @@ impl Tool<'_> {
             false => Access::Read,
         };
         let shared_device = matches!(target.placement, Placement::Indexed(_));
-        let plain = if options.force {
+        // `drbdadm` says so about the disks that its configuration names.
+        let is_configured = std::env::var_os(PLAIN_FILES_VARIABLE).is_some_and(|set| set == "1");
+        let plain = if options.force || is_configured {
             PlainFile::Allowed
         } else {
             PlainFile::Refused
@@ -341,3 +343,6 @@ fn read_start(device: &mut Device, len: usize) -> Result<Vec<u8>, Failure> {
     device.read(0, &mut bytes).map_err(io_failure)?;
     Ok(bytes)
 }
+
+/// Environment variable that lets plain files stand in for block devices, as `--force` does.
+pub(crate) const PLAIN_FILES_VARIABLE: &str = "LOCKSTEP_PLAIN_FILES";
