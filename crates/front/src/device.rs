@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use lockstep_io::port::{PortSink, VolumePort, VolumeProperties};
 
@@ -31,6 +32,9 @@ use crate::loopdev::{self, BlockAccess, Detached, Discard, LoopNumber, Settings}
 const MAX_WRITE_BYTES: u32 = 1 << 20;
 /// Largest unit in which discards are announced, in bytes.
 const MAX_GRANULARITY_BYTES: u32 = 1 << 16;
+
+/// How long the volume has to answer what it was asked when its device is no longer served.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Gives a reader thread its port of the volume.
 pub type ConnectPort<'a> = &'a mut dyn FnMut(Box<dyn PortSink>) -> Box<dyn VolumePort + Send>;
@@ -453,6 +457,12 @@ impl MountedDevice {
 
     fn stop_readers(&mut self, order: Order) {
         self.stop.tell(order);
+        let deadline = Instant::now() + FINISH_TIMEOUT;
+        while self.readers.iter().any(|reader| !reader.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // The volume's I/O may be suspended. What it was asked is repeated for the next server.
+        self.stop.tell(Order::Abandon);
         for reader in std::mem::take(&mut self.readers) {
             match reader.join() {
                 Ok(Ended::Stopped | Ended::Unmounted) => {}

@@ -577,3 +577,14 @@ fn garbage_neither_stops_the_server_nor_grows_it() {
     let mut client = Client::connect(&server, Style::Structured, "r0/0");
     assert_eq!(client.ask(FLUSH, 0, 0, 0, &[]), 0);
 }
+
+#[test]
+fn a_server_stops_although_its_volume_answers_nothing() {
+    let (ram, server) = setup(1 << 20);
+    let mut client = Client::connect(&server, Style::Structured, "r0/0");
+    ram.hold(Hold::Stopped);
+    client.send(READ, 0, 0, 4096, &[]);
+    server.server.stop();
+    assert_eq!(client.stream.read(&mut [0; 64]).unwrap(), 0);
+    ram.hold(Hold::Running);
+}

@@ -424,6 +424,9 @@ const INPUT_BYTES: usize = 64 << 10;
 const READS_PER_TURN: usize = 4;
 /// A payload of which less is missing comes through the input buffer together with what follows.
 const DIRECT_READ_BYTES: usize = 32 << 10;
+/// How many times the limit of connections there may be, counting those whose client has gone but
+/// whose requests the volume still has.
+const DEAD_FACTOR: usize = 4;
 /// How long the clients have to take their last replies when the server stops.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 /// How often a connection without memory asks for it while nothing of its own is in flight.
@@ -505,7 +508,7 @@ impl Loop {
             Phase::Handshake(_) | Phase::Farewell => {
                 Some(conn.deadline.saturating_duration_since(now))
             }
-            Phase::Transmission { .. } if self.stopping => {
+            Phase::Opening(_) | Phase::Transmission { .. } if self.stopping => {
                 Some(conn.deadline.saturating_duration_since(now))
             }
             Phase::Opening(_) => None,
@@ -522,7 +525,7 @@ impl Loop {
             .iter()
             .filter(|(_, conn)| match &conn.phase {
                 Phase::Handshake(_) | Phase::Farewell => conn.deadline <= now,
-                Phase::Opening(_) => false,
+                Phase::Opening(_) => self.stopping && conn.deadline <= now,
                 Phase::Transmission { session, .. } => {
                     session.starved() || (self.stopping && conn.deadline <= now)
                 }
@@ -530,9 +533,15 @@ impl Loop {
             .map(|(id, _)| *id)
             .collect();
         for id in due {
-            if let Some(conn) = self.conns.get_mut(&id)
-                && (self.stopping || matches!(conn.phase, Phase::Handshake(_) | Phase::Farewell))
-            {
+            let Some(conn) = self.conns.get_mut(&id) else {
+                continue;
+            };
+            if self.stopping && conn.deadline <= now {
+                // What the volume has not answered by now (its I/O may be suspended) it may keep.
+                self.close(id);
+                continue;
+            }
+            if matches!(conn.phase, Phase::Handshake(_) | Phase::Farewell) {
                 conn.hung_up = true;
             }
             self.advance(id);
@@ -569,7 +578,10 @@ impl Loop {
                 return;
             }
         };
-        if self.conns.len() >= self.limits.connections {
+        // Clients that have gone while their requests hang do not keep others out, within reason.
+        let living = self.conns.values().filter(|conn| !conn.hung_up).count();
+        let limit = self.limits.connections;
+        if living >= limit || self.conns.len() >= DEAD_FACTOR * limit {
             tracing::warn!(limit = self.limits.connections, "too many NBD connections");
             return;
         }
