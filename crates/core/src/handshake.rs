@@ -773,11 +773,36 @@ impl Resource {
                 }
             }
             Strategy::SourceCopyBitmap(from) => self.copy_slot(volume, from, peer),
+            // A half-copied disk is of no generation: its marks tell where.
+            Strategy::TargetClearBitmap(_)
+                if self.state.disk(volume) == DiskState::Inconsistent => {}
             Strategy::TargetClearBitmap(_) => self.clear_slot(volume, peer),
             _ => {}
         }
+        if strategy.direction() == Some(compare::Direction::Target) {
+            self.inherit_marks(volume, peer);
+        }
         if clear_own_slot {
             self.retire_slot_uuid(volume, peer);
+        }
+    }
+
+    /// A resync from another node is under way: what it has not copied yet differs from the new
+    /// source as well, although this node goes by the generation of the first one already.
+    fn inherit_marks(&mut self, volume: VolumeNr, peer: NodeId) {
+        let sources: Vec<NodeId> = self
+            .state
+            .devices
+            .get(&volume)
+            .map(|d| {
+                d.peers
+                    .iter()
+                    .filter(|(n, p)| **n != peer && p.repl.becomes_target())
+            })
+            .map(|peers| peers.map(|(n, _)| *n).collect())
+            .unwrap_or_default();
+        for source in sources {
+            self.copy_slot(volume, source, peer);
         }
     }
 
