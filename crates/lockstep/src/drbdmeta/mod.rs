@@ -3,7 +3,7 @@
 //! defects are not.
 
 mod create;
-mod device;
+pub(crate) mod device;
 mod existing;
 mod options;
 mod raw;
@@ -346,3 +346,13 @@ fn read_start(device: &mut Device, len: usize) -> Result<Vec<u8>, Failure> {
 
 /// Environment variable that lets plain files stand in for block devices, as `--force` does.
 pub(crate) const PLAIN_FILES_VARIABLE: &str = "LOCKSTEP_PLAIN_FILES";
+
+/// For tests of other tools that need metadata.
+#[cfg(test)]
+pub(crate) mod tests_support {
+    /// Runs a command line and returns the exit code.
+    pub(crate) fn run_drbdmeta(line: &str) -> u8 {
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        super::execute(&words, &mut Vec::new(), &mut Vec::new(), || None)
+    }
+}

@@ -1,6 +1,7 @@
 //! `lockstep inspect`: shows files and traffic in the formats that Lockstep reads and writes.
 
 mod fields;
+mod meta;
 mod pcap;
 mod session;
 mod tcp;
@@ -10,20 +11,27 @@ use std::process::ExitCode;
 
 const USAGE: &str = "\
 Usage: lockstep inspect wire [--json | --summary] FILE...
+       lockstep inspect meta [--index INDEX] IMAGE
 
   wire   lists the replication packets in captures (pcap, plain or gzip)
+  meta   prints the metadata on a device or in a file, and what is wrong in it
 
 Options of wire:
   --json      one JSON object per packet; the summary goes to standard error
   --summary   no packets, only problems and the summary
 
-Exit code: 0 if every packet decodes and encodes to the same bytes, 1 if one does not or a file
-cannot be read, 2 for wrong usage.";
+Options of meta:
+  --index     internal, flex-external or a slot number; else where metadata is found
+
+Exit code of meta: 0 if nothing is wrong, 1 if something is.
+Exit code of wire: 0 if every packet decodes and encodes to the same bytes, 1 if one does not or
+a file cannot be read. Exit code 2 for wrong usage.";
 
 /// Runs `lockstep inspect ARGS`.
 pub(crate) fn run(args: &[String]) -> ExitCode {
     match args.split_first() {
         Some((command, rest)) if command == "wire" => wire::run(rest),
+        Some((command, rest)) if command == "meta" => meta::run(rest),
         Some((flag, _)) if flag == "--help" || flag == "-h" => {
             println!("{USAGE}");
             ExitCode::SUCCESS
