@@ -230,7 +230,7 @@ pub struct PeerDeviceOptions {
     pub c_plan_ahead_tenths: u32,
     /// `c-delay-target` in 0.1 s, default 10.
     pub c_delay_target_tenths: u32,
-    /// `c-fill-target` in sectors, default 2048 (1 MiB).
+    /// `c-fill-target` in sectors, default 100 (50 KiB).
     pub c_fill_target_sectors: u32,
     /// `c-max-rate` in KiB/s, default 102400.
     pub c_max_rate_kib_s: u32,
@@ -248,7 +248,7 @@ impl Default for PeerDeviceOptions {
             resync_rate_kib_s: 250,
             c_plan_ahead_tenths: 20,
             c_delay_target_tenths: 10,
-            c_fill_target_sectors: 2048,
+            c_fill_target_sectors: 100,
             c_max_rate_kib_s: 102_400,
             c_min_rate_kib_s: 250,
             bitmap: true,

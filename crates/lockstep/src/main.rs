@@ -2,6 +2,7 @@
 
 mod drbdadm;
 mod drbdmeta;
+mod drbdsetup;
 mod inspect;
 
 use std::process::ExitCode;
@@ -9,9 +10,10 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 Usage: lockstep COMMAND [ARGS]
 
-  drbdadm   brings resources to the state of the configuration (also by that name)
-  drbdmeta  creates, shows and repairs metadata (also by that name)
-  inspect   shows files and traffic in the formats that Lockstep reads and writes";
+  drbdadm    brings resources to the state of the configuration (also by that name)
+  drbdmeta   creates, shows and repairs metadata (also by that name)
+  drbdsetup  changes and shows the state of this node's resources (also by that name)
+  inspect    shows files and traffic in the formats that Lockstep reads and writes";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().collect();
@@ -22,6 +24,7 @@ fn main() -> ExitCode {
     match (name, words.get(1..).unwrap_or_default()) {
         ("drbdadm", _) => drbdadm::run(&words),
         ("drbdmeta", args) => drbdmeta::run(args),
+        ("drbdsetup", args) => drbdsetup::run(args),
         (_, [command, rest @ ..]) => run(command, rest, &words),
         (_, []) => usage_error("lockstep: say what to do"),
     }
@@ -31,6 +34,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
     match command {
         "drbdadm" => drbdadm::run(&words[1..]),
         "drbdmeta" => drbdmeta::run(args),
+        "drbdsetup" => drbdsetup::run(args),
         "inspect" => inspect::run(args),
         "--help" | "-h" | "help" => {
             println!("{USAGE}");

@@ -1,0 +1,334 @@
+//! Command lines of `drbdsetup`: words, options in any place, both word orders.
+
+use std::net::{IpAddr, ToSocketAddrs};
+
+use lockstep_daemon::report::OptionTexts;
+use lockstep_format::conf::options::{Kind, ValueError};
+
+use super::verbs::{FlagValue, Verb, find};
+
+/// A command line that was understood.
+#[derive(Debug)]
+pub(super) struct Parsed {
+    pub(super) verb: &'static Verb,
+    pub(super) words: Vec<String>,
+    /// Options of the option table by their whole names.
+    pub(super) options: OptionTexts,
+    /// Other options with their value, if one was given.
+    pub(super) flags: Vec<(&'static str, Option<String>)>,
+    pub(super) help: bool,
+}
+
+/// What is wrong with a command line.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Wrong {
+    /// Unknown command or option: the general help is shown.
+    Unknown(String),
+    /// The command's usage is shown.
+    Missing { verb: &'static str, number: usize },
+    /// More words than the command takes.
+    Excess(String),
+    /// A value that does not fit.
+    Value(String),
+}
+
+/// Understands a command line without the program's name.
+pub(super) fn parse(args: &[String]) -> Result<Parsed, Wrong> {
+    let (verb, rest) = split_verb(args)?;
+    let mut parsed = Parsed {
+        verb,
+        words: Vec::new(),
+        options: OptionTexts::new(),
+        flags: Vec::new(),
+        help: false,
+    };
+    let mut rest = rest.into_iter();
+    while let Some(word) = rest.next() {
+        if word == "--" {
+            parsed.words.extend(rest.by_ref());
+        } else if word == "--help" || word == "-h" {
+            parsed.help = true;
+        } else if let Some(option) = word.strip_prefix("--") {
+            let (name, value) = match option.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_owned())),
+                None => (option, None),
+            };
+            parsed.option(name, value, &mut rest)?;
+        } else if word.len() > 1 && word.starts_with('-') {
+            let letters = &word[1..];
+            for letter in letters.chars() {
+                let unknown = || Wrong::Unknown(word.clone());
+                let name = verb.short(letter).ok_or_else(unknown)?;
+                parsed.option(name, None, &mut rest)?;
+            }
+        } else {
+            parsed.words.push(word);
+        }
+    }
+    if parsed.help {
+        return Ok(parsed);
+    }
+    let needed = verb.needed();
+    if parsed.words.len() < needed {
+        return Err(Wrong::Missing {
+            verb: verb.name,
+            number: parsed.words.len() + 1,
+        });
+    }
+    if parsed.words.len() > verb.arguments.len() {
+        return Err(Wrong::Excess(
+            parsed.words[verb.arguments.len()..].join(" "),
+        ));
+    }
+    Ok(parsed)
+}
+
+/// The command is the first word, or the second if only that is one.
+fn split_verb(args: &[String]) -> Result<(&'static Verb, Vec<String>), Wrong> {
+    let name = |at: usize| args.get(at).map_or("", String::as_str);
+    if let Some(verb) = find(name(0)) {
+        return Ok((verb, args[1..].to_vec()));
+    }
+    if let Some(verb) = find(name(1)) {
+        let mut rest = vec![args[0].clone()];
+        rest.extend_from_slice(&args[2..]);
+        return Ok((verb, rest));
+    }
+    Err(Wrong::Unknown(name(0).to_owned()))
+}
+
+impl Parsed {
+    fn option(
+        &mut self,
+        name: &str,
+        value: Option<String>,
+        rest: &mut impl Iterator<Item = String>,
+    ) -> Result<(), Wrong> {
+        let unknown = || Wrong::Unknown(format!("--{name}"));
+        if let Some(flag) = self.verb.flag(name) {
+            let value = match (flag.value, value) {
+                (FlagValue::Needed, None) => Some(rest.next().ok_or_else(unknown)?),
+                (FlagValue::None, Some(_)) => return Err(unknown()),
+                (_, value) => value,
+            };
+            self.flags.push((flag.name, value));
+            return Ok(());
+        }
+        // The name that old scripts use.
+        let name = match (self.verb.name, name) {
+            ("primary", "overwrite-data-of-peer") => "force",
+            ("connect", "dry-run") => "tentative",
+            _ => name,
+        };
+        let spec = self.verb.spec(name).ok_or_else(unknown)?;
+        let value = match (value, &spec.kind) {
+            (Some(value), _) => value,
+            (None, Kind::Bool { .. } | Kind::Flag) => "yes".to_owned(),
+            (None, _) => rest.next().ok_or_else(unknown)?,
+        };
+        let checked = spec
+            .parse(&value)
+            .map_err(|error| self.bad_value(spec.name, &value, error))?;
+        self.options
+            .insert(spec.name.to_owned(), checked.to_string());
+        Ok(())
+    }
+
+    fn bad_value(&self, name: &str, value: &str, error: ValueError) -> Wrong {
+        let spec = self.verb.spec(name);
+        let allowed = spec.map_or_else(String::new, |spec| spec.allowed());
+        match (self.verb.name.starts_with("wait-"), &error) {
+            (true, ValueError::TooBig | ValueError::TooSmall) => Wrong::Value(format!(
+                "{} => {value} out of range [0..300000]",
+                name.replace('-', "_")
+            )),
+            _ => Wrong::Value(format!(
+                "Parse error while parsing value ('{value}') for {name}. \
+                 Value is {error}; allowed is {allowed}"
+            )),
+        }
+    }
+
+    /// A flag was given.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.flags.iter().any(|(flag, _)| *flag == name)
+    }
+
+    /// Takes a boolean option of a command out of the options.
+    pub(super) fn take_bool(&mut self, name: &str) -> Option<bool> {
+        self.options.remove(name).map(|value| value == "yes")
+    }
+
+    /// Takes a number out of the options, in the option's storage unit.
+    pub(super) fn take_number(&mut self, name: &str) -> Option<i64> {
+        let text = self.options.remove(name)?;
+        self.verb.spec(name)?.parse(&text).ok()?.number()
+    }
+}
+
+/// A minor number: digits or a device's name.
+pub(super) fn minor(text: &str) -> Result<u32, String> {
+    let digits = text
+        .rsplit('/')
+        .next()
+        .unwrap_or(text)
+        .trim_start_matches("drbd");
+    let named = text.starts_with("/dev/drbd") || text.bytes().all(|b| b.is_ascii_digit());
+    match digits.parse() {
+        Ok(minor) if named && minor < 1 << 20 => Ok(minor),
+        _ => Err(format!(
+            "Cannot determine minor device number of device '{text}'"
+        )),
+    }
+}
+
+/// A node id or volume number.
+pub(super) fn number(what: &str, text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| format!("{what} '{text}' is not a number"))
+}
+
+/// `[local:|peer:][ipv4:|ipv6:]ADDR[:PORT]` as `ipv4:ADDR:PORT` or `ipv6:[ADDR]:PORT`.
+pub(super) fn address(text: &str) -> Result<String, String> {
+    let rest = text
+        .strip_prefix("local:")
+        .or_else(|| text.strip_prefix("peer:"))
+        .unwrap_or(text);
+    for family in ["sdp:", "ssocks:"] {
+        if rest.starts_with(family) {
+            return Err(format!(
+                "address '{text}': connections run over ipv4 and ipv6 only"
+            ));
+        }
+    }
+    let plain = rest
+        .strip_prefix("ipv4:")
+        .or_else(|| rest.strip_prefix("ipv6:"))
+        .unwrap_or(rest);
+    let bad =
+        || format!("'{text}' is not an address: write ipv4:ADDRESS:PORT or ipv6:[ADDRESS]:PORT");
+    let (host, port) = match plain
+        .strip_prefix('[')
+        .and_then(|inner| inner.split_once(']'))
+    {
+        Some((host, port)) => (
+            host,
+            port.strip_prefix(':')
+                .or(Some(port).filter(|p| p.is_empty())),
+        ),
+        None => match plain.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (plain, Some("")),
+        },
+    };
+    let port: u16 = match port.ok_or_else(bad)? {
+        "" => DEFAULT_PORT,
+        port => port.parse().map_err(|_| bad())?,
+    };
+    let resolved = match host.parse::<IpAddr>() {
+        Ok(ip) => ip,
+        Err(_) => (host, port)
+            .to_socket_addrs()
+            .map_err(|error| format!("address '{text}': {error}"))?
+            .next()
+            .ok_or_else(bad)?
+            .ip(),
+    };
+    Ok(match resolved {
+        IpAddr::V4(ip) => format!("ipv4:{ip}:{port}"),
+        IpAddr::V6(ip) => format!("ipv6:[{ip}]:{port}"),
+    })
+}
+
+/// The port of an address without one.
+const DEFAULT_PORT: u16 = 7788;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> Result<Parsed, Wrong> {
+        let args: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+        parse(&args)
+    }
+
+    #[test]
+    fn both_word_orders_are_one() {
+        for text in ["dstate 10", "10 dstate"] {
+            let parsed = line(text).unwrap();
+            assert_eq!(
+                (parsed.verb.name, parsed.words),
+                ("dstate", vec!["10".to_owned()])
+            );
+        }
+    }
+
+    #[test]
+    fn options_stand_anywhere_and_may_be_cut_short() {
+        let parsed =
+            line("attach --al-ext=6007 1 --size 1M /dev/a --md-flushes=no /dev/b flexible")
+                .unwrap();
+        assert_eq!(parsed.words, ["1", "/dev/a", "/dev/b", "flexible"]);
+        assert_eq!(parsed.options["al-extents"], "6007");
+        assert_eq!(parsed.options["size"], "2048s");
+        assert_eq!(parsed.options["md-flushes"], "no");
+        assert_eq!(line("primary r --force").unwrap().options["force"], "yes");
+        assert!(line("status -vs").unwrap().has("statistics"));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert_eq!(
+            line("frobnicate").unwrap_err(),
+            Wrong::Unknown("frobnicate".into())
+        );
+        assert_eq!(
+            line("status --frob").unwrap_err(),
+            Wrong::Unknown("--frob".into())
+        );
+        assert_eq!(
+            line("new-minor a").unwrap_err(),
+            Wrong::Missing {
+                verb: "new-minor",
+                number: 2
+            }
+        );
+        assert_eq!(line("role a b c").unwrap_err(), Wrong::Excess("b c".into()));
+        assert!(matches!(
+            line("net-options r 1 --timeout=9999"),
+            Err(Wrong::Value(_))
+        ));
+        assert_eq!(
+            line("wait-connect-resource r --wfc-timeout 300001").unwrap_err(),
+            Wrong::Value("wfc_timeout => 300001 out of range [0..300000]".into())
+        );
+        // A fixed option cannot be changed later.
+        assert!(line("net-options r 1 --transport=tcp").is_err());
+        assert!(line("new-peer r 1 --transport=tcp").is_ok());
+    }
+
+    #[test]
+    fn addresses_get_family_and_port() {
+        assert_eq!(address("10.0.0.1").unwrap(), "ipv4:10.0.0.1:7788");
+        assert_eq!(
+            address("local:ipv4:10.0.0.1:7790").unwrap(),
+            "ipv4:10.0.0.1:7790"
+        );
+        assert_eq!(
+            address("ipv6:[fd00::1]:7790").unwrap(),
+            "ipv6:[fd00::1]:7790"
+        );
+        assert_eq!(address("[fd00::1]").unwrap(), "ipv6:[fd00::1]:7788");
+        assert!(address("ipv4:10.0.0.1:99999").is_err());
+        assert!(address("ssocks:1.2.3.4").is_err());
+    }
+
+    #[test]
+    fn minors_are_numbers_or_devices() {
+        assert_eq!(minor("10"), Ok(10));
+        assert_eq!(minor("/dev/drbd10"), Ok(10));
+        assert!(minor("drbd10").is_err());
+        assert!(minor("-1").is_err());
+        assert!(minor("").is_err());
+    }
+}

@@ -1,0 +1,473 @@
+//! The commands of `drbdsetup`: arguments, options, help (config-and-cli.md, 9).
+
+use lockstep_format::conf::options::{self, Kind, OptionSpec, Set};
+
+/// One command.
+#[derive(Debug)]
+pub(super) struct Verb {
+    pub(super) name: &'static str,
+    pub(super) summary: &'static str,
+    /// Names of the arguments; optional ones are in brackets.
+    pub(super) arguments: &'static [&'static str],
+    sets: &'static [Set],
+    flags: &'static [Flag],
+}
+
+/// An option that is not in the option table: how something is printed.
+#[derive(Debug)]
+pub(super) struct Flag {
+    pub(super) name: &'static str,
+    short: char,
+    pub(super) value: FlagValue,
+}
+
+/// Whether such an option has a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FlagValue {
+    None,
+    Optional,
+    Needed,
+}
+
+impl Verb {
+    /// Options of the table that this command takes.
+    pub(super) fn specs(&self) -> impl Iterator<Item = &'static OptionSpec> + Clone {
+        let creation = matches!(
+            self.name,
+            "new-resource" | "new-minor" | "new-peer" | "attach"
+        );
+        self.sets
+            .iter()
+            .flat_map(|set| options::all(*set))
+            .filter(move |spec| creation || spec.change != options::Change::AtCreation)
+            .chain(options::command(self.name))
+    }
+
+    /// The spec of an option, by its whole name or an unambiguous beginning.
+    pub(super) fn spec(&self, name: &str) -> Option<&'static OptionSpec> {
+        options::find_abbreviated(self.specs(), name)
+    }
+
+    /// The flag with this name or an unambiguous beginning of it.
+    pub(super) fn flag(&self, name: &str) -> Option<&'static Flag> {
+        if let Some(exact) = self.flags.iter().find(|flag| flag.name == name) {
+            return Some(exact);
+        }
+        let mut matching = self.flags.iter().filter(|flag| flag.name.starts_with(name));
+        let first = matching.next()?;
+        matching.next().is_none().then_some(first)
+    }
+
+    /// The flag with this letter, or the name of the option of a `wait-*` command.
+    pub(super) fn short(&self, letter: char) -> Option<&'static str> {
+        if let Some(flag) = self.flags.iter().find(|flag| flag.short == letter) {
+            return Some(flag.name);
+        }
+        match (self.name.starts_with("wait-"), letter) {
+            (true, 't') => Some("wfc-timeout"),
+            (true, 'd') => Some("degr-wfc-timeout"),
+            (true, 'o') => Some("outdated-wfc-timeout"),
+            (true, 'w') => Some("wait-after-sb"),
+            _ => None,
+        }
+    }
+
+    /// Number of arguments that have to be given.
+    pub(super) fn needed(&self) -> usize {
+        self.arguments
+            .iter()
+            .filter(|name| !name.starts_with('['))
+            .count()
+    }
+
+    /// `--help` of the command.
+    pub(super) fn usage(&self) -> String {
+        let mut words = format!("USAGE: drbdsetup {}", self.name);
+        for argument in self.arguments {
+            match argument.strip_prefix('[') {
+                Some(optional) => {
+                    words.push_str(&format!(" [{{{}}}]", &optional[..optional.len() - 1]))
+                }
+                None => words.push_str(&format!(" {{{argument}}}")),
+            }
+        }
+        let mut out = format!("drbdsetup {} - {}\n\n{words}\n", self.name, self.summary);
+        for spec in self.specs() {
+            out.push_str(&format!("    [--{}={}]\n", spec.name, value_words(spec)));
+        }
+        for flag in self.flags {
+            let value = match flag.value {
+                FlagValue::None => "",
+                FlagValue::Optional => "[=WORD]",
+                FlagValue::Needed => "=VALUE",
+            };
+            out.push_str(&format!("    [--{}{value}]\n", flag.name));
+        }
+        out
+    }
+
+    /// `xml-help` of the command.
+    pub(super) fn xml(&self) -> String {
+        let mut out = format!(
+            "<command name=\"{}\">\n\t<summary>{}</summary>\n",
+            self.name, self.summary
+        );
+        for argument in self.arguments {
+            let name = argument.trim_start_matches('[').trim_end_matches(']');
+            out.push_str(&format!("\t<argument>{name}</argument>\n"));
+        }
+        for spec in self.specs() {
+            out.push_str(&xml_option(spec));
+        }
+        for flag in self.flags {
+            out.push_str(&format!(
+                "\t<option name=\"{}\" type=\"flag\">\n\t</option>\n",
+                flag.name
+            ));
+        }
+        out.push_str("</command>\n");
+        out
+    }
+}
+
+fn value_words(spec: &OptionSpec) -> String {
+    match spec.kind {
+        Kind::Number { min, max, .. } => format!("({min} ... {max})"),
+        Kind::Bool { .. } | Kind::Flag => "{yes|no}".to_owned(),
+        Kind::Enum { symbols, .. } => {
+            let names: Vec<&str> = symbols.iter().map(|symbol| symbol.name).collect();
+            format!("{{{}}}", names.join("|"))
+        }
+        Kind::NumberOrSymbol {
+            min, max, symbols, ..
+        } => {
+            let names: Vec<&str> = symbols.iter().map(|symbol| symbol.name).collect();
+            format!("({min} ... {max})|{{{}}}", names.join("|"))
+        }
+        Kind::Text { .. } | Kind::Key { .. } => "STRING".to_owned(),
+    }
+}
+
+fn xml_option(spec: &OptionSpec) -> String {
+    let name = spec.name;
+    let (kind, body) = match spec.kind {
+        Kind::Number {
+            scale,
+            min,
+            max,
+            default,
+            unit,
+            ..
+        } => {
+            let mut body = format!(
+                "\t\t<min>{min}</min>\n\t\t<max>{max}</max>\n\t\t<default>{default}</default>\n\
+                 \t\t<unit_prefix>{}</unit_prefix>\n",
+                scale.prefix()
+            );
+            if !unit.is_empty() {
+                body.push_str(&format!("\t\t<unit>{unit}</unit>\n"));
+            }
+            ("numeric", body)
+        }
+        Kind::Bool { default } => {
+            let default = if default { "yes" } else { "no" };
+            ("boolean", format!("\t\t<default>{default}</default>\n"))
+        }
+        Kind::Flag => ("flag", String::new()),
+        Kind::Enum { symbols, .. } => {
+            let lines = symbols
+                .iter()
+                .map(|s| format!("\t\t<handler>{}</handler>\n", s.name));
+            ("handler", lines.collect())
+        }
+        Kind::NumberOrSymbol {
+            min,
+            max,
+            symbols,
+            default,
+        } => {
+            let mut body = format!(
+                "\t\t<min>{min}</min>\n\t\t<max>{max}</max>\n\t\t<default>{default}</default>\n"
+            );
+            for symbol in symbols {
+                body.push_str(&format!("\t\t<symbol>{}</symbol>\n", symbol.name));
+            }
+            ("numeric-or-symbol", body)
+        }
+        Kind::Text { .. } | Kind::Key { .. } => ("string", String::new()),
+    };
+    format!("\t<option name=\"{name}\" type=\"{kind}\">\n{body}\t</option>\n")
+}
+
+/// The command with this name.
+pub(super) fn find(name: &str) -> Option<&'static Verb> {
+    VERBS.iter().find(|verb| verb.name == name)
+}
+
+/// The general help.
+pub(super) fn help() -> String {
+    let mut out = "drbdsetup - Configure replicated devices.\n\n\
+                   USAGE: drbdsetup command {arguments} [options]\n\nCommands:\n"
+        .to_owned();
+    for verb in VERBS {
+        out.push_str(&format!("    {} - {}\n", verb.name, verb.summary));
+    }
+    out.push_str(
+        "\nUse 'drbdsetup help command' for command-specific help.\n\
+         The node is the one in /run/lockstep or in the directory LOCKSTEP_DIR.\n",
+    );
+    out
+}
+
+const RPV: &[&str] = &["resource", "peer_node_id", "volume"];
+const RP: &[&str] = &["resource", "peer_node_id"];
+const R: &[&str] = &["resource"];
+const M: &[&str] = &["minor"];
+const R_OPTIONAL: &[&str] = &["[resource]"];
+
+const fn verb(
+    name: &'static str,
+    arguments: &'static [&'static str],
+    sets: &'static [Set],
+    summary: &'static str,
+) -> Verb {
+    Verb {
+        name,
+        summary,
+        arguments,
+        sets,
+        flags: &[],
+    }
+}
+
+const fn flag(name: &'static str, short: char, value: FlagValue) -> Flag {
+    Flag { name, short, value }
+}
+
+const STATUS_FLAGS: &[Flag] = &[
+    flag("verbose", 'v', FlagValue::None),
+    flag("statistics", 's', FlagValue::None),
+    flag("color", 'c', FlagValue::Optional),
+    flag("json", 'j', FlagValue::None),
+];
+
+const EVENTS_FLAGS: &[Flag] = &[
+    flag("now", 'n', FlagValue::None),
+    flag("statistics", 's', FlagValue::None),
+    flag("full", 'f', FlagValue::None),
+    flag("diff", 'i', FlagValue::Optional),
+    flag("timestamps", 'T', FlagValue::None),
+    flag("color", 'c', FlagValue::Optional),
+    flag("poll", 'p', FlagValue::None),
+    flag("rcvbuf", 'r', FlagValue::Needed),
+];
+
+const SHOW_FLAGS: &[Flag] = &[
+    flag("show-defaults", 'D', FlagValue::None),
+    flag("json", 'j', FlagValue::None),
+];
+
+/// Every command, in the order of the help.
+pub(super) const VERBS: &[Verb] = &[
+    verb("primary", R, &[], "Make this node Primary for a resource."),
+    verb(
+        "secondary",
+        R,
+        &[],
+        "Make this node Secondary for a resource.",
+    ),
+    verb(
+        "attach",
+        &["minor", "lower_dev", "meta_data_dev", "meta_data_index"],
+        &[Set::Disk],
+        "Attach a disk to a volume.",
+    ),
+    verb(
+        "disk-options",
+        M,
+        &[Set::Disk],
+        "Change the disk options of a volume.",
+    ),
+    verb("detach", M, &[], "Detach the disk of a volume."),
+    verb("connect", RP, &[], "Start to connect to a peer."),
+    verb(
+        "new-peer",
+        RP,
+        &[Set::Net],
+        "Make a peer known to a resource.",
+    ),
+    verb("del-peer", RP, &[], "Remove a peer from a resource."),
+    verb(
+        "new-path",
+        &["resource", "peer_node_id", "local-addr", "remote-addr"],
+        &[],
+        "Add a pair of addresses over which a peer is reached.",
+    ),
+    verb(
+        "del-path",
+        &["resource", "peer_node_id", "local-addr", "remote-addr"],
+        &[],
+        "Remove a pair of addresses.",
+    ),
+    verb(
+        "net-options",
+        RP,
+        &[Set::Net],
+        "Change the network options of a connection.",
+    ),
+    verb("disconnect", RP, &[], "End the connection to a peer."),
+    verb("resize", M, &[], "Take over a changed size of the disks."),
+    verb(
+        "resource-options",
+        R,
+        &[Set::Resource],
+        "Change the options of a resource.",
+    ),
+    verb(
+        "peer-device-options",
+        RPV,
+        &[Set::PeerDevice],
+        "Change the resync options of a volume towards a peer.",
+    ),
+    verb("new-current-uuid", M, &[], "Start a new data generation."),
+    verb(
+        "invalidate",
+        M,
+        &[],
+        "Replace the local data of a volume by a peer's.",
+    ),
+    verb(
+        "invalidate-remote",
+        RPV,
+        &[],
+        "Replace a peer's data of a volume by ours.",
+    ),
+    verb(
+        "pause-sync",
+        RPV,
+        &[],
+        "Pause the resync of a volume with a peer.",
+    ),
+    verb("resume-sync", RPV, &[], "Let a paused resync go on."),
+    verb(
+        "suspend-io",
+        M,
+        &[],
+        "Suspend the I/O of the volume's resource.",
+    ),
+    verb("resume-io", M, &[], "Let suspended I/O go on."),
+    // The original takes a minor only, but its drbdadm calls it with resource and minor.
+    verb(
+        "outdate",
+        &["minor", "[minor]"],
+        &[],
+        "Mark the local data of a volume as outdated.",
+    ),
+    verb(
+        "verify",
+        RPV,
+        &[],
+        "Compare the data of a volume with a peer's.",
+    ),
+    verb(
+        "down",
+        R,
+        &[],
+        "Take down a resource and everything that belongs to it.",
+    ),
+    verb("role", R, &[], "Show the role of this node."),
+    verb("cstate", RP, &[], "Show the state of a connection."),
+    verb("peer-role", RP, &[], "Show the role of a peer."),
+    verb("dstate", M, &[], "Show the disk states of a volume."),
+    verb(
+        "udev",
+        M,
+        &[],
+        "Show the names of a volume's device for udev.",
+    ),
+    verb(
+        "show-gi",
+        RPV,
+        &[],
+        "Show the data generation identifiers with a legend.",
+    ),
+    verb("get-gi", RPV, &[], "Show the data generation identifiers."),
+    Verb {
+        flags: SHOW_FLAGS,
+        ..verb(
+            "show",
+            R_OPTIONAL,
+            &[],
+            "Show the configuration that is in effect.",
+        )
+    },
+    Verb {
+        flags: STATUS_FLAGS,
+        ..verb("status", R_OPTIONAL, &[], "Show the state of resources.")
+    },
+    Verb {
+        flags: EVENTS_FLAGS,
+        ..verb(
+            "events2",
+            R_OPTIONAL,
+            &[],
+            "Show the state of resources and each change.",
+        )
+    },
+    verb(
+        "wait-connect-volume",
+        RPV,
+        &[],
+        "Wait until a volume is connected.",
+    ),
+    verb(
+        "wait-connect-connection",
+        RP,
+        &[],
+        "Wait until a connection is up.",
+    ),
+    verb(
+        "wait-connect-resource",
+        R,
+        &[],
+        "Wait until all connections are up.",
+    ),
+    verb(
+        "wait-sync-volume",
+        RPV,
+        &[],
+        "Wait until a volume is in sync.",
+    ),
+    verb(
+        "wait-sync-connection",
+        RP,
+        &[],
+        "Wait until all volumes of a connection are in sync.",
+    ),
+    verb(
+        "wait-sync-resource",
+        R,
+        &[],
+        "Wait until a resource is in sync.",
+    ),
+    verb(
+        "new-resource",
+        &["resource", "node_id"],
+        &[Set::Resource],
+        "Create a resource.",
+    ),
+    verb(
+        "new-minor",
+        &["resource", "minor", "volume"],
+        &[Set::Device],
+        "Create a new replicated device within a resource.",
+    ),
+    verb("del-minor", M, &[], "Remove a volume."),
+    verb("del-resource", R, &[], "Remove a resource."),
+    verb(
+        "forget-peer",
+        RP,
+        &[],
+        "Free the metadata slot of a peer that will not return.",
+    ),
+];
