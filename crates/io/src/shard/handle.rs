@@ -173,6 +173,11 @@ impl<E: Engine> ShardHandle<E> {
         self.ring
     }
 
+    /// Whether the shard runs. It ends by `stop`, by a failure of its ring, or by a bug.
+    pub fn is_running(&self) -> bool {
+        !self.mailbox.is_closed()
+    }
+
     /// Ends the shard and waits for it. Resources are cut off as by `remove_resource`.
     pub fn stop(&self) -> io::Result<()> {
         self.run(|shard| shard.stop = true);
@@ -263,11 +268,9 @@ impl<E: Engine> Shard<E> {
 
     /// The shard's last act: everything that somebody waits for gets its answer.
     fn end(&mut self) {
-        self.resources.keys().into_iter().for_each(|key| {
+        for key in self.resources.keys() {
             self.remove_resource(key);
-        });
-        // Dropped messages drop their reply channels, which tells those who wait.
-        drop(self.mailbox.close());
+        }
     }
 }
 

@@ -105,6 +105,11 @@ impl<E: super::Engine> Mailbox<E> {
         }
     }
 
+    /// Whether the shard has ended.
+    pub(super) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
     /// Refuses all messages from now on and gives the last ones.
     pub(super) fn close(&self) -> Vec<Message<E>> {
         let mut queue = self.lock();

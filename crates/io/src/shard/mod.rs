@@ -584,6 +584,17 @@ impl<E: Engine> Shard<E> {
     }
 }
 
+impl<E: Engine> Drop for Shard<E> {
+    /// Also when a core panicked: nobody may wait for a shard that has ended.
+    fn drop(&mut self) {
+        for (_, port) in self.ports.iter() {
+            port.set_gone();
+        }
+        // Dropped messages drop their reply channels, which tells those who wait.
+        drop(self.mailbox.close());
+    }
+}
+
 fn next_output<E: Engine>(slot: &mut Slot<E>) -> Option<Output> {
     slot.engine.poll_output()
 }

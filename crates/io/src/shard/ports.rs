@@ -28,6 +28,13 @@ pub(super) struct PortEntry {
     told: bool,
 }
 
+impl PortEntry {
+    /// The front end's next request is refused.
+    pub(super) fn set_gone(&self) {
+        self.shared.gone.store(true, Ordering::Release);
+    }
+}
+
 /// What shard and front end share of a port.
 pub(super) struct PortShared {
     in_flight: AtomicUsize,
@@ -381,7 +388,7 @@ impl<E: Engine> Shard<E> {
             self.request_refused(RequestId(request.0));
         }
         if let Some(entry) = self.ports.get(port) {
-            entry.shared.gone.store(true, Ordering::Release);
+            entry.set_gone();
         }
         self.tell(port, PortEvent::Gone);
         if let Some(mut entry) = self.ports.remove(port) {

@@ -296,6 +296,7 @@ impl Toy {
                 self.copies = true;
                 self.answer(id);
             }
+            Command::NewPeer { .. } => panic!("a bug of the toy, on purpose"),
             Command::Primary { .. } => {
                 self.outputs.push_back(Output::Event(Event::Resource));
                 self.answer(id);
@@ -1142,5 +1143,39 @@ fn a_service_lives_on_the_shard() {
         assert_eq!(reports.recv().unwrap(), "turn");
         node.shard.remove_service(id.unwrap());
         assert!(reports.recv().is_err());
+    });
+}
+
+#[test]
+fn nobody_waits_for_a_shard_that_a_bug_has_ended() {
+    on_both_rings(|ring| {
+        let env = env();
+        let Some(node) = Node::new(ring, &env) else {
+            return;
+        };
+        let mut port = node.port();
+        assert!(node.shard.is_running());
+        let bug = Command::NewPeer {
+            peer: NodeId(1),
+            net: NetOptions::default(),
+        };
+        assert!(node.shard.command(node.id, bug).recv().is_err());
+        assert!(port.events.recv().is_err());
+        let (id, kind, sector) = (RequestId(1), RequestKind::Flush, Sector(0));
+        let request = PortRequest {
+            id,
+            kind,
+            sector,
+            len: 0,
+            buf: None,
+            buf_offset: 0,
+        };
+        assert!(matches!(
+            port.port.submit(request),
+            Err(SubmitError::Gone(_))
+        ));
+        assert!(node.shard.snapshot(node.id).is_err());
+        assert!(node.shard.stop().is_err());
+        assert!(!node.shard.is_running());
     });
 }
