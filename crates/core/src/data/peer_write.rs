@@ -908,7 +908,13 @@ impl Resource {
             self.bits_cleared(volume);
         }
         if cleared > 0 || source {
-            self.tell_in_sync(volume, &extents);
+            // Without news there is no answer: two nodes must not answer each other for ever.
+            let known = if cleared > 0 {
+                NodeMask::EMPTY
+            } else {
+                sync.mask.with(peer)
+            };
+            self.tell_in_sync(volume, &extents, known);
         }
     }
 }

@@ -676,7 +676,7 @@ impl Resource {
                 self.target_in_sync(volume, peer, key, &mut extents);
             }
         }
-        self.tell_in_sync(volume, &extents);
+        self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
         self.bits_cleared(volume);
         self.start_target_flush(volume, peer);
         self.target_gone_if_empty(volume, peer);
@@ -830,8 +830,9 @@ impl Resource {
         self.timers.set_earliest(Timer::BitmapWrite(volume), at);
     }
 
-    /// Tells the peers who is in sync with this node in some extents (semantics.md, 19.7).
-    pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, extents: &[AlExtent]) {
+    /// Tells the peers who is in sync with this node in some extents (semantics.md, 19.7), unless
+    /// that names nobody but the `known` ones.
+    pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, extents: &[AlExtent], known: NodeMask) {
         if self.connections.len() < 2 {
             // Nobody is left whose relation the packet could settle.
             return;
@@ -873,6 +874,9 @@ impl Resource {
                         .is_some_and(|slot| !io.bitmap.any_set(slot, bits.clone()))
                 })
                 .collect();
+            if mask.difference(known).is_empty() {
+                continue;
+            }
             for peer in mask.iter() {
                 let packet = Packet::PeersInSync(PeersInSync {
                     sector,
