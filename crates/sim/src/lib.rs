@@ -6,6 +6,8 @@
 pub mod check;
 pub mod disk;
 pub mod history;
+mod io;
+mod net;
 pub mod operator;
 pub mod rng;
 pub mod scenario;

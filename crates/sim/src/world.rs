@@ -4,19 +4,17 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError};
-use lockstep_core::event::MetaOp as CoreMetaOp;
 use lockstep_core::event::{
-    BufId, CommandId, DiskError, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, Output, Payload,
-    Request, RequestError, RequestId, RequestKind, Stream, Tag,
+    BufId, CommandId, DiskInfo, Input, Output, Payload, Request, RequestError, RequestId,
+    RequestKind, Stream,
 };
 use lockstep_core::options::Protocol;
 use lockstep_core::report::{Event, Level, Snapshot};
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_format::wire;
 
-use crate::disk::{BLOCK, DataOp, Disk, Flying, Lose, META_BYTES, MetaOp};
+use crate::disk::{BLOCK, Disk, Lose, META_BYTES};
 use crate::history::History;
 use crate::rng::Rng;
 
@@ -67,7 +65,7 @@ impl Config {
 
 /// A buffer of a node with its reference count.
 #[derive(Debug)]
-struct Buffer {
+pub(crate) struct Buffer {
     content: Vec<u64>,
     references: u32,
 }
@@ -108,55 +106,55 @@ pub struct Node {
     pub life: u32,
     /// One per volume.
     pub disks: Vec<Disk>,
-    buffers: HashMap<u64, Buffer>,
-    next_buffer: u64,
-    connecting: BTreeSet<usize>,
-    links: BTreeMap<u64, usize>,
+    pub(crate) buffers: HashMap<u64, Buffer>,
+    pub(crate) next_buffer: u64,
+    pub(crate) connecting: BTreeSet<usize>,
+    pub(crate) links: BTreeMap<u64, usize>,
     /// Requests of front ends that were not completed.
     pub requests: BTreeMap<u64, Asked>,
     /// Commands that were not answered.
     pub commands: BTreeMap<u64, Commanded>,
     /// Results of the last commands.
     pub answers: BTreeMap<u64, Result<Answer, CommandError>>,
-    timer_at: u64,
+    pub(crate) timer_at: u64,
     /// The last state lines, for failures.
     pub log: VecDeque<String>,
 }
 
 #[derive(Debug)]
-struct Message {
-    at: u64,
+pub(crate) struct Message {
+    pub(crate) at: u64,
     /// None is the end of the stream.
-    bytes: Option<Vec<u8>>,
-    payload: Option<Vec<u64>>,
+    pub(crate) bytes: Option<Vec<u8>>,
+    pub(crate) payload: Option<Vec<u64>>,
 }
 
 #[derive(Debug, Default)]
-struct Wire {
-    queue: VecDeque<Message>,
-    scheduled: bool,
-    last: u64,
-    stalled_until: u64,
+pub(crate) struct Wire {
+    pub(crate) queue: VecDeque<Message>,
+    pub(crate) scheduled: bool,
+    pub(crate) last: u64,
+    pub(crate) stalled_until: u64,
 }
 
 /// An established pair of streams.
 #[derive(Debug)]
-struct Link {
-    ends: [usize; 2],
-    lives: [u32; 2],
+pub(crate) struct Link {
+    pub(crate) ends: [usize; 2],
+    pub(crate) lives: [u32; 2],
     /// When each side was told; `u64::MAX` before.
-    up: [bool; 2],
-    closed: [bool; 2],
+    pub(crate) up: [bool; 2],
+    pub(crate) closed: [bool; 2],
     /// The end of its streams was sent by this side.
-    ended: [bool; 2],
+    pub(crate) ended: [bool; 2],
     /// By sender (0, 1), by stream (data, control).
-    wires: [[Wire; 2]; 2],
-    dead: bool,
+    pub(crate) wires: [[Wire; 2]; 2],
+    pub(crate) dead: bool,
 }
 
 /// What happens later.
 #[derive(Debug)]
-enum Ev {
+pub(crate) enum Ev {
     Timer {
         node: usize,
         life: u32,
@@ -193,7 +191,7 @@ enum Ev {
     },
 }
 
-struct Scheduled {
+pub(crate) struct Scheduled {
     at: u64,
     order: u64,
     ev: Ev,
@@ -224,17 +222,17 @@ pub struct World {
     pub now: u64,
     /// Chance.
     pub rng: Rng,
-    heap: BinaryHeap<Reverse<Scheduled>>,
-    order: u64,
+    pub(crate) heap: BinaryHeap<Reverse<Scheduled>>,
+    pub(crate) order: u64,
     /// The nodes.
     pub nodes: Vec<Node>,
-    links: BTreeMap<u64, Link>,
-    next_link: u64,
-    next_id: u64,
-    next_value: u64,
+    pub(crate) links: BTreeMap<u64, Link>,
+    pub(crate) next_link: u64,
+    pub(crate) next_id: u64,
+    pub(crate) next_value: u64,
     /// Directions (from, to) in which nothing passes.
     pub blocked: BTreeSet<(usize, usize)>,
-    connect_pending: BTreeSet<(usize, usize)>,
+    pub(crate) connect_pending: BTreeSet<(usize, usize)>,
     /// The oracle.
     pub history: History,
     /// What went wrong first.
@@ -249,11 +247,11 @@ pub struct World {
     pub acked: u64,
 }
 
-fn id(node: usize) -> NodeId {
+pub(crate) fn id(node: usize) -> NodeId {
     NodeId(node as u8)
 }
 
-fn stream_index(stream: Stream) -> usize {
+pub(crate) fn stream_index(stream: Stream) -> usize {
     match stream {
         Stream::Data => 0,
         Stream::Control => 1,
@@ -303,7 +301,7 @@ impl World {
         }
     }
 
-    fn at(&mut self, delay: u64, ev: Ev) {
+    pub(crate) fn at(&mut self, delay: u64, ev: Ev) {
         self.order += 1;
         self.heap.push(Reverse(Scheduled {
             at: self.now.saturating_add(delay),
@@ -312,7 +310,7 @@ impl World {
         }));
     }
 
-    fn mix(&mut self, value: u64) {
+    pub(crate) fn mix(&mut self, value: u64) {
         self.fingerprint = (self.fingerprint ^ value).wrapping_mul(0x0100_0000_01b3);
     }
 
@@ -588,7 +586,7 @@ impl World {
 
     // Buffers.
 
-    fn new_buffer(&mut self, node: usize, content: Vec<u64>) -> Payload {
+    pub(crate) fn new_buffer(&mut self, node: usize, content: Vec<u64>) -> Payload {
         let n = &mut self.nodes[node];
         let buf = n.next_buffer;
         n.next_buffer += 1;
@@ -607,7 +605,7 @@ impl World {
         }
     }
 
-    fn content(&mut self, node: usize, payload: Payload) -> Vec<u64> {
+    pub(crate) fn content(&mut self, node: usize, payload: Payload) -> Vec<u64> {
         let (from, len) = span(payload);
         match self.nodes[node].buffers.get(&payload.buf.0) {
             Some(buffer) => buffer.content[from..from + len].to_vec(),
@@ -622,7 +620,7 @@ impl World {
         }
     }
 
-    fn fill(&mut self, node: usize, payload: Payload, content: &[u64]) {
+    pub(crate) fn fill(&mut self, node: usize, payload: Payload, content: &[u64]) {
         let (from, len) = span(payload);
         assert_eq!(len, content.len());
         if let Some(buffer) = self.nodes[node].buffers.get_mut(&payload.buf.0) {
@@ -636,13 +634,13 @@ impl World {
         }
     }
 
-    fn hold(&mut self, node: usize, buf: BufId) {
+    pub(crate) fn hold(&mut self, node: usize, buf: BufId) {
         if let Some(buffer) = self.nodes[node].buffers.get_mut(&buf.0) {
             buffer.references += 1;
         }
     }
 
-    fn release(&mut self, node: usize, buf: BufId) {
+    pub(crate) fn release(&mut self, node: usize, buf: BufId) {
         let buffers = &mut self.nodes[node].buffers;
         match buffers.get_mut(&buf.0) {
             Some(buffer) if buffer.references > 1 => buffer.references -= 1,
@@ -658,609 +656,9 @@ impl World {
         self.nodes[node].buffers.len()
     }
 
-    // Disks.
-
-    fn disk_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: DiskOp) {
-        self.trace(node, || format!("< disk {} {op:?}", tag.0));
-        let v = usize::from(volume.0);
-        let size = self.config.blocks;
-        let block_of = |sector: Sector| sector.0 / 8;
-        let op = match op {
-            DiskOp::Read { sector, payload } => {
-                self.hold(node, payload.buf);
-                DataOp::Read {
-                    payload,
-                    block: block_of(sector),
-                }
-            }
-            DiskOp::ReadNew { sector, len } => DataOp::ReadNew {
-                block: block_of(sector),
-                count: u64::from(len) / BLOCK,
-            },
-            DiskOp::Write {
-                sector,
-                payload,
-                fua,
-            } => DataOp::Write {
-                block: block_of(sector),
-                content: self.content(node, payload),
-                fua,
-            },
-            DiskOp::Flush => DataOp::Flush {
-                upto: self.nodes[node].disks[v].sequence(),
-            },
-            DiskOp::Discard { sector, len } | DiskOp::Zeroes { sector, len, .. } => DataOp::Write {
-                block: block_of(sector),
-                content: vec![0; (u64::from(len) / BLOCK) as usize],
-                fua: false,
-            },
-        };
-        let range = match &op {
-            DataOp::Read { payload, block } => {
-                Some((*block, u64::from(payload.len) / BLOCK, false))
-            }
-            DataOp::ReadNew { block, count } => Some((*block, *count, false)),
-            DataOp::Write { block, content, .. } => Some((*block, content.len() as u64, true)),
-            DataOp::Flush { .. } => None,
-        };
-        if !self.nodes[node].disks[v].open {
-            self.fail(format!(
-                "{} uses volume {v}'s disk while it is closed",
-                name(node)
-            ));
-            return;
-        }
-        if let Some((block, count, write)) = range {
-            if block + count > size {
-                self.fail(format!(
-                    "{} reaches beyond the end: block {block}+{count}",
-                    name(node)
-                ));
-                return;
-            }
-            if write {
-                let overlaps = self.nodes[node].disks[v]
-                    .flying
-                    .values()
-                    .any(|f| match &f.op {
-                        DataOp::Write {
-                            block: b, content, ..
-                        } => block < b + content.len() as u64 && *b < block + count,
-                        _ => false,
-                    });
-                if overlaps {
-                    self.fail(format!(
-                        "{} has two overlapping writes of block {block}+{count} at its disk",
-                        name(node)
-                    ));
-                }
-            }
-        }
-        let id = self.next();
-        let delay = self.rng.delay(self.config.disk_delay);
-        let life = self.nodes[node].life;
-        self.nodes[node].disks[v]
-            .flying
-            .insert(id, Flying { tag, op });
-        self.at(
-            delay,
-            Ev::Disk {
-                node,
-                life,
-                volume: v,
-                id,
-            },
-        );
-    }
-
-    fn disk_done(&mut self, node: usize, v: usize, id: u64) {
-        let Some(Flying { tag, op }) = self.nodes[node].disks[v].flying.remove(&id) else {
-            return;
-        };
-        let disk = &mut self.nodes[node].disks[v];
-        let mut result = Ok(None);
-        match op {
-            DataOp::Read { payload, block } => {
-                let (_, len) = span(payload);
-                let content = disk.content[block as usize..block as usize + len].to_vec();
-                self.fill(node, payload, &content);
-                self.release(node, payload.buf);
-            }
-            DataOp::ReadNew { block, count } => {
-                let content = disk.content[block as usize..(block + count) as usize].to_vec();
-                result = Ok(Some(self.new_buffer(node, content)));
-            }
-            DataOp::Write {
-                block,
-                content,
-                fua,
-            } => disk.write(block, &content, fua),
-            DataOp::Flush { upto } => disk.flushed(upto),
-        }
-        self.input(node, Input::DiskDone { tag, result });
-        self.try_close(node, v);
-    }
-
-    fn meta_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: CoreMetaOp) {
-        let v = usize::from(volume.0);
-        self.trace(node, || match &op {
-            CoreMetaOp::Read { offset, len } => format!("< meta {} read {offset}+{len}", tag.0),
-            CoreMetaOp::Write {
-                offset,
-                bytes,
-                flush_data,
-            } => format!(
-                "< meta {} write {offset}+{}{}",
-                tag.0,
-                bytes.len(),
-                if *flush_data { " after a flush" } else { "" }
-            ),
-        });
-        let disk = &mut self.nodes[node].disks[v];
-        let open = disk.open;
-        let op = match op {
-            CoreMetaOp::Read { offset, len } => MetaOp::Read { offset, len },
-            CoreMetaOp::Write {
-                offset,
-                bytes,
-                flush_data,
-            } => {
-                let overlaps = disk.flying_meta.values().any(|f| match &f.op {
-                    MetaOp::Write {
-                        offset: o,
-                        bytes: b,
-                        ..
-                    } => offset < o + b.len() as u64 && *o < offset + bytes.len() as u64,
-                    MetaOp::Read { .. } => false,
-                });
-                let beyond = offset + bytes.len() as u64 > META_BYTES;
-                let flush_upto = flush_data.then(|| disk.sequence());
-                if overlaps || beyond || !open {
-                    self.fail(format!(
-                        "{} writes metadata at {offset}+{}: overlap {overlaps}, beyond the end \
-                         {beyond}, open {open}",
-                        name(node),
-                        bytes.len()
-                    ));
-                    return;
-                }
-                MetaOp::Write {
-                    offset,
-                    bytes,
-                    flush_upto,
-                }
-            }
-        };
-        let id = self.next();
-        let delay = self.rng.delay(self.config.disk_delay);
-        let life = self.nodes[node].life;
-        self.nodes[node].disks[v]
-            .flying_meta
-            .insert(id, Flying { tag, op });
-        self.at(
-            delay,
-            Ev::Meta {
-                node,
-                life,
-                volume: v,
-                id,
-            },
-        );
-    }
-
-    fn meta_done(&mut self, node: usize, v: usize, id: u64) {
-        let disk = &mut self.nodes[node].disks[v];
-        let Some(Flying { tag, op }) = disk.flying_meta.remove(&id) else {
-            return;
-        };
-        let result: Result<Vec<u8>, DiskError> = Ok(match op {
-            MetaOp::Read { offset, len } => {
-                disk.meta[offset as usize..offset as usize + len as usize].to_vec()
-            }
-            MetaOp::Write {
-                offset,
-                bytes,
-                flush_upto,
-            } => {
-                if let Some(upto) = flush_upto {
-                    disk.flushed(upto);
-                }
-                disk.meta[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
-                Vec::new()
-            }
-        });
-        self.input(node, Input::MetaDone { tag, result });
-        self.try_close(node, v);
-    }
-
-    fn try_close(&mut self, node: usize, v: usize) {
-        let life = self.nodes[node].life;
-        let disk = &mut self.nodes[node].disks[v];
-        if disk.flying.is_empty()
-            && disk.flying_meta.is_empty()
-            && let Some(tag) = disk.closing.take()
-        {
-            disk.open = false;
-            let input = Input::DiskClosed { tag };
-            self.at(MS / 100, Ev::Input { node, life, input });
-        }
-    }
-
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
-    }
-
-    // Network.
-
-    /// Both ends want a link and the network lets them: it comes up a little later.
-    fn consider_connect(&mut self, a: usize, b: usize) {
-        let (a, b) = (a.min(b), a.max(b));
-        let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
-        let passes = !self.blocked.contains(&(a, b)) && !self.blocked.contains(&(b, a));
-        if wanted && passes && self.connect_pending.insert((a, b)) {
-            let delay = self.rng.delay(self.config.net_delay * 3);
-            self.at(delay, Ev::Connect { a, b });
-        }
-    }
-
-    fn connect(&mut self, a: usize, b: usize) {
-        self.connect_pending.remove(&(a, b));
-        let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
-        if !wanted || self.blocked.contains(&(a, b)) || self.blocked.contains(&(b, a)) {
-            return;
-        }
-        let link = self.next_link;
-        self.next_link += 1;
-        self.links.insert(
-            link,
-            Link {
-                ends: [a, b],
-                lives: [self.nodes[a].life, self.nodes[b].life],
-                up: [false; 2],
-                closed: [false; 2],
-                ended: [false; 2],
-                wires: Default::default(),
-                dead: false,
-            },
-        );
-        for side in 0..2 {
-            let (node, peer) = if side == 0 { (a, b) } else { (b, a) };
-            self.nodes[node].connecting.remove(&peer);
-            let delay = self.rng.delay(self.config.net_delay);
-            self.at(delay, Ev::LinkUp { link, side });
-        }
-    }
-
-    fn link_up(&mut self, link: u64, side: usize) {
-        let Some(l) = self.links.get_mut(&link) else {
-            return;
-        };
-        let node = l.ends[side];
-        let peer = l.ends[1 - side];
-        if l.closed[side] || l.lives[side] != self.nodes[node].life {
-            return;
-        }
-        l.up[side] = true;
-        let resolver = (link + side as u64).is_multiple_of(2);
-        self.nodes[node].links.insert(link, peer);
-        self.input(
-            node,
-            Input::LinkUp {
-                peer: id(peer),
-                link: LinkId(link),
-                resolve_conflicts: resolver,
-            },
-        );
-        for stream in 0..2 {
-            self.schedule_wire(link, 1 - side, stream);
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn send(
-        &mut self,
-        node: usize,
-        peer: NodeId,
-        link: LinkId,
-        stream: Stream,
-        volume: VolumeNr,
-        packet: &wire::Packet,
-        payload: Option<Vec<u64>>,
-    ) {
-        let Some(resource) = self.nodes[node].resource.as_ref() else {
-            return;
-        };
-        if resource.link(peer) != Some(link) {
-            // A send on a link that is gone is dropped; its dialect is not known any more.
-            return;
-        }
-        let dialect = resource.dialect(peer);
-        let mut bytes = Vec::with_capacity(64);
-        wire::encode(packet, volume, &dialect, &mut bytes);
-        self.packets += 1;
-        if self.config.trace {
-            let text = format!("{packet:?}");
-            self.trace(node, || {
-                format!("< send to {} v{} {text}", peer.0, volume.0)
-            });
-        }
-        self.mix(
-            bytes
-                .iter()
-                .fold(0, |h: u64, b| h.wrapping_mul(31) + u64::from(*b)),
-        );
-        self.enqueue(link.0, node, stream_index(stream), Some(bytes), payload);
-    }
-
-    fn enqueue(
-        &mut self,
-        link: u64,
-        node: usize,
-        stream: usize,
-        bytes: Option<Vec<u8>>,
-        payload: Option<Vec<u64>>,
-    ) {
-        let delay = self.rng.delay(self.config.net_delay);
-        let now = self.now;
-        let Some(l) = self.links.get_mut(&link) else {
-            return;
-        };
-        let side = usize::from(l.ends[0] != node);
-        let wire = &mut l.wires[side][stream];
-        let at = (now + delay).max(wire.last).max(wire.stalled_until);
-        wire.last = at;
-        wire.queue.push_back(Message { at, bytes, payload });
-        self.schedule_wire(link, side, stream);
-    }
-
-    fn schedule_wire(&mut self, link: u64, side: usize, stream: usize) {
-        let now = self.now;
-        let Some(l) = self.links.get_mut(&link) else {
-            return;
-        };
-        let passes = !self.blocked.contains(&(l.ends[side], l.ends[1 - side]));
-        let wire = &mut l.wires[side][stream];
-        if wire.scheduled || !passes || !l.up[1 - side] {
-            return;
-        }
-        if let Some(first) = wire.queue.front() {
-            wire.scheduled = true;
-            let delay = first.at.max(wire.stalled_until).saturating_sub(now);
-            self.at(delay, Ev::Deliver { link, side, stream });
-        }
-    }
-
-    fn deliver(&mut self, link: u64, side: usize, stream: usize) {
-        let now = self.now;
-        let Some(l) = self.links.get_mut(&link) else {
-            return;
-        };
-        let (from, to) = (l.ends[side], l.ends[1 - side]);
-        let wire = &mut l.wires[side][stream];
-        wire.scheduled = false;
-        if wire.stalled_until > now {
-            self.schedule_wire(link, side, stream);
-            return;
-        }
-        if self.blocked.contains(&(from, to)) {
-            return;
-        }
-        let Some(message) = wire.queue.pop_front() else {
-            return;
-        };
-        let receives = !l.closed[1 - side] && l.lives[1 - side] == self.nodes[to].life;
-        if receives {
-            match message.bytes {
-                Some(bytes) => {
-                    self.receive(link, from, to, stream, &bytes, message.payload);
-                }
-                None => self.link_down(link, to, LinkDownReason::Closed),
-            }
-        }
-        self.schedule_wire(link, side, stream);
-        self.forget_link(link);
-    }
-
-    fn receive(
-        &mut self,
-        link: u64,
-        from: usize,
-        to: usize,
-        stream: usize,
-        bytes: &[u8],
-        payload: Option<Vec<u64>>,
-    ) {
-        let Some(resource) = self.nodes[to].resource.as_ref() else {
-            return;
-        };
-        let peer = id(from);
-        if resource.link(peer) != Some(LinkId(link)) {
-            return;
-        }
-        let dialect = resource.dialect(peer);
-        let (wire_stream, stream) = if stream == 0 {
-            (wire::Stream::Data, Stream::Data)
-        } else {
-            (wire::Stream::Control, Stream::Control)
-        };
-        let decoded = wire::decode_header(bytes, wire_stream, &dialect)
-            .map_err(|e| e.to_string())
-            .and_then(|h| h.ok_or_else(|| "short header".to_string()))
-            .and_then(|h| {
-                let body = &bytes[h.kind.len()..];
-                wire::decode(&h, body, &dialect)
-                    .map(|p| (h, p))
-                    .map_err(|e| e.to_string())
-            });
-        let (header, packet) = match decoded {
-            Ok(found) => found,
-            Err(text) => {
-                self.fail(format!(
-                    "{} cannot decode a packet of {}: {text}",
-                    name(to),
-                    name(from)
-                ));
-                return;
-            }
-        };
-        let blocks = payload.as_ref().map_or(0, Vec::len) as u64 * BLOCK;
-        if u64::from(packet.payload_len()) != blocks {
-            self.fail(format!(
-                "{} sent {:?} with {blocks} bytes of payload",
-                name(from),
-                packet.command()
-            ));
-            return;
-        }
-        let payload = payload.map(|content| self.new_buffer(to, content));
-        self.input(
-            to,
-            Input::Packet {
-                peer,
-                link: LinkId(link),
-                stream,
-                volume: header.volume,
-                packet,
-                payload,
-            },
-        );
-    }
-
-    /// A node hears that a link is gone.
-    fn link_down(&mut self, link: u64, node: usize, reason: LinkDownReason) {
-        let Some(l) = self.links.get_mut(&link) else {
-            return;
-        };
-        let side = usize::from(l.ends[0] != node);
-        if l.closed[side] {
-            return;
-        }
-        l.closed[side] = true;
-        let peer = l.ends[1 - side];
-        self.nodes[node].links.remove(&link);
-        self.input(
-            node,
-            Input::LinkDown {
-                peer: id(peer),
-                link: LinkId(link),
-                reason,
-            },
-        );
-        self.close(link, node, false, false);
-    }
-
-    /// One side is done with a link. What it sent may still arrive, in part unless `flush`.
-    fn close(&mut self, link: u64, node: usize, flush: bool, silent: bool) {
-        let Some(l) = self.links.get_mut(&link) else {
-            return;
-        };
-        let side = usize::from(l.ends[0] != node);
-        l.closed[side] = true;
-        let ended = std::mem::replace(&mut l.ended[side], true);
-        if l.closed[1 - side] {
-            l.dead = true;
-        }
-        if ended {
-            self.forget_link(link);
-            return;
-        }
-        for stream in 0..2 {
-            l.wires[1 - side][stream].queue.clear();
-            if !flush {
-                let wire = &mut l.wires[side][stream];
-                let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
-                wire.queue.truncate(keep);
-            }
-        }
-        if !silent {
-            for stream in 0..2 {
-                self.enqueue(link, node, stream, None, None);
-            }
-        }
-        self.forget_link(link);
-    }
-
-    fn forget_link(&mut self, link: u64) {
-        if self.links.get(&link).is_some_and(|l| l.dead) {
-            self.links.remove(&link);
-        }
-    }
-
-    /// The network breaks every link between two nodes; each hears of it at its own time.
-    pub fn reset(&mut self, a: usize, b: usize) {
-        let links: Vec<u64> = self
-            .links
-            .iter()
-            .filter(|(_, l)| l.ends == [a.min(b), a.max(b)] && !l.dead)
-            .map(|(link, _)| *link)
-            .collect();
-        for link in links {
-            self.trace(a, || format!("== reset of link {link} with {}", name(b)));
-            for side in 0..2 {
-                let delay = self.rng.delay(self.config.net_delay * 4);
-                let Some(l) = self.links.get_mut(&link) else {
-                    continue;
-                };
-                for stream in 0..2 {
-                    let wire = &mut l.wires[side][stream];
-                    let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
-                    wire.queue.truncate(keep);
-                }
-                let node = l.ends[side];
-                let life = l.lives[side];
-                let peer = id(l.ends[1 - side]);
-                if l.up[side] {
-                    self.at(
-                        delay,
-                        Ev::Input {
-                            node,
-                            life,
-                            input: Input::LinkDown {
-                                peer,
-                                link: LinkId(link),
-                                reason: LinkDownReason::Broken,
-                            },
-                        },
-                    );
-                }
-            }
-        }
-    }
-
-    /// Nothing of a stream moves for a while.
-    pub fn stall(&mut self, from: usize, to: usize, stream: usize, time: u64) {
-        let until = self.now + time;
-        let ends = [from.min(to), from.max(to)];
-        for l in self.links.values_mut().filter(|l| l.ends == ends) {
-            let side = usize::from(l.ends[0] != from);
-            l.wires[side][stream].stalled_until = until;
-        }
-    }
-
-    /// Opens or closes a direction.
-    pub fn set_blocked(&mut self, from: usize, to: usize, blocked: bool) {
-        if blocked {
-            self.blocked.insert((from, to));
-            return;
-        }
-        if !self.blocked.remove(&(from, to)) {
-            return;
-        }
-        let ends = [from.min(to), from.max(to)];
-        let links: Vec<u64> = self
-            .links
-            .iter()
-            .filter(|(_, l)| l.ends == ends)
-            .map(|(link, _)| *link)
-            .collect();
-        for link in links {
-            for stream in 0..2 {
-                let side = usize::from(ends[0] != from);
-                self.schedule_wire(link, side, stream);
-            }
-        }
-        self.consider_connect(from, to);
     }
 
     // Front ends.
@@ -1511,7 +909,7 @@ impl Asked {
     }
 }
 
-fn span(payload: Payload) -> (usize, usize) {
+pub(crate) fn span(payload: Payload) -> (usize, usize) {
     let (offset, len) = (u64::from(payload.offset), u64::from(payload.len));
     assert!(
         offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK),

@@ -1,0 +1,380 @@
+//! The network of a world: links with two ordered streams per direction, and what breaks them.
+
+use lockstep_core::event::{Input, LinkDownReason, LinkId, Stream};
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire;
+
+use crate::disk::BLOCK;
+use crate::world::{Ev, Link, Message, World, id, name, stream_index};
+
+impl World {
+    /// Both ends want a link and the network lets them: it comes up a little later.
+    pub(crate) fn consider_connect(&mut self, a: usize, b: usize) {
+        let (a, b) = (a.min(b), a.max(b));
+        let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
+        let passes = !self.blocked.contains(&(a, b)) && !self.blocked.contains(&(b, a));
+        if wanted && passes && self.connect_pending.insert((a, b)) {
+            let delay = self.rng.delay(self.config.net_delay * 3);
+            self.at(delay, Ev::Connect { a, b });
+        }
+    }
+
+    pub(crate) fn connect(&mut self, a: usize, b: usize) {
+        self.connect_pending.remove(&(a, b));
+        let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
+        if !wanted || self.blocked.contains(&(a, b)) || self.blocked.contains(&(b, a)) {
+            return;
+        }
+        let link = self.next_link;
+        self.next_link += 1;
+        self.links.insert(
+            link,
+            Link {
+                ends: [a, b],
+                lives: [self.nodes[a].life, self.nodes[b].life],
+                up: [false; 2],
+                closed: [false; 2],
+                ended: [false; 2],
+                wires: Default::default(),
+                dead: false,
+            },
+        );
+        for side in 0..2 {
+            let (node, peer) = if side == 0 { (a, b) } else { (b, a) };
+            self.nodes[node].connecting.remove(&peer);
+            let delay = self.rng.delay(self.config.net_delay);
+            self.at(delay, Ev::LinkUp { link, side });
+        }
+    }
+
+    pub(crate) fn link_up(&mut self, link: u64, side: usize) {
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let node = l.ends[side];
+        let peer = l.ends[1 - side];
+        if l.closed[side] || l.lives[side] != self.nodes[node].life {
+            return;
+        }
+        l.up[side] = true;
+        let resolver = (link + side as u64).is_multiple_of(2);
+        self.nodes[node].links.insert(link, peer);
+        self.input(
+            node,
+            Input::LinkUp {
+                peer: id(peer),
+                link: LinkId(link),
+                resolve_conflicts: resolver,
+            },
+        );
+        for stream in 0..2 {
+            self.schedule_wire(link, 1 - side, stream);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn send(
+        &mut self,
+        node: usize,
+        peer: NodeId,
+        link: LinkId,
+        stream: Stream,
+        volume: VolumeNr,
+        packet: &wire::Packet,
+        payload: Option<Vec<u64>>,
+    ) {
+        let Some(resource) = self.nodes[node].resource.as_ref() else {
+            return;
+        };
+        if resource.link(peer) != Some(link) {
+            // A send on a link that is gone is dropped; its dialect is not known any more.
+            return;
+        }
+        let dialect = resource.dialect(peer);
+        let mut bytes = Vec::with_capacity(64);
+        wire::encode(packet, volume, &dialect, &mut bytes);
+        self.packets += 1;
+        if self.config.trace {
+            let text = format!("{packet:?}");
+            self.trace(node, || {
+                format!("< send to {} v{} {text}", peer.0, volume.0)
+            });
+        }
+        self.mix(
+            bytes
+                .iter()
+                .fold(0, |h: u64, b| h.wrapping_mul(31) + u64::from(*b)),
+        );
+        self.enqueue(link.0, node, stream_index(stream), Some(bytes), payload);
+    }
+
+    pub(crate) fn enqueue(
+        &mut self,
+        link: u64,
+        node: usize,
+        stream: usize,
+        bytes: Option<Vec<u8>>,
+        payload: Option<Vec<u64>>,
+    ) {
+        let delay = self.rng.delay(self.config.net_delay);
+        let now = self.now;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let side = usize::from(l.ends[0] != node);
+        let wire = &mut l.wires[side][stream];
+        let at = (now + delay).max(wire.last).max(wire.stalled_until);
+        wire.last = at;
+        wire.queue.push_back(Message { at, bytes, payload });
+        self.schedule_wire(link, side, stream);
+    }
+
+    pub(crate) fn schedule_wire(&mut self, link: u64, side: usize, stream: usize) {
+        let now = self.now;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let passes = !self.blocked.contains(&(l.ends[side], l.ends[1 - side]));
+        let wire = &mut l.wires[side][stream];
+        if wire.scheduled || !passes || !l.up[1 - side] {
+            return;
+        }
+        if let Some(first) = wire.queue.front() {
+            wire.scheduled = true;
+            let delay = first.at.max(wire.stalled_until).saturating_sub(now);
+            self.at(delay, Ev::Deliver { link, side, stream });
+        }
+    }
+
+    pub(crate) fn deliver(&mut self, link: u64, side: usize, stream: usize) {
+        let now = self.now;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let (from, to) = (l.ends[side], l.ends[1 - side]);
+        let wire = &mut l.wires[side][stream];
+        wire.scheduled = false;
+        if wire.stalled_until > now {
+            self.schedule_wire(link, side, stream);
+            return;
+        }
+        if self.blocked.contains(&(from, to)) {
+            return;
+        }
+        let Some(message) = wire.queue.pop_front() else {
+            return;
+        };
+        let receives = !l.closed[1 - side] && l.lives[1 - side] == self.nodes[to].life;
+        if receives {
+            match message.bytes {
+                Some(bytes) => {
+                    self.receive(link, from, to, stream, &bytes, message.payload);
+                }
+                None => self.link_down(link, to, LinkDownReason::Closed),
+            }
+        }
+        self.schedule_wire(link, side, stream);
+        self.forget_link(link);
+    }
+
+    pub(crate) fn receive(
+        &mut self,
+        link: u64,
+        from: usize,
+        to: usize,
+        stream: usize,
+        bytes: &[u8],
+        payload: Option<Vec<u64>>,
+    ) {
+        let Some(resource) = self.nodes[to].resource.as_ref() else {
+            return;
+        };
+        let peer = id(from);
+        if resource.link(peer) != Some(LinkId(link)) {
+            return;
+        }
+        let dialect = resource.dialect(peer);
+        let (wire_stream, stream) = if stream == 0 {
+            (wire::Stream::Data, Stream::Data)
+        } else {
+            (wire::Stream::Control, Stream::Control)
+        };
+        let decoded = wire::decode_header(bytes, wire_stream, &dialect)
+            .map_err(|e| e.to_string())
+            .and_then(|h| h.ok_or_else(|| "short header".to_string()))
+            .and_then(|h| {
+                let body = &bytes[h.kind.len()..];
+                wire::decode(&h, body, &dialect)
+                    .map(|p| (h, p))
+                    .map_err(|e| e.to_string())
+            });
+        let (header, packet) = match decoded {
+            Ok(found) => found,
+            Err(text) => {
+                self.fail(format!(
+                    "{} cannot decode a packet of {}: {text}",
+                    name(to),
+                    name(from)
+                ));
+                return;
+            }
+        };
+        let blocks = payload.as_ref().map_or(0, Vec::len) as u64 * BLOCK;
+        if u64::from(packet.payload_len()) != blocks {
+            self.fail(format!(
+                "{} sent {:?} with {blocks} bytes of payload",
+                name(from),
+                packet.command()
+            ));
+            return;
+        }
+        let payload = payload.map(|content| self.new_buffer(to, content));
+        self.input(
+            to,
+            Input::Packet {
+                peer,
+                link: LinkId(link),
+                stream,
+                volume: header.volume,
+                packet,
+                payload,
+            },
+        );
+    }
+
+    /// A node hears that a link is gone.
+    pub(crate) fn link_down(&mut self, link: u64, node: usize, reason: LinkDownReason) {
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let side = usize::from(l.ends[0] != node);
+        if l.closed[side] {
+            return;
+        }
+        l.closed[side] = true;
+        let peer = l.ends[1 - side];
+        self.nodes[node].links.remove(&link);
+        self.input(
+            node,
+            Input::LinkDown {
+                peer: id(peer),
+                link: LinkId(link),
+                reason,
+            },
+        );
+        self.close(link, node, false, false);
+    }
+
+    /// One side is done with a link. What it sent may still arrive, in part unless `flush`.
+    pub(crate) fn close(&mut self, link: u64, node: usize, flush: bool, silent: bool) {
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
+        let side = usize::from(l.ends[0] != node);
+        l.closed[side] = true;
+        let ended = std::mem::replace(&mut l.ended[side], true);
+        if l.closed[1 - side] {
+            l.dead = true;
+        }
+        if ended {
+            self.forget_link(link);
+            return;
+        }
+        for stream in 0..2 {
+            l.wires[1 - side][stream].queue.clear();
+            if !flush {
+                let wire = &mut l.wires[side][stream];
+                let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
+                wire.queue.truncate(keep);
+            }
+        }
+        if !silent {
+            for stream in 0..2 {
+                self.enqueue(link, node, stream, None, None);
+            }
+        }
+        self.forget_link(link);
+    }
+
+    pub(crate) fn forget_link(&mut self, link: u64) {
+        if self.links.get(&link).is_some_and(|l| l.dead) {
+            self.links.remove(&link);
+        }
+    }
+
+    /// The network breaks every link between two nodes; each hears of it at its own time.
+    pub fn reset(&mut self, a: usize, b: usize) {
+        let links: Vec<u64> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.ends == [a.min(b), a.max(b)] && !l.dead)
+            .map(|(link, _)| *link)
+            .collect();
+        for link in links {
+            self.trace(a, || format!("== reset of link {link} with {}", name(b)));
+            for side in 0..2 {
+                let delay = self.rng.delay(self.config.net_delay * 4);
+                let Some(l) = self.links.get_mut(&link) else {
+                    continue;
+                };
+                for stream in 0..2 {
+                    let wire = &mut l.wires[side][stream];
+                    let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
+                    wire.queue.truncate(keep);
+                }
+                let node = l.ends[side];
+                let life = l.lives[side];
+                let peer = id(l.ends[1 - side]);
+                if l.up[side] {
+                    self.at(
+                        delay,
+                        Ev::Input {
+                            node,
+                            life,
+                            input: Input::LinkDown {
+                                peer,
+                                link: LinkId(link),
+                                reason: LinkDownReason::Broken,
+                            },
+                        },
+                    );
+                }
+            }
+        }
+    }
+
+    /// Nothing of a stream moves for a while.
+    pub fn stall(&mut self, from: usize, to: usize, stream: usize, time: u64) {
+        let until = self.now + time;
+        let ends = [from.min(to), from.max(to)];
+        for l in self.links.values_mut().filter(|l| l.ends == ends) {
+            let side = usize::from(l.ends[0] != from);
+            l.wires[side][stream].stalled_until = until;
+        }
+    }
+
+    /// Opens or closes a direction.
+    pub fn set_blocked(&mut self, from: usize, to: usize, blocked: bool) {
+        if blocked {
+            self.blocked.insert((from, to));
+            return;
+        }
+        if !self.blocked.remove(&(from, to)) {
+            return;
+        }
+        let ends = [from.min(to), from.max(to)];
+        let links: Vec<u64> = self
+            .links
+            .iter()
+            .filter(|(_, l)| l.ends == ends)
+            .map(|(link, _)| *link)
+            .collect();
+        for link in links {
+            for stream in 0..2 {
+                let side = usize::from(ends[0] != from);
+                self.schedule_wire(link, side, stream);
+            }
+        }
+        self.consider_connect(from, to);
+    }
+}
