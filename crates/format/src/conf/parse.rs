@@ -7,7 +7,7 @@ mod body;
 mod connection;
 mod tokens;
 
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -130,7 +130,7 @@ pub fn parse(
         parsed: Parsed::default(),
         files,
         options,
-        read: options.excluded.clone(),
+        read: options.excluded.iter().cloned().collect(),
         unique: BTreeMap::new(),
     };
     for (file, text) in sources {
@@ -164,7 +164,7 @@ struct State<'a> {
     parsed: Parsed,
     files: &'a mut dyn Files,
     options: &'a ParseOptions,
-    read: Vec<String>,
+    read: BTreeSet<String>,
     unique: BTreeMap<(&'static str, String), Pos>,
 }
 
@@ -188,7 +188,7 @@ impl State<'_> {
     }
 
     fn add_file(&mut self, file: SourceFile) -> u32 {
-        self.read.push(file.path.clone());
+        self.read.insert(file.path.clone());
         self.parsed.config.files.push(file);
         self.parsed.config.files.len() as u32 - 1
     }

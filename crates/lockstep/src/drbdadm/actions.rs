@@ -1,5 +1,6 @@
 //! What the commands do.
 
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use lockstep_format::conf::model::{Config, Resource, Volume};
@@ -48,7 +49,7 @@ impl App<'_> {
             return EXIT_USAGE;
         }
         if self.command.action != Action::Handler {
-            for resource in &mut self.config.resources {
+            for resource in &mut Rc::make_mut(&mut self.config).resources {
                 add_names(resource);
             }
         }
@@ -147,7 +148,7 @@ impl App<'_> {
     }
 
     fn on_target(&mut self, target: &Target) -> u8 {
-        let config = self.config.clone();
+        let config = Rc::clone(&self.config);
         let resource = target.resource(&config);
         let has_disk = target
             .volumes(&config)
@@ -643,7 +644,7 @@ impl App<'_> {
     /// `wait-con-int`: one wait per resource, all at once. There is no dialogue: whoever wants to
     /// stop waiting interrupts the command.
     fn wait_all(&mut self) -> u8 {
-        let config = self.config.clone();
+        let config = Rc::clone(&self.config);
         let mut children = Vec::new();
         for target in super::targets::all(&config, self.args.stacked) {
             let resource = target.resource(&config);
@@ -698,7 +699,7 @@ impl App<'_> {
 
     /// `up`, `adjust`, `sh-list-adjustable`.
     fn run_deferred(&mut self, targets: &[Target]) -> u8 {
-        let config = self.config.clone();
+        let config = Rc::clone(&self.config);
         let mut schedule = Schedule::default();
         if self.command.action == Action::Up {
             for target in targets {

@@ -20,6 +20,7 @@ mod targets;
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::rc::Rc;
 
 use lockstep_format::conf::model::{Config, SourceFile};
 use lockstep_format::conf::options;
@@ -94,7 +95,7 @@ fn run_with(system: &System, words: &[String], out: &mut dyn Write, err: &mut dy
     }
     let node_name = system.node_name(args.directory.as_deref(), err);
     let config = match load(system, &args, command, &node_name, err) {
-        Ok(config) => config,
+        Ok(config) => Rc::new(config),
         Err(code) => return code,
     };
     let executor = system.executor(&args, &config.global);
@@ -118,7 +119,7 @@ struct App<'a> {
     system: &'a System,
     args: &'a Args,
     command: &'static Command,
-    config: Config,
+    config: Rc<Config>,
     node_name: String,
     executor: Executor,
     out: &'a mut dyn Write,

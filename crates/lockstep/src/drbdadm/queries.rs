@@ -1,6 +1,7 @@
 //! Commands that only print: dumps, values for scripts; and handlers, which only run a shell.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use lockstep_format::conf::model::{Config, Disk, Resource, Volume};
 use lockstep_format::conf::resolve::add_names;
@@ -34,7 +35,7 @@ impl App<'_> {
             };
             return self.print(&text);
         }
-        for resource in &mut self.config.resources {
+        for resource in &mut Rc::make_mut(&mut self.config).resources {
             add_names(resource);
         }
         let objects = self.objects();
