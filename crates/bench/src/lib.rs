@@ -3,6 +3,8 @@
 //! Figures of different runs or machines say nothing; the ratios of one run do
 //! (docs/performance.md).
 
+pub mod engine;
 pub mod floor;
 pub mod raw;
+pub mod run;
 pub mod stats;

@@ -1,5 +1,6 @@
 //! The one binary: its name, or else the first argument, selects the role.
 
+mod bench;
 mod drbdadm;
 mod drbdmeta;
 mod drbdsetup;
@@ -10,6 +11,7 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 Usage: lockstep COMMAND [ARGS]
 
+  bench      measures Lockstep against the bare minimum on this machine
   drbdadm    brings resources to the state of the configuration (also by that name)
   drbdmeta   creates, shows and repairs metadata (also by that name)
   drbdsetup  changes and shows the state of this node's resources (also by that name)
@@ -34,6 +36,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
     match command {
         "drbdadm" => drbdadm::run(&words[1..]),
         "drbdmeta" => drbdmeta::run(args),
+        "bench" => bench::run(args),
         "drbdsetup" => drbdsetup::run(args),
         "inspect" => inspect::run(args),
         "--help" | "-h" | "help" => {

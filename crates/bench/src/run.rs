@@ -1,0 +1,155 @@
+//! `lockstep bench`: every row measured in turns with what it is compared with, so that noise of
+//! the machine hits both alike; the median of the rounds is shown.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::engine::{Disks, Pair};
+use crate::floor::{self, Store};
+use crate::raw::{self, Direction};
+use crate::stats::{Figure, Row};
+
+/// What to measure and how long.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Rounds per row.
+    pub rounds: usize,
+    /// Time of one measurement.
+    pub time: Duration,
+    /// Bytes of each volume in files.
+    pub file_bytes: u64,
+    /// Bytes of each volume in memory.
+    pub ram_bytes: u64,
+    /// Where the files go.
+    pub directory: PathBuf,
+}
+
+/// Runs everything; `progress` gets a line per row.
+pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    progress("engine, RAM disks");
+    let pair = Pair::new(&Disks::Ram, plan.ram_bytes)?;
+    for qd in [1, 32] {
+        rows.push(write_row(plan, &pair, "engine write, RAM disks", qd, None)?);
+    }
+    drop(pair);
+    progress("engine, file disks (making the files)");
+    let directory = Scratch::new(&plan.directory)?;
+    let pair = Pair::new(&Disks::Files(directory.path.clone()), plan.file_bytes)?;
+    for qd in [1, 32] {
+        progress(&format!("engine, file disks, depth {qd}"));
+        rows.push(write_row(
+            plan,
+            &pair,
+            "engine write, file disks",
+            qd,
+            Some(&directory.path),
+        )?);
+        rows.push(read_row(plan, &pair, qd, &directory.path)?);
+    }
+    Ok(rows)
+}
+
+fn write_row(
+    plan: &Plan,
+    pair: &Pair,
+    name: &str,
+    qd: usize,
+    files: Option<&Path>,
+) -> io::Result<Row> {
+    let mut floors = Vec::new();
+    let mut ours = Vec::new();
+    let bytes = if files.is_some() {
+        plan.file_bytes
+    } else {
+        plan.ram_bytes
+    };
+    let (mut local, mut remote) = match files {
+        Some(directory) => (
+            Store::File(raw::prepare(&directory.join("floor-a"), bytes)?),
+            Store::File(raw::prepare(&directory.join("floor-b"), bytes)?),
+        ),
+        None => (Store::ram(bytes as usize), Store::ram(bytes as usize)),
+    };
+    for _ in 0..plan.rounds {
+        floors.push(floor::measure(
+            &mut local,
+            &mut remote,
+            bytes,
+            qd,
+            plan.time,
+        )?);
+        ours.push(pair.measure(Direction::Write, qd, plan.time)?);
+    }
+    let floor = Figure::median(floors);
+    Ok(row(
+        name,
+        qd,
+        floor.iops,
+        0.0,
+        "floor",
+        Figure::median(ours),
+    ))
+}
+
+fn read_row(plan: &Plan, pair: &Pair, qd: usize, directory: &Path) -> io::Result<Row> {
+    let file = raw::prepare(&directory.join("floor-a"), plan.file_bytes)?;
+    let mut disks = Vec::new();
+    let mut ours = Vec::new();
+    for _ in 0..plan.rounds {
+        disks.push(raw::measure(
+            &file,
+            plan.file_bytes,
+            Direction::Read,
+            qd,
+            plan.time,
+        )?);
+        ours.push(pair.measure(Direction::Read, qd, plan.time)?);
+    }
+    let disk = Figure::median(disks);
+    Ok(row(
+        "local read, file disks",
+        qd,
+        0.0,
+        disk.iops,
+        "raw disk",
+        Figure::median(ours),
+    ))
+}
+
+fn row(path: &str, qd: usize, floor: f64, raw: f64, against: &str, ours: Figure) -> Row {
+    let base = if floor > 0.0 { floor } else { raw };
+    Row {
+        path: path.to_string(),
+        qd,
+        floor_iops: floor,
+        raw_iops: raw,
+        iops: ours.iops,
+        ratio: if base > 0.0 { ours.iops / base } else { 0.0 },
+        against: against.to_string(),
+        p50_us: ours.p50_us,
+        p99_us: ours.p99_us,
+        cpu_us_per_io: ours.cpu_us_per_io,
+    }
+}
+
+/// A directory that goes with the measurement.
+struct Scratch {
+    path: PathBuf,
+}
+
+impl Scratch {
+    fn new(parent: &Path) -> io::Result<Scratch> {
+        let path = parent.join(format!("lockstep-bench-{}", std::process::id()));
+        std::fs::create_dir_all(&path)?;
+        Ok(Scratch { path })
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed is left in a directory that names its maker.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
