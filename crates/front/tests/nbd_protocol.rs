@@ -342,6 +342,11 @@ fn wrong_requests_fail_alone_and_the_connection_lives() {
         }
         ram.fail_requests(None);
         assert_eq!(client.ask(FLUSH, 0, 0, 0, &[]), 0);
+
+        // Without data for now: the volume itself says what becomes of a request.
+        ram.change(|properties| properties.size_bytes = 0);
+        ram.fail_requests(Some(RequestError::Io));
+        assert_eq!(client.ask(WRITE, 0, 0, 512, &block), 5);
     }
 }
 
@@ -584,6 +589,8 @@ fn a_server_stops_although_its_volume_answers_nothing() {
     let mut client = Client::connect(&server, Style::Structured, "r0/0");
     ram.hold(Hold::Stopped);
     client.send(READ, 0, 0, 4096, &[]);
+    // This needs no volume, and its answer shows that the read has been taken, too.
+    assert_eq!(client.ask(CACHE, 0, 0, 4096, &[]), 0);
     server.server.stop();
     assert_eq!(client.stream.read(&mut [0; 64]).unwrap(), 0);
     ram.hold(Hold::Running);

@@ -182,6 +182,8 @@ impl PortSink for Sink {
     fn event(&mut self, event: PortEvent) {
         match event {
             PortEvent::Done(done) => self.shared.part_done(done.id, done.result, done.buf),
+            // A volume that has lost its data for now keeps its size for those who use it.
+            PortEvent::Changed(properties) if properties.size_bytes == 0 => {}
             PortEvent::Changed(properties) => {
                 let before = self
                     .shape

@@ -286,7 +286,10 @@ impl Session {
 
     /// The volume's properties changed.
     pub(crate) fn changed(&mut self, properties: VolumeProperties) {
-        self.properties = properties;
+        // A volume that has lost its data for now keeps its shape for those who use it.
+        if properties.size_bytes > 0 {
+            self.properties = properties;
+        }
     }
 
     /// No new request is served: the volume has gone or the server ends.
