@@ -1,0 +1,345 @@
+//! The control commands: the words that drbdadm sends, those an operator types, and what they print.
+//! A command that fails changes nothing.
+
+use crate::core::config::{LinkConfig, LinkOptions, parse_addr};
+use crate::core::plugin::{AVAILABLE, CHAIN_MAX, Plugin};
+use crate::core::stats::{LinkSnapshot, Snapshot};
+use crate::net::Reactor;
+
+const HELP: &str = "\
+add connection NAME INSIDE PEER_OUTSIDE MY_OUTSIDE LOCAL_DRBD [--OPTION=VALUE ...]
+del connection NAME
+set memlimit NAME VALUE            raise or lower, while it runs
+set OPTION NAME VALUE              bwlimit, schedule, carriers, max-lag, session-hold, wan-timeout,
+                                   ping-timeout, sndbuf-size, rcvbuf-size, dial
+set plugin NAME INDEX PLUGIN [KEY VALUE ...]
+set plugin NAME INDEX END
+show                               the connections as commands
+show proxy-settings NAME
+show memusage
+show connections | hconnections
+show subconnections | hsubconnections
+show avail-plugins
+print statistics
+print metrics                      Prometheus text
+shutdown
+";
+
+/// Runs one command.
+pub(crate) fn execute(reactor: &mut Reactor, command: &str, json: bool) -> Result<String, String> {
+    let words: Vec<&str> = command.split_whitespace().collect();
+    match words.as_slice() {
+        [
+            "add",
+            "connection",
+            name,
+            inside,
+            peer,
+            mine,
+            drbd,
+            options @ ..,
+        ] => add(reactor, name, [inside, peer, mine, drbd], options),
+        ["add", "connection", ..] => {
+            Err("add connection needs NAME INSIDE PEER_OUTSIDE MY_OUTSIDE LOCAL_DRBD".into())
+        }
+        ["del" | "delete", "connection", name] => reactor.remove_link(name).map(|()| String::new()),
+        ["set", "plugin", name, index, plugin @ ..] => {
+            set_plugin(reactor, name, index, plugin).map(|warnings| warnings.join(""))
+        }
+        ["set", "loglevel", _level] => {
+            Ok("the log level is set by the daemon's --log option\n".into())
+        }
+        ["set", option, name, value] => {
+            let mut options = options_of(reactor, name)?;
+            let remark = options
+                .set(option, value)
+                .map_err(|error| error.to_string())?;
+            apply(reactor, name, options)?;
+            Ok(remark
+                .map(|text| format!("note: {text}\n"))
+                .unwrap_or_default())
+        }
+        ["show" | "list"] => Ok(show(reactor)),
+        ["show" | "list", "proxy-settings", name] => {
+            let config = reactor
+                .engine
+                .find(name)
+                .and_then(|id| reactor.engine.config(id))
+                .ok_or_else(|| format!("no connection '{name}'; see 'show'"))?;
+            Ok(settings(config))
+        }
+        ["show" | "list" | "print", what] => {
+            let snapshot = reactor.engine.snapshot(reactor.now());
+            report(what, &snapshot, json)
+        }
+        ["shutdown"] => {
+            reactor.stop();
+            Ok("the proxy stops\n".into())
+        }
+        ["help"] => Ok(HELP.into()),
+        ["quit"] | [] => Ok(String::new()),
+        _ => Err(format!("unknown command '{command}'; 'help' lists all")),
+    }
+}
+
+fn add(
+    reactor: &mut Reactor,
+    name: &str,
+    addrs: [&str; 4],
+    words: &[&str],
+) -> Result<String, String> {
+    let text = |error: crate::core::config::ConfigError| error.to_string();
+    let mut options = LinkOptions::default();
+    let mut remarks = String::new();
+    for word in words {
+        let Some((option, value)) = word
+            .strip_prefix("--")
+            .and_then(|option| option.split_once('='))
+        else {
+            return Err(format!("'{word}' is not --OPTION=VALUE"));
+        };
+        match options.set(option, value) {
+            Ok(None) => {}
+            Ok(Some(remark)) => remarks.push_str(&format!("note: {remark}\n")),
+            // A later drbdadm may know more options than this proxy.
+            Err(crate::core::config::ConfigError::Option(option)) => {
+                remarks.push_str(&format!(
+                    "note: option {option} is unknown here and ignored\n"
+                ));
+            }
+            Err(error) => return Err(text(error)),
+        }
+    }
+    let config = LinkConfig {
+        name: name.into(),
+        inside: parse_addr("inside address", addrs[0]).map_err(text)?,
+        peer_outside: parse_addr("peer's outside address", addrs[1]).map_err(text)?,
+        my_outside: parse_addr("own outside address", addrs[2]).map_err(text)?,
+        local_drbd: parse_addr("local DRBD address", addrs[3]).map_err(text)?,
+        options,
+    };
+    reactor.add_link(config)?;
+    Ok(remarks)
+}
+
+fn set_plugin(
+    reactor: &mut Reactor,
+    name: &str,
+    index: &str,
+    words: &[&str],
+) -> Result<Vec<String>, String> {
+    let mut options = options_of(reactor, name)?;
+    let index: usize = index
+        .parse()
+        .map_err(|_| format!("plugin index '{index}' is not a number"))?;
+    if index > options.plugins.len() {
+        return Err(format!(
+            "plugin index {index} leaves a gap: {} plugins are set",
+            options.plugins.len()
+        ));
+    }
+    let mut remarks = Vec::new();
+    if words.len() == 1 && words[0].eq_ignore_ascii_case("end") {
+        options.plugins.truncate(index);
+    } else {
+        let plugin = Plugin::parse(words).map_err(|error| error.to_string())?;
+        remarks.extend(
+            plugin
+                .warnings
+                .iter()
+                .map(|warning| format!("note: {warning}\n")),
+        );
+        if index < options.plugins.len() {
+            options.plugins[index] = plugin;
+        } else if index < CHAIN_MAX {
+            options.plugins.push(plugin);
+        } else {
+            return Err(format!("at most {CHAIN_MAX} plugins can be set"));
+        }
+    }
+    if options.plugins.len() > 1 {
+        let last = options
+            .plugins
+            .last()
+            .map(|plugin| plugin.text.clone())
+            .unwrap_or_default();
+        remarks.push(format!(
+            "note: of several plugins only the last one is used: {last}\n"
+        ));
+    }
+    apply(reactor, name, options)?;
+    Ok(remarks)
+}
+
+fn options_of(reactor: &Reactor, name: &str) -> Result<LinkOptions, String> {
+    reactor
+        .engine
+        .find(name)
+        .and_then(|id| reactor.engine.config(id))
+        .map(|config| config.options.clone())
+        .ok_or_else(|| format!("no connection '{name}'; see 'show'"))
+}
+
+fn apply(reactor: &mut Reactor, name: &str, options: LinkOptions) -> Result<(), String> {
+    let now = reactor.now();
+    reactor
+        .engine
+        .set_options(now, name, options)
+        .map_err(|error| error.to_string())
+}
+
+/// One line per connection that would create it again.
+fn show(reactor: &Reactor) -> String {
+    let mut out = String::new();
+    for config in reactor.engine.configs() {
+        // The last colon splits, so IPv6 needs no brackets, as drbdadm prints it.
+        let plain = |addr: std::net::SocketAddr| format!("{}:{}", addr.ip(), addr.port());
+        out.push_str(&format!(
+            "add connection {} {} {} {} {} --memlimit={}\n",
+            config.name,
+            plain(config.inside),
+            plain(config.peer_outside),
+            plain(config.my_outside),
+            plain(config.local_drbd),
+            config.options.memlimit_bytes
+        ));
+        for (index, plugin) in config.options.plugins.iter().enumerate() {
+            out.push_str(&format!(
+                "set plugin {} {index} {}\n",
+                config.name, plugin.text
+            ));
+        }
+    }
+    out
+}
+
+/// In the grammar of drbd.conf; drbdadm compares it with its own.
+fn settings(config: &LinkConfig) -> String {
+    let mut out = format!("proxy {{\n\tmemlimit {};\n", config.options.memlimit_bytes);
+    if !config.options.plugins.is_empty() {
+        out.push_str("\tplugin {\n");
+        for plugin in &config.options.plugins {
+            out.push_str(&format!("\t\t{};\n", plugin.text));
+        }
+        out.push_str("\t}\n");
+    }
+    out.push_str("}\n");
+    out
+}
+
+fn report(what: &str, snapshot: &Snapshot, json: bool) -> Result<String, String> {
+    let known = matches!(
+        what,
+        "memusage"
+            | "connections"
+            | "hconnections"
+            | "subconnections"
+            | "hsubconnections"
+            | "statistics"
+            | "details"
+    );
+    if json && known {
+        return serde_json::to_string_pretty(snapshot)
+            .map(|text| text + "\n")
+            .map_err(|error| error.to_string());
+    }
+    let human = what.starts_with('h');
+    let bytes = |count: u64| {
+        if human {
+            human_bytes(count)
+        } else {
+            count.to_string()
+        }
+    };
+    let mut out = String::new();
+    match what {
+        "avail-plugins" => out.push_str(AVAILABLE),
+        "metrics" => out = crate::metrics::prometheus(snapshot),
+        "statistics" | "details" => out = crate::metrics::key_values(snapshot),
+        "memusage" => {
+            for link in &snapshot.connections {
+                out.push_str(&format!(
+                    "{}\t{} of {}\n",
+                    link.name,
+                    human_bytes(link.buffered_memory_bytes),
+                    human_bytes(link.memlimit_bytes)
+                ));
+            }
+            out.push_str(&format!(
+                "all\t{} of {}\n",
+                human_bytes(snapshot.memory_used_bytes),
+                human_bytes(snapshot.memory_max_bytes)
+            ));
+        }
+        "connections" | "hconnections" => {
+            out.push_str(
+                "name\tstate\tcodec\tbuffered\tmemory\tspilled\tlag_ms\tdrain_ms\tratio\t\
+                 blocked\terror\n",
+            );
+            for link in &snapshot.connections {
+                out.push_str(&connection_line(link, &bytes));
+            }
+        }
+        "subconnections" | "hsubconnections" => {
+            out.push_str("name\tclass\tphase\tid\tsent\tdelivered\treceived\twindow\n");
+            for link in &snapshot.connections {
+                for stream in &link.streams {
+                    out.push_str(&format!(
+                        "{}\t{}\t{}\t{}\t{}\t{}\t{}\t{}\n",
+                        link.name,
+                        stream.class,
+                        stream.phase,
+                        stream.id,
+                        bytes(stream.sent_bytes),
+                        bytes(stream.delivered_bytes),
+                        bytes(stream.received_bytes),
+                        bytes(stream.window_bytes)
+                    ));
+                }
+            }
+        }
+        other => return Err(format!("cannot show '{other}'; 'help' lists all")),
+    }
+    Ok(out)
+}
+
+fn connection_line(link: &LinkSnapshot, bytes: &dyn Fn(u64) -> String) -> String {
+    format!(
+        "{}\t{}\t{}\t{}\t{}\t{}\t{}\t{}\t{:.2}\t{}\t{}\n",
+        link.name,
+        link.state,
+        link.codec,
+        bytes(link.buffered_raw_bytes),
+        bytes(link.buffered_memory_bytes),
+        bytes(link.spilled_bytes),
+        link.oldest_byte_age_ms,
+        link.drain_ms.map_or("?".into(), |ms| ms.to_string()),
+        link.ratio,
+        if link.blocked_by.is_empty() {
+            "-"
+        } else {
+            &link.blocked_by
+        },
+        if link.last_error.is_empty() {
+            "-"
+        } else {
+            &link.last_error
+        }
+    )
+}
+
+/// A count of bytes for people.
+pub(crate) fn human_bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 {
+        format!("{count} B")
+    } else {
+        format!("{value:.1} {}", UNITS[unit])
+    }
+}

@@ -1,0 +1,617 @@
+//! What happens to bytes that wait for the peer: coding by the pool, choice of carrier, spilling to
+//! disk and reading back, and the codec decision.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::adaptive::{Adaptive, Conditions};
+use super::engine::{Engine, Job, SPILL_HEAD, is_live};
+use super::flow::fin_held;
+use super::frame::{Bytes, CHUNK_MAX, FLAG_FIN, Frame, Header, Kind};
+use super::link::{CARRIER_QUEUE, StreamPhase};
+use super::plugin::{CODEC_NONE, Choice, CodecSpec};
+use super::stream::{Body, Class, Coded, Stub};
+use super::time::Instant;
+use super::{CarrierId, JobId, Level, LinkId, Output, SpillRef};
+use crate::codec::{CODEC_MIN, Encoded, encode};
+
+/// Chunks beyond the first unsent one that may overtake it or be prepared.
+const LOOKAHEAD: usize = 32;
+/// Spill writes under way at once.
+const SPILLS_MAX: usize = 8;
+
+impl Engine {
+    /// Moves a link's bytes on: code, send, spill.
+    pub(crate) fn pump(&mut self, now: Instant, id: LinkId) {
+        let Some(link) = self.links.get(&id) else {
+            return;
+        };
+        let live = is_live(link);
+        let (mut control, mut bulk) = (Vec::new(), Vec::new());
+        for (stream_id, stream) in &link.streams {
+            if stream.phase == StreamPhase::Open {
+                let list = if stream.class == Class::Control {
+                    &mut control
+                } else {
+                    &mut bulk
+                };
+                list.push(*stream_id);
+            }
+        }
+        if live {
+            for stream_id in control {
+                self.pump_control(now, id, stream_id);
+            }
+        }
+        for stream_id in &bulk {
+            if live {
+                self.pump_bulk(id, *stream_id);
+            }
+            self.code_ahead(id, *stream_id);
+            self.spill_some(id, *stream_id);
+        }
+    }
+
+    fn pump_control(&mut self, now: Instant, id: LinkId, stream_id: u32) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        let Some(carrier) = link.control else { return };
+        let Some(stream) = link.streams.get_mut(&stream_id) else {
+            return;
+        };
+        let unsent = stream.tx.unsent(usize::MAX);
+        let hold = fin_held(now, link, stream_id);
+        for seq in unsent {
+            let Some(stream) = self
+                .links
+                .get_mut(&id)
+                .and_then(|l| l.streams.get_mut(&stream_id))
+            else {
+                return;
+            };
+            if let Some(raw) = stream.tx.take_raw(seq) {
+                let crc = crc32c::crc32c(&raw);
+                let coded = Coded {
+                    codec: CODEC_NONE,
+                    crc,
+                    payload: raw,
+                };
+                stream.tx.set_body(seq, Body::Ready(coded));
+            }
+            let is_fin = stream
+                .tx
+                .chunk(seq)
+                .is_some_and(|c| matches!(c.body, Body::Fin));
+            if is_fin && hold || !self.send_chunk(id, stream_id, seq, carrier) {
+                return;
+            }
+        }
+    }
+
+    fn pump_bulk(&mut self, id: LinkId, stream_id: u32) {
+        loop {
+            let Some(link) = self.links.get_mut(&id) else {
+                return;
+            };
+            let Some(stream) = link.streams.get_mut(&stream_id) else {
+                return;
+            };
+            let unsent = stream.tx.unsent(LOOKAHEAD);
+            let Some(first) = unsent.first().copied() else {
+                return;
+            };
+            let free = link
+                .bulk
+                .iter()
+                .filter_map(|carrier| Some((self.carriers.get(carrier)?.queued_bytes, *carrier)))
+                .filter(|(queued, _)| *queued < CARRIER_QUEUE)
+                .min();
+            let Some((_, carrier)) = free else {
+                if link.streams.get(&stream_id).is_some_and(|stream| {
+                    stream
+                        .tx
+                        .chunk(first)
+                        .is_some_and(|c| matches!(c.body, Body::Ready(_)))
+                }) {
+                    link.wire_bound = true;
+                }
+                return;
+            };
+            let mut sent = false;
+            for seq in unsent {
+                if self.prepare(id, stream_id, seq, seq == first)
+                    && self.send_chunk(id, stream_id, seq, carrier)
+                {
+                    sent = true;
+                    break;
+                }
+            }
+            if !sent {
+                if let Some(link) = self.links.get_mut(&id) {
+                    let coding = link.streams.get(&stream_id).is_some_and(|stream| {
+                        stream.tx.chunk(first).is_some_and(|chunk| {
+                            matches!(chunk.body, Body::Encoding | Body::Raw(_))
+                        })
+                    });
+                    link.codec_bound |= coding && link.unsent_bytes() > 2 * CHUNK_MAX as u64;
+                }
+                return;
+            }
+        }
+    }
+
+    /// Makes a chunk ready for sending if that needs no waiting; else starts what is needed.
+    fn prepare(&mut self, id: LinkId, stream_id: u32, seq: u64, first: bool) -> bool {
+        let Some(link) = self.links.get_mut(&id) else {
+            return false;
+        };
+        let limit = link.chunk_limit();
+        let Some(stream) = link.streams.get_mut(&stream_id) else {
+            return false;
+        };
+        let window_end = stream.tx.window_end;
+        let growing = stream
+            .tx
+            .next_raw(limit)
+            .is_some_and(|(raw, grows)| raw == seq && grows);
+        let Some(chunk) = stream.tx.chunk(seq) else {
+            return false;
+        };
+        if chunk.offset + u64::from(chunk.raw_len) > window_end {
+            return false;
+        }
+        match &chunk.body {
+            Body::Ready(_) | Body::SpillOut(..) | Body::Fin => true,
+            Body::Encoding | Body::SpillIn(..) => false,
+            Body::Spilled(spill, stub) => {
+                let (spill, stub) = (*spill, *stub);
+                let job = Job::SpillRead {
+                    link: id,
+                    stream: stream_id,
+                    seq,
+                };
+                let job = self.new_job(job);
+                if let Some(stream) = self.stream_mut(id, stream_id) {
+                    stream.tx.set_body(seq, Body::SpillIn(spill, stub));
+                }
+                self.out.push_back(Output::SpillRead { job, from: spill });
+                false
+            }
+            Body::Raw(_) => {
+                // The last chunk may still grow while others are ahead of it.
+                if growing && !first {
+                    return false;
+                }
+                self.encode_chunk(id, stream_id, seq)
+            }
+        }
+    }
+
+    /// Codes a raw chunk: at once where that costs nothing, else by a worker. True: it is ready.
+    fn encode_chunk(&mut self, id: LinkId, stream_id: u32, seq: u64) -> bool {
+        let (jobs_max, running) = (self.options.jobs_max, self.running);
+        let Some(link) = self.links.get_mut(&id) else {
+            return false;
+        };
+        let (mut spec, rung) = link.codec();
+        if link.peer_codecs >> spec.code() & 1 == 0 {
+            spec = CodecSpec::None;
+        }
+        let mut contexts = usize::MAX;
+        if let CodecSpec::Lzma(lzma) = &spec {
+            if lzma.contexts > 0 {
+                contexts = lzma.contexts as usize;
+            }
+            if lzma.fallback_to_zlib && link.unsent_bytes() > 8 * CHUNK_MAX as u64 {
+                spec = CodecSpec::Zlib { level: 6 };
+            }
+        }
+        let busy = running >= jobs_max || link.running_jobs >= contexts;
+        let Some(stream) = link.streams.get_mut(&stream_id) else {
+            return false;
+        };
+        let Some(chunk) = stream.tx.chunk(seq) else {
+            return false;
+        };
+        let inline = spec == CodecSpec::None || (chunk.raw_len as usize) < CODEC_MIN;
+        if inline {
+            let Some(raw) = stream.tx.take_raw(seq) else {
+                return false;
+            };
+            let coded = encode(&CodecSpec::None, &raw);
+            let raw_len = raw.len();
+            self.store_coded(id, stream_id, seq, raw_len, coded);
+            if let Some(Choice::Auto { max_level, .. }) =
+                self.links.get(&id).map(|link| link.config.options.choice())
+                && raw_len >= CODEC_MIN
+            {
+                self.probe(id, max_level, &raw);
+            }
+            return true;
+        }
+        if busy {
+            self.wait_for_worker(id);
+            return false;
+        }
+        let job = self.new_job(Job::Encode {
+            link: id,
+            stream: stream_id,
+            seq,
+            rung,
+        });
+        let Some(link) = self.links.get_mut(&id) else {
+            return false;
+        };
+        let Some(stream) = link.streams.get_mut(&stream_id) else {
+            return false;
+        };
+        let Some(raw) = stream.tx.take_raw(seq) else {
+            self.jobs.remove(&job);
+            return false;
+        };
+        link.running_jobs += 1;
+        self.running += 1;
+        let auto = link.config.options.choice();
+        self.out.push_back(Output::Encode {
+            job,
+            spec,
+            raw: Arc::clone(&raw),
+            sample: rung.is_some(),
+        });
+        if let Choice::Auto { max_level, .. } = auto {
+            self.probe(id, max_level, &raw);
+        }
+        false
+    }
+
+    /// Now and then, and only with an idle worker, a chunk is also tried with another rung.
+    fn probe(&mut self, id: LinkId, max_level: i32, raw: &Bytes) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        let Some(rung) = link.adaptive.probe(max_level) else {
+            return;
+        };
+        if self.running >= self.options.jobs_max {
+            return;
+        }
+        self.running += 1;
+        let job = self.new_job(Job::Probe {
+            link: id,
+            rung,
+            raw_len: raw.len(),
+        });
+        self.out.push_back(Output::Encode {
+            job,
+            spec: Adaptive::spec(rung),
+            raw: Arc::clone(raw),
+            sample: false,
+        });
+    }
+
+    /// Chunks that wait anyway are coded meanwhile.
+    fn code_ahead(&mut self, id: LinkId, stream_id: u32) {
+        loop {
+            let Some(link) = self.links.get_mut(&id) else {
+                return;
+            };
+            if link.codec().0 == CodecSpec::None {
+                return;
+            }
+            let limit = link.chunk_limit();
+            let Some(stream) = link.streams.get_mut(&stream_id) else {
+                return;
+            };
+            match stream.tx.next_raw(limit) {
+                Some((seq, false)) => {
+                    let before = self.running;
+                    if !self.encode_chunk(id, stream_id, seq) && self.running == before {
+                        return;
+                    }
+                }
+                _ => return,
+            }
+        }
+    }
+
+    pub(crate) fn encoded(&mut self, now: Instant, job: JobId, coded: Encoded, took: Duration) {
+        match self.jobs.remove(&job) {
+            Some(Job::Encode {
+                link: id,
+                stream: stream_id,
+                seq,
+                rung,
+            }) => {
+                self.running -= 1;
+                if let Some(link) = self.links.get_mut(&id) {
+                    link.running_jobs -= 1;
+                    link.counters.encode_cpu_ms += took.as_millis() as u64;
+                    let raw_len = link
+                        .streams
+                        .get(&stream_id)
+                        .and_then(|stream| stream.tx.chunk(seq))
+                        .map(|chunk| chunk.raw_len as usize);
+                    if let Some(raw_len) = raw_len {
+                        if let Some(rung) = rung {
+                            let wire_len = coded.payload.len() + super::frame::HEADER_LEN;
+                            link.adaptive.observe(rung, raw_len, wire_len, took);
+                        }
+                        self.store_coded(id, stream_id, seq, raw_len, coded);
+                    }
+                }
+                self.settle(now, id);
+            }
+            Some(Job::Probe {
+                link: id,
+                rung,
+                raw_len,
+            }) => {
+                self.running -= 1;
+                if let Some(link) = self.links.get_mut(&id) {
+                    let wire_len = coded.payload.len() + super::frame::HEADER_LEN;
+                    link.adaptive.observe(rung, raw_len, wire_len, took);
+                    link.counters.encode_cpu_ms += took.as_millis() as u64;
+                }
+            }
+            _ => return,
+        }
+        self.job_done(now);
+    }
+
+    fn store_coded(
+        &mut self,
+        id: LinkId,
+        stream_id: u32,
+        seq: u64,
+        raw_len: usize,
+        coded: Encoded,
+    ) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        link.counters.coded_raw_bytes += raw_len as u64;
+        link.counters.coded_wire_bytes += coded.payload.len() as u64;
+        link.counters.chunks_by_codec[usize::from(coded.codec)] += 1;
+        if let Some(stream) = link.streams.get_mut(&stream_id) {
+            let Encoded {
+                codec,
+                crc,
+                payload,
+            } = coded;
+            stream.tx.set_body(
+                seq,
+                Body::Ready(Coded {
+                    codec,
+                    crc,
+                    payload,
+                }),
+            );
+        }
+    }
+
+    fn send_chunk(&mut self, id: LinkId, stream_id: u32, seq: u64, carrier: CarrierId) -> bool {
+        let Some(stream) = self.stream_mut(id, stream_id) else {
+            return false;
+        };
+        let window_end = stream.tx.window_end;
+        let Some(chunk) = stream.tx.chunk(seq) else {
+            return false;
+        };
+        if chunk.offset + u64::from(chunk.raw_len) > window_end {
+            return false;
+        }
+        let mut header = Header {
+            stream: stream_id,
+            offset: chunk.offset,
+            raw_len: chunk.raw_len,
+            ..Header::session(Kind::Data)
+        };
+        let payload = match &chunk.body {
+            Body::Ready(coded) | Body::SpillOut(coded) => {
+                header.code = coded.codec;
+                header.raw_crc = coded.crc;
+                Arc::clone(&coded.payload)
+            }
+            Body::Fin => {
+                header.flags = FLAG_FIN;
+                Bytes::default()
+            }
+            _ => return false,
+        };
+        header.payload_len = payload.len() as u32;
+        stream.tx.mark_sent(seq, carrier);
+        self.send(carrier, Frame { header, payload });
+        true
+    }
+
+    /// Moves chunks from the middle of the queue to disk when memory gets short.
+    fn spill_some(&mut self, id: LinkId, stream_id: u32) {
+        let limit = self.options.spill_limit_bytes;
+        if limit == 0 || self.spill_failed {
+            return;
+        }
+        let (total, max) = (self.total_held, self.options.memory_max_bytes);
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        let short = link.tx_held() > link.config.options.memlimit_bytes / 2 || total > max / 2;
+        if !short || self.spilling >= SPILLS_MAX {
+            return;
+        }
+        let head = SPILL_HEAD.min(link.config.options.memlimit_bytes / 4);
+        let chunk_limit = link.chunk_limit();
+        if link.codec().0 == CodecSpec::None {
+            // Without a codec nothing was prepared ahead.
+            for _ in 0..SPILLS_MAX {
+                match self
+                    .stream_mut(id, stream_id)
+                    .and_then(|s| s.tx.next_raw(chunk_limit))
+                {
+                    Some((seq, false)) => self.encode_chunk(id, stream_id, seq),
+                    _ => break,
+                };
+            }
+        }
+        let count = SPILLS_MAX - self.spilling;
+        let Some(stream) = self.stream_mut(id, stream_id) else {
+            return;
+        };
+        let chunks = stream.tx.spillable(head, count);
+        for seq in chunks {
+            let Some(stream) = self.stream_mut(id, stream_id) else {
+                return;
+            };
+            let Some(Body::Ready(coded)) = stream.tx.chunk(seq).map(|chunk| chunk.body.clone())
+            else {
+                continue;
+            };
+            let payload = Arc::clone(&coded.payload);
+            let len = payload.len() as u64;
+            if self.spill_used + len > limit {
+                return;
+            }
+            let job = self.new_job(Job::SpillWrite {
+                link: id,
+                stream: stream_id,
+                seq,
+                len,
+            });
+            if let Some(stream) = self.stream_mut(id, stream_id) {
+                stream.tx.set_body(seq, Body::SpillOut(coded));
+            }
+            self.spilling += 1;
+            self.spill_used += len;
+            self.out.push_back(Output::SpillWrite { job, payload });
+        }
+    }
+
+    pub(crate) fn spill_written(
+        &mut self,
+        now: Instant,
+        job: JobId,
+        result: Result<SpillRef, String>,
+    ) {
+        let Some(Job::SpillWrite {
+            link: id,
+            stream: stream_id,
+            seq,
+            len,
+        }) = self.jobs.remove(&job)
+        else {
+            return;
+        };
+        self.spilling -= 1;
+        let mut coded = None;
+        if let Some(stream) = self.stream_mut(id, stream_id)
+            && let Some(chunk) = stream.tx.chunk(seq)
+            && let Body::SpillOut(held) = &chunk.body
+        {
+            let sent = chunk.sent.is_some();
+            let stub = Stub {
+                codec: held.codec,
+                crc: held.crc,
+                payload_len: held.payload.len() as u32,
+            };
+            coded = Some((held.clone(), stub, sent));
+        }
+        match (result, coded) {
+            (Ok(spill), Some((_, stub, false))) => {
+                if let Some(link) = self.links.get_mut(&id) {
+                    link.counters.spill_written_bytes += u64::from(stub.payload_len);
+                }
+                if let Some(stream) = self.stream_mut(id, stream_id) {
+                    stream.tx.set_body(seq, Body::Spilled(spill, stub));
+                }
+            }
+            (Ok(spill), held) => {
+                // Sent or acknowledged meanwhile: the record on disk is not needed.
+                self.free_spill(spill);
+                if let (Some((coded, ..)), Some(stream)) = (held, self.stream_mut(id, stream_id)) {
+                    stream.tx.set_body(seq, Body::Ready(coded));
+                }
+            }
+            (Err(error), held) => {
+                self.spill_failed = true;
+                if let Some(link) = self.links.get_mut(&id) {
+                    link.counters.spill_errors += 1;
+                }
+                self.log(
+                    Level::Error,
+                    id,
+                    format!("spill to disk failed, only memory is used now: {error}"),
+                );
+                self.spill_used = self.spill_used.saturating_sub(len);
+                if let (Some((coded, ..)), Some(stream)) = (held, self.stream_mut(id, stream_id)) {
+                    stream.tx.set_body(seq, Body::Ready(coded));
+                }
+            }
+        }
+        self.settle(now, id);
+    }
+
+    pub(crate) fn spill_read(&mut self, now: Instant, job: JobId, result: Result<Vec<u8>, String>) {
+        let Some(Job::SpillRead {
+            link: id,
+            stream: stream_id,
+            seq,
+        }) = self.jobs.remove(&job)
+        else {
+            return;
+        };
+        let body = self
+            .stream_mut(id, stream_id)
+            .and_then(|stream| stream.tx.chunk(seq))
+            .map(|chunk| chunk.body.clone());
+        let Some(Body::SpillIn(spill, stub)) = body else {
+            return;
+        };
+        self.free_spill(spill);
+        match result {
+            Ok(payload) if payload.len() == stub.payload_len as usize => {
+                let coded = Coded {
+                    codec: stub.codec,
+                    crc: stub.crc,
+                    payload: Arc::new(payload),
+                };
+                if let Some(stream) = self.stream_mut(id, stream_id) {
+                    stream.tx.set_body(seq, Body::Ready(coded));
+                }
+            }
+            Ok(_) => self.break_stream(now, id, stream_id, "a spilled record has another length"),
+            Err(error) => {
+                let why = format!("a spilled record cannot be read: {error}");
+                self.break_stream(now, id, stream_id, &why);
+            }
+        }
+        self.settle(now, id);
+    }
+
+    /// Decides about the codec from what was measured.
+    pub(crate) fn choose_codec(&mut self, now: Instant, id: LinkId, workers: usize) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        if std::mem::take(&mut link.codec_bound) && !std::mem::take(&mut link.wire_bound) {
+            // The line waited for the codec: it can take more than was seen.
+            link.wire_rate.raise(1.5);
+        }
+        link.wire_bound = false;
+        let Choice::Auto { max_level, policy } = link.config.options.choice() else {
+            return;
+        };
+        let unsent = link.unsent_bytes() as f64;
+        let wire_rate = link.wire_rate.get();
+        let low_water = (wire_rate.unwrap_or(0.0) * 0.25).max(2.0 * CHUNK_MAX as f64);
+        let conditions = Conditions {
+            wire_rate,
+            input_rate: link.input_rate.get().unwrap_or(0.0),
+            workers,
+            decode_rate: link.peer_decode_rate,
+            backlog: unsent > low_water,
+            max_level,
+            policy,
+        };
+        link.adaptive.decide(now, &conditions);
+    }
+}

@@ -1,0 +1,762 @@
+//! The engine: owner of all connections, carriers, jobs and of the shared memory. Dispatches
+//! events, shares memory, bandwidth and workers between connections, and keeps the timers.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use super::config::{ConfigError, DaemonOptions, LinkConfig, LinkOptions};
+use super::frame::{CHUNK_MAX, Frame};
+use super::link::{Blocked, CONTROL_LIMIT, Carrier, CarrierState, Link, Phase, StreamPhase};
+use super::rng::Rng;
+use super::shaper::Bucket;
+use super::stats::{LinkSnapshot, Snapshot, StreamSnapshot};
+use super::stream::Class;
+use super::time::Instant;
+use super::{
+    CarrierId, CarrierKind, Close, Input, JobId, Level, LinkId, LocalId, Output, SpillRef,
+};
+
+/// Raw bytes at the front of a queue that never go to disk.
+pub(crate) const SPILL_HEAD: u64 = 8 << 20;
+/// Reads smaller than this are put off while the buffer is nearly full.
+const READ_MIN: u64 = 64 << 10;
+/// Most bytes that one question about a carrier grants.
+const WRITE_QUANTUM: usize = 64 << 10;
+/// Most raw bytes on the way to one local DRBD.
+const WINDOW_MAX: u64 = 64 << 20;
+
+/// What a job belongs to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Job {
+    Encode {
+        link: LinkId,
+        stream: u32,
+        seq: u64,
+        rung: Option<usize>,
+    },
+    /// Tried only to learn what another rung would give.
+    Probe {
+        link: LinkId,
+        rung: usize,
+        raw_len: usize,
+    },
+    Decode {
+        link: LinkId,
+        stream: u32,
+        offset: u64,
+    },
+    SpillWrite {
+        link: LinkId,
+        stream: u32,
+        seq: u64,
+        len: u64,
+    },
+    SpillRead {
+        link: LinkId,
+        stream: u32,
+        seq: u64,
+    },
+}
+
+/// The proxy's state machine.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub(crate) options: DaemonOptions,
+    pub(crate) instance: [u8; 16],
+    seed: [u8; 32],
+    drawn: u64,
+    pub(crate) rng: Rng,
+    pub(crate) links: BTreeMap<LinkId, Link>,
+    pub(crate) carriers: BTreeMap<CarrierId, Carrier>,
+    /// Stream 0 is a socket whose first eight bytes have not all come.
+    pub(crate) locals: BTreeMap<LocalId, (LinkId, u32)>,
+    pub(crate) jobs: BTreeMap<JobId, Job>,
+    pub(crate) running: usize,
+    pub(crate) total_held: u64,
+    pub(crate) spill_used: u64,
+    pub(crate) spill_failed: bool,
+    pub(crate) spilling: usize,
+    pool_blocked: BTreeSet<LinkId>,
+    job_blocked: VecDeque<LinkId>,
+    pub(crate) bucket: Bucket,
+    wall_minute: u32,
+    started: Instant,
+    next_id: u64,
+    timers: BTreeSet<(Instant, LinkId)>,
+    timer_of: BTreeMap<LinkId, Instant>,
+    orphan_timer: Option<Instant>,
+    pub(crate) out: VecDeque<Output>,
+}
+
+impl Engine {
+    /// An engine without connections. `seed` is secret and random in production.
+    pub(crate) fn new(now: Instant, options: DaemonOptions, seed: [u8; 32]) -> Engine {
+        let mut engine = Engine {
+            bucket: Bucket::new(options.rate.rate_at(0)),
+            options,
+            instance: [0; 16],
+            seed,
+            drawn: 0,
+            rng: Rng::new(0),
+            links: BTreeMap::new(),
+            carriers: BTreeMap::new(),
+            locals: BTreeMap::new(),
+            jobs: BTreeMap::new(),
+            running: 0,
+            total_held: 0,
+            spill_used: 0,
+            spill_failed: false,
+            spilling: 0,
+            pool_blocked: BTreeSet::new(),
+            job_blocked: VecDeque::new(),
+            wall_minute: 0,
+            started: now,
+            next_id: 1,
+            timers: BTreeSet::new(),
+            timer_of: BTreeMap::new(),
+            orphan_timer: None,
+            out: VecDeque::new(),
+        };
+        engine.instance = engine.random();
+        engine.rng = Rng::new(u64::from_le_bytes(engine.random()));
+        engine
+    }
+
+    /// Adds a connection, or says why not and changes nothing.
+    pub(crate) fn add_link(
+        &mut self,
+        now: Instant,
+        config: LinkConfig,
+    ) -> Result<LinkId, ConfigError> {
+        config.check()?;
+        if self.find(&config.name).is_some() {
+            return Err(ConfigError::Exists(config.name));
+        }
+        for other in self.links.values().map(|link| &link.config) {
+            let taken = |what, addr| ConfigError::Taken {
+                name: config.name.clone(),
+                what,
+                addr,
+                other: other.name.clone(),
+            };
+            if other.inside == config.inside {
+                return Err(taken("inside address", config.inside));
+            }
+            if config.inside == other.my_outside || config.my_outside == other.inside {
+                return Err(taken("listening address", config.inside));
+            }
+            if other.my_outside == config.my_outside && other.peer_outside == config.peer_outside {
+                return Err(taken(
+                    "pair of outside addresses with own address",
+                    config.my_outside,
+                ));
+            }
+        }
+        let needed = (self.links.len() as u64 + 1) * 2 * self.options.memlimit_min_bytes;
+        if needed > self.options.memory_max_bytes {
+            return Err(ConfigError::Value {
+                option: "memory-max".into(),
+                value: self.options.memory_max_bytes.to_string(),
+                expected: format!("at least {needed} for {} connections", self.links.len() + 1),
+            });
+        }
+        let id = LinkId(self.fresh() as u32);
+        let mut link = Link::new(now, config);
+        link.bucket = Bucket::new(link.config.options.rate.rate_at(self.wall_minute));
+        self.links.insert(id, link);
+        self.settle(now, id);
+        Ok(id)
+    }
+
+    /// Removes a connection; its DRBD sockets are reset.
+    pub(crate) fn remove_link(&mut self, now: Instant, name: &str) -> Result<LinkId, ConfigError> {
+        let id = self
+            .find(name)
+            .ok_or_else(|| ConfigError::Unknown(name.into()))?;
+        if let Some(control) = self.links.get(&id).and_then(|link| link.control) {
+            self.goodbye(control, "the connection was removed at the other end");
+        }
+        self.end_session(now, id, "the connection was removed");
+        if let Some(mut link) = self.links.remove(&id) {
+            for (local, _) in std::mem::take(&mut link.pre) {
+                self.locals.remove(&local);
+                self.out.push_back(Output::CloseLocal(local, Close::Reset));
+            }
+            self.total_held = self.total_held.saturating_sub(link.held_bytes);
+        }
+        let carriers: Vec<CarrierId> = self
+            .carriers
+            .iter()
+            .filter(|(_, carrier)| carrier.link == Some(id))
+            .map(|(carrier, _)| *carrier)
+            .collect();
+        for carrier in carriers {
+            self.drop_carrier(carrier);
+        }
+        if let Some(at) = self.timer_of.remove(&id) {
+            self.timers.remove(&(at, id));
+        }
+        self.wake_blocked(now);
+        Ok(id)
+    }
+
+    /// Changes options of a running connection; DRBD's sockets stay.
+    pub(crate) fn set_options(
+        &mut self,
+        now: Instant,
+        name: &str,
+        options: LinkOptions,
+    ) -> Result<(), ConfigError> {
+        let id = self
+            .find(name)
+            .ok_or_else(|| ConfigError::Unknown(name.into()))?;
+        let minute = self.wall_minute;
+        if let Some(link) = self.links.get_mut(&id) {
+            link.bucket.set_rate(now, options.rate.rate_at(minute));
+            link.config.options = options;
+        }
+        self.settle(now, id);
+        Ok(())
+    }
+
+    /// The id of a connection by its name.
+    pub(crate) fn find(&self, name: &str) -> Option<LinkId> {
+        self.links
+            .iter()
+            .find(|(_, link)| link.config.name == name)
+            .map(|(id, _)| *id)
+    }
+
+    /// A connection's configuration.
+    pub(crate) fn config(&self, id: LinkId) -> Option<&LinkConfig> {
+        self.links.get(&id).map(|link| &link.config)
+    }
+
+    /// All configurations, in the order in which they were added.
+    pub(crate) fn configs(&self) -> impl Iterator<Item = &LinkConfig> {
+        self.links.values().map(|link| &link.config)
+    }
+
+    /// The shell accepted a socket on a connection's inside address.
+    pub(crate) fn accept_local(&mut self, now: Instant, id: LinkId) -> LocalId {
+        let local = LocalId(self.fresh());
+        self.local_accepted(now, id, local);
+        local
+    }
+
+    /// The shell accepted and authenticated a carrier on an outside address.
+    pub(crate) fn accept_carrier(&mut self, now: Instant, listener: SocketAddr) -> CarrierId {
+        let id = CarrierId(self.fresh());
+        let mut carrier = Carrier::new(now, None, CarrierKind::Control, CarrierState::Handshake);
+        carrier.listener = Some(listener);
+        self.carriers.insert(id, carrier);
+        let deadline = now.after(Duration::from_secs(10));
+        self.orphan_timer = Some(self.orphan_timer.map_or(deadline, |at| at.min(deadline)));
+        id
+    }
+
+    /// Feeds one event.
+    pub(crate) fn handle(&mut self, now: Instant, input: Input) {
+        match input {
+            Input::Tick => self.tick(now),
+            Input::LocalConnected(local) => self.local_connected(now, local),
+            Input::LocalData(local, data) => self.local_data(now, local, data),
+            Input::LocalEof(local) => self.local_eof(now, local),
+            Input::LocalWritten(local, bytes) => self.local_written(now, local, bytes),
+            Input::LocalFailed(local, reason) => self.local_failed(now, local, &reason),
+            Input::CarrierUp(carrier) => self.carrier_up(now, carrier),
+            Input::CarrierFrame(carrier, frame) => self.carrier_frame(now, carrier, frame),
+            Input::CarrierReceived(carrier, bytes) => self.carrier_received(now, carrier, bytes),
+            Input::CarrierSent(carrier, bytes) => self.carrier_sent(now, carrier, bytes),
+            Input::CarrierDown(carrier, reason) => self.carrier_down(now, carrier, &reason),
+            Input::Encoded(job, coded, took) => self.encoded(now, job, coded, took),
+            Input::Decoded(job, result, took) => self.decoded(now, job, result, took),
+            Input::SpillWritten(job, result) => self.spill_written(now, job, result),
+            Input::SpillRead(job, result) => self.spill_read(now, job, result),
+            Input::Wall(minute) => {
+                self.wall_minute = minute;
+                self.bucket.set_rate(now, self.options.rate.rate_at(minute));
+                for link in self.links.values_mut() {
+                    link.bucket
+                        .set_rate(now, link.config.options.rate.rate_at(minute));
+                }
+            }
+        }
+    }
+
+    /// The next thing to do.
+    pub(crate) fn poll_output(&mut self) -> Option<Output> {
+        self.out.pop_front()
+    }
+
+    /// When to call `handle(now, Input::Tick)` at the latest.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        let first = self.timers.first().map(|(at, _)| *at);
+        [first, self.orphan_timer].into_iter().flatten().min()
+    }
+
+    /// How many bytes the shell may read from a DRBD socket now. After 0 it waits for `WantRead`.
+    pub(crate) fn read_allowance(&mut self, now: Instant, local: LocalId) -> usize {
+        let Some((id, stream_id)) = self.locals.get(&local).copied() else {
+            return 0;
+        };
+        if stream_id == 0 {
+            let pre = self.links.get(&id).and_then(|link| link.pre.get(&local));
+            return pre.map_or(0, |pre| 8 - pre.first.len());
+        }
+        let Some(class) = self
+            .links
+            .get(&id)
+            .and_then(|link| link.streams.get(&stream_id))
+            .filter(|stream| stream.phase == StreamPhase::Open && stream.tx.eof.is_none())
+            .map(|stream| stream.class)
+        else {
+            return 0;
+        };
+        let answer = match class {
+            Class::Control => self.control_allowance(id, stream_id),
+            Class::Bulk | Class::Unknown => self.bulk_allowance(now, id),
+        };
+        let limit = self.links.get(&id).map_or(CHUNK_MAX, Link::chunk_limit);
+        let Some(stream) = self
+            .links
+            .get_mut(&id)
+            .and_then(|link| link.streams.get_mut(&stream_id))
+        else {
+            return 0;
+        };
+        match answer {
+            Ok(bytes) => {
+                stream.paused = None;
+                bytes.min(limit as u64) as usize
+            }
+            Err(reason) => {
+                let since = stream.paused.map_or(now, |(_, since)| since);
+                stream.paused = Some((Some(reason), since));
+                if reason == Blocked::Pool {
+                    self.pool_blocked.insert(id);
+                }
+                if reason == Blocked::Lag {
+                    self.arm(id, now.after(Duration::from_millis(20)));
+                }
+                0
+            }
+        }
+    }
+
+    /// How many frame bytes the shell may write to a bulk carrier now. After 0 it waits for
+    /// `WantWrite`. Control carriers are never held back.
+    pub(crate) fn carrier_allowance(&mut self, now: Instant, carrier: CarrierId) -> usize {
+        let Some(entry) = self.carriers.get_mut(&carrier) else {
+            return 0;
+        };
+        let (Some(id), CarrierKind::Bulk) = (entry.link, entry.kind) else {
+            return usize::MAX;
+        };
+        let Some(link) = self.links.get_mut(&id) else {
+            return usize::MAX;
+        };
+        let (daemon, own) = (self.bucket.available(now), link.bucket.available(now));
+        let allowed = daemon.min(own).min(WRITE_QUANTUM);
+        // Small grants would make small TLS records; wait for a decent one.
+        if allowed < 1400 {
+            entry.wants_write = true;
+            let at = self.bucket.ready_at(1400).max(link.bucket.ready_at(1400));
+            self.arm(id, at.max(Instant(now.0 + 1)));
+            return 0;
+        }
+        allowed
+    }
+
+    /// Everything for the operator.
+    pub(crate) fn snapshot(&self, now: Instant) -> Snapshot {
+        Snapshot {
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime_ms: now.since(self.started).as_millis() as u64,
+            memory_max_bytes: self.options.memory_max_bytes,
+            memory_used_bytes: self.total_held
+                + self.links.values().map(Link::rx_held).sum::<u64>(),
+            spill_limit_bytes: self.options.spill_limit_bytes,
+            spill_used_bytes: self.spill_used,
+            codec_jobs: self.running,
+            connections: self
+                .links
+                .values()
+                .map(|link| snapshot_of(now, link))
+                .collect(),
+        }
+    }
+
+    /// Raw bytes that this end is ready to hold for one stream.
+    pub(crate) fn window(&self) -> u64 {
+        let share = self.options.memory_max_bytes / 4 / (self.links.len() as u64).max(1);
+        share.clamp(CHUNK_MAX as u64, WINDOW_MAX)
+    }
+
+    /// Unpredictable bytes from the seed.
+    pub(crate) fn random<const N: usize>(&mut self) -> [u8; N] {
+        self.drawn += 1;
+        let block = keyed(&self.seed, &[&self.drawn.to_le_bytes()]);
+        let mut out = [0; N];
+        let len = N.min(32);
+        out[..len].copy_from_slice(&block[..len]);
+        out
+    }
+
+    /// A number for a carrier, socket, job or connection.
+    pub(crate) fn fresh(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    pub(crate) fn log(&mut self, level: Level, id: LinkId, text: String) {
+        if level != Level::Info
+            && let Some(link) = self.links.get_mut(&id)
+        {
+            link.last_error.clone_from(&text);
+        }
+        self.out.push_back(Output::Log(level, id, text));
+    }
+
+    /// Gives a frame to a carrier's queue.
+    pub(crate) fn send(&mut self, carrier: CarrierId, frame: Frame) {
+        if let Some(entry) = self.carriers.get_mut(&carrier) {
+            entry.queued_bytes += frame.wire_len();
+            self.out.push_back(Output::Send(carrier, frame));
+        }
+    }
+
+    /// After every event of a link: send what can be sent, wake what may go on, set the timer.
+    pub(crate) fn settle(&mut self, now: Instant, id: LinkId) {
+        self.keep_session(now, id);
+        self.pump(now, id);
+        self.flush_acks(now, id);
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        let held = link.tx_held();
+        let freed = held < link.held_bytes;
+        self.total_held = self.total_held + held - link.held_bytes;
+        link.held_bytes = held;
+        self.wake_readers(now, id);
+        if freed {
+            self.wake_blocked(now);
+        }
+        let Some(link) = self.links.get(&id) else {
+            return;
+        };
+        let at = self.link_timeout(now, link);
+        self.set_timer(id, at);
+    }
+
+    /// Makes sure that the link is looked at by `at`.
+    pub(crate) fn arm(&mut self, id: LinkId, at: Instant) {
+        if self.timer_of.get(&id).is_none_or(|held| *held > at) {
+            self.set_timer(id, at);
+        }
+    }
+
+    /// A worker is free: the connections that wait for one get it in turn.
+    pub(crate) fn job_done(&mut self, now: Instant) {
+        for _ in 0..self.job_blocked.len() {
+            if self.running >= self.options.jobs_max {
+                return;
+            }
+            let Some(id) = self.job_blocked.pop_front() else {
+                return;
+            };
+            self.settle(now, id);
+        }
+    }
+
+    pub(crate) fn wait_for_worker(&mut self, id: LinkId) {
+        if !self.job_blocked.contains(&id) {
+            self.job_blocked.push_back(id);
+        }
+    }
+
+    pub(crate) fn free_spill(&mut self, spill: SpillRef) {
+        self.spill_used = self.spill_used.saturating_sub(u64::from(spill.len));
+        self.out.push_back(Output::SpillFree(spill));
+    }
+
+    pub(crate) fn new_job(&mut self, job: Job) -> JobId {
+        let id = JobId(self.fresh());
+        self.jobs.insert(id, job);
+        id
+    }
+
+    fn tick(&mut self, now: Instant) {
+        if self.orphan_timer.is_some_and(|at| at <= now) {
+            self.orphan_timer = None;
+            let mut late = Vec::new();
+            for (id, carrier) in &self.carriers {
+                if carrier.link.is_none() {
+                    let deadline = carrier.since.after(Duration::from_secs(10));
+                    if deadline <= now {
+                        late.push(*id);
+                    } else {
+                        let next = self.orphan_timer.map_or(deadline, |at| at.min(deadline));
+                        self.orphan_timer = Some(next);
+                    }
+                }
+            }
+            for id in late {
+                self.drop_carrier(id);
+            }
+        }
+        while let Some((at, id)) = self.timers.first().copied() {
+            if at > now {
+                break;
+            }
+            self.timers.remove(&(at, id));
+            self.timer_of.remove(&id);
+            self.check_session(now, id);
+            self.check_streams(now, id);
+            self.measure(now, id);
+            self.wake_writers(now, id);
+            self.settle(now, id);
+        }
+    }
+
+    fn set_timer(&mut self, id: LinkId, at: Instant) {
+        if let Some(old) = self.timer_of.insert(id, at) {
+            self.timers.remove(&(old, id));
+        }
+        self.timers.insert((at, id));
+    }
+
+    fn wake_writers(&mut self, now: Instant, id: LinkId) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        if self.bucket.available(now).min(link.bucket.available(now)) < 1400 {
+            let at = self.bucket.ready_at(1400).max(link.bucket.ready_at(1400));
+            if link
+                .bulk
+                .iter()
+                .any(|c| self.carriers.get(c).is_some_and(|c| c.wants_write))
+            {
+                self.arm(id, at.max(Instant(now.0 + 1)));
+            }
+            return;
+        }
+        for carrier in &link.bulk {
+            if let Some(entry) = self.carriers.get_mut(carrier)
+                && std::mem::take(&mut entry.wants_write)
+            {
+                self.out.push_back(Output::WantWrite(*carrier));
+            }
+        }
+    }
+
+    /// Tells the shell to read again where that is possible now.
+    fn wake_readers(&mut self, now: Instant, id: LinkId) {
+        let Some(link) = self.links.get(&id) else {
+            return;
+        };
+        let paused: Vec<(u32, LocalId)> = link
+            .streams
+            .iter()
+            .filter(|(_, stream)| stream.paused.is_some())
+            .map(|(stream, entry)| (*stream, entry.local))
+            .collect();
+        for (stream_id, local) in paused {
+            let Some((reason, since)) = self
+                .links
+                .get(&id)
+                .and_then(|link| link.streams.get(&stream_id)?.paused)
+            else {
+                continue;
+            };
+            if self.read_allowance(now, local) == 0 {
+                continue;
+            }
+            if let Some(link) = self.links.get_mut(&id) {
+                let spent = now.since(since).as_millis() as u64;
+                match reason {
+                    Some(Blocked::Memory) => link.counters.blocked_memory_ms += spent,
+                    Some(Blocked::Pool) => link.counters.blocked_pool_ms += spent,
+                    Some(Blocked::Lag) => link.counters.blocked_lag_ms += spent,
+                    None => {}
+                }
+            }
+            self.out.push_back(Output::WantRead(local));
+        }
+    }
+
+    /// Memory was freed: those that wait for the shared pool may go on.
+    fn wake_blocked(&mut self, now: Instant) {
+        for id in std::mem::take(&mut self.pool_blocked) {
+            self.wake_readers(now, id);
+        }
+    }
+
+    fn control_allowance(&self, id: LinkId, stream: u32) -> Result<u64, Blocked> {
+        let held = self
+            .links
+            .get(&id)
+            .and_then(|link| link.streams.get(&stream))
+            .map_or(u64::MAX, |stream| stream.tx.backlog_bytes());
+        if held < CONTROL_LIMIT {
+            Ok(READ_MIN)
+        } else {
+            Err(Blocked::Memory)
+        }
+    }
+
+    /// Memory of the connection, of the pool, and the bound in time. From 80 % on the rate is
+    /// lowered towards the drain rate, so that DRBD's sender always makes some progress.
+    fn bulk_allowance(&mut self, now: Instant, id: LinkId) -> Result<u64, Blocked> {
+        let floor = self.options.memlimit_min_bytes;
+        let max = self.options.memory_max_bytes;
+        let Some(link) = self.links.get(&id) else {
+            return Err(Blocked::Memory);
+        };
+        // Events since the last settling are not in `total_held` yet.
+        let used = link.tx_held();
+        let total = self.total_held + used - link.held_bytes;
+        let cap = link.config.options.memlimit_bytes;
+        if used >= cap {
+            return Err(Blocked::Memory);
+        }
+        let mut room = cap - used;
+        if used >= floor {
+            // What the others have not used of their guaranteed floors stays free for them.
+            let reserve: u64 = self
+                .links
+                .iter()
+                .filter(|(other, _)| **other != id)
+                .map(|(_, other)| floor.saturating_sub(other.held_bytes))
+                .sum();
+            let busy = self
+                .links
+                .values()
+                .filter(|other| other.held_bytes > floor)
+                .count() as u64;
+            let share = max / busy.max(1);
+            let tight = total + reserve > max / 4 * 3;
+            if total + reserve >= max || tight && busy > 1 && used >= share {
+                return Err(Blocked::Pool);
+            }
+            room = room.min(max - total - reserve);
+        } else {
+            room = room.min(floor);
+        }
+        if room < READ_MIN.min(cap / 16) {
+            return Err(Blocked::Memory);
+        }
+        let max_lag = link.config.options.max_lag.as_secs_f64();
+        let lag = match link.lag_seconds() {
+            Some(lag) if max_lag > 0.0 && link.backlog_bytes() > READ_MIN * 4 => lag / max_lag,
+            _ => 0.0,
+        };
+        if lag >= 1.0 {
+            return Err(Blocked::Lag);
+        }
+        let fill = lag.max(used as f64 / cap as f64);
+        if fill > 0.8
+            && let Some(drain) = link.drain_rate.get()
+        {
+            let rate = (drain.max(64e3) * 0.2 / (fill - 0.8)).min(1e12) as u64;
+            let Some(link) = self.links.get_mut(&id) else {
+                return Err(Blocked::Memory);
+            };
+            link.smooth.set_rate(now, rate.max(1));
+            let tokens = link.smooth.available(now) as u64;
+            if tokens < READ_MIN / 4 {
+                return Err(Blocked::Lag);
+            }
+            room = room.min(tokens);
+        }
+        Ok(room)
+    }
+}
+
+/// HMAC-SHA-256 over parts.
+pub(crate) fn keyed(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
+    let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
+    for part in parts {
+        mac.update(part);
+    }
+    mac.finalize().into_bytes().into()
+}
+
+fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
+    let config = &link.config;
+    let blocked = link.streams.values().find_map(|stream| stream.paused?.0);
+    let drain = link.drain_rate.whole();
+    let backlog = link.backlog_bytes();
+    let counters = link.counters.clone();
+    LinkSnapshot {
+        name: config.name.clone(),
+        inside: config.inside.to_string(),
+        peer_outside: config.peer_outside.to_string(),
+        my_outside: config.my_outside.to_string(),
+        local_drbd: config.local_drbd.to_string(),
+        state: link.state_name().into(),
+        role: if config.dials() { "dialer" } else { "listener" }.into(),
+        memlimit_bytes: config.options.memlimit_bytes,
+        plugins: config
+            .options
+            .plugins
+            .iter()
+            .map(|plugin| plugin.text.clone())
+            .collect(),
+        codec: link.codec().0.to_string(),
+        codec_switches: link.adaptive.switches,
+        bulk_carriers: link.bulk.len(),
+        buffered_raw_bytes: backlog,
+        buffered_memory_bytes: link.tx_held(),
+        spilled_bytes: link.spilled_bytes(),
+        receive_memory_bytes: link.rx_held(),
+        oldest_byte_age_ms: link
+            .oldest()
+            .map_or(0, |at| now.since(at).as_millis() as u64),
+        drain_rate: drain,
+        wire_rate: link.wire_rate.whole(),
+        input_rate: link.input_rate.whole(),
+        drain_ms: (drain > 0 || backlog == 0)
+            .then(|| (u128::from(backlog) * 1000 / u128::from(drain.max(1))) as u64),
+        ratio: counters.coded_raw_bytes as f64 / (counters.coded_wire_bytes.max(1)) as f64,
+        rtt_us: link.rtt.as_micros() as u64,
+        rate_limit: config.options.rate.rate_at(0),
+        blocked_by: match blocked {
+            Some(Blocked::Memory) => "memory",
+            Some(Blocked::Pool) => "pool",
+            Some(Blocked::Lag) => "lag",
+            None => "",
+        }
+        .into(),
+        last_error: link.last_error.clone(),
+        streams: link
+            .streams
+            .iter()
+            .map(|(id, stream)| StreamSnapshot {
+                id: *id,
+                class: stream.class.name().into(),
+                phase: match stream.phase {
+                    StreamPhase::Opening { .. } => "opening",
+                    StreamPhase::Connecting { .. } => "connecting",
+                    StreamPhase::Open if stream.tx.eof.is_some() => "closing",
+                    StreamPhase::Open => "open",
+                }
+                .into(),
+                sent_bytes: stream.tx.next_offset,
+                delivered_bytes: stream.tx.delivered.min(stream.tx.next_offset),
+                received_bytes: stream.rx.delivered,
+                window_bytes: stream.tx.window_end.saturating_sub(stream.tx.next_offset),
+            })
+            .collect(),
+        counters,
+    }
+}
+
+/// Whether the session is up.
+pub(crate) fn is_live(link: &Link) -> bool {
+    link.phase == Phase::Live
+}

@@ -1,0 +1,153 @@
+//! The decisions of the proxy as one state machine: connections, sessions, carriers, streams,
+//! memory, bandwidth, codec choice. It is driven by `Engine::handle` with time and events and
+//! answers with outputs; it opens no socket, starts no thread and reads no clock.
+
+pub(crate) mod adaptive;
+mod coding;
+pub(crate) mod config;
+pub(crate) mod engine;
+mod flow;
+pub(crate) mod frame;
+mod link;
+pub(crate) mod message;
+pub(crate) mod plugin;
+pub(crate) mod rng;
+mod session;
+pub(crate) mod shaper;
+#[cfg(test)]
+mod sim;
+pub(crate) mod stats;
+pub(crate) mod stream;
+pub(crate) mod time;
+
+use frame::{Bytes, Frame};
+use plugin::CodecSpec;
+
+/// A configured connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LinkId(pub(crate) u32);
+
+/// A TCP connection to the peer proxy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct CarrierId(pub(crate) u64);
+
+/// A TCP connection to the local DRBD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LocalId(pub(crate) u64);
+
+/// Work given to the codec pool or the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct JobId(pub(crate) u64);
+
+/// A record on the spill disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SpillRef {
+    pub(crate) segment: u32,
+    pub(crate) position: u32,
+    pub(crate) len: u32,
+}
+
+/// What a carrier is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CarrierKind {
+    Control,
+    Bulk,
+}
+
+/// How a socket towards DRBD is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Close {
+    /// After everything queued was written, by FIN.
+    Orderly,
+    /// At once, by RST; what is queued is dropped.
+    Reset,
+}
+
+/// Something happened.
+#[derive(Debug)]
+pub(crate) enum Input {
+    /// Time passed.
+    Tick,
+    LocalConnected(LocalId),
+    LocalData(LocalId, Vec<u8>),
+    LocalEof(LocalId),
+    /// The kernel accepted so many bytes of what was written.
+    LocalWritten(LocalId, usize),
+    /// The socket failed or could not be connected; it is closed already.
+    LocalFailed(LocalId, String),
+    /// A carrier that the core dialled is connected and authenticated.
+    CarrierUp(CarrierId),
+    CarrierFrame(CarrierId, Frame),
+    /// Bytes of frames came in, complete or not.
+    CarrierReceived(CarrierId, usize),
+    /// Bytes of frames were given to the kernel.
+    CarrierSent(CarrierId, usize),
+    /// The carrier failed or could not be connected; it is closed already.
+    CarrierDown(CarrierId, String),
+    Encoded(JobId, crate::codec::Encoded, std::time::Duration),
+    Decoded(
+        JobId,
+        Result<Bytes, crate::codec::DecodeError>,
+        std::time::Duration,
+    ),
+    SpillWritten(JobId, Result<SpillRef, String>),
+    SpillRead(JobId, Result<Vec<u8>, String>),
+    /// The wall clock: minute of the week, Monday 00:00 first.
+    Wall(u32),
+}
+
+/// Something is to be done.
+#[derive(Debug)]
+pub(crate) enum Output {
+    Dial {
+        carrier: CarrierId,
+        link: LinkId,
+        kind: CarrierKind,
+    },
+    Send(CarrierId, Frame),
+    CloseCarrier(CarrierId),
+    /// Bytes may be written again; ask `carrier_allowance`.
+    WantWrite(CarrierId),
+    /// Connect to the link's DRBD from its inside address.
+    ConnectLocal {
+        local: LocalId,
+        link: LinkId,
+    },
+    WriteLocal(LocalId, Bytes),
+    /// End the sending direction after everything queued.
+    ShutdownLocal(LocalId),
+    CloseLocal(LocalId, Close),
+    /// Bytes may be read again; ask `read_allowance`.
+    WantRead(LocalId),
+    Encode {
+        job: JobId,
+        spec: CodecSpec,
+        raw: Bytes,
+        sample: bool,
+    },
+    Decode {
+        job: JobId,
+        codec: u8,
+        raw_len: u32,
+        crc: u32,
+        payload: Bytes,
+    },
+    SpillWrite {
+        job: JobId,
+        payload: Bytes,
+    },
+    SpillRead {
+        job: JobId,
+        from: SpillRef,
+    },
+    SpillFree(SpillRef),
+    Log(Level, LinkId, String),
+}
+
+/// Weight of a log line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Level {
+    Info,
+    Warn,
+    Error,
+}

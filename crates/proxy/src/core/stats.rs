@@ -1,0 +1,148 @@
+//! What the operator sees: counters of a connection and the snapshot that all outputs (text, JSON,
+//! Prometheus, live view) are made from.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::plugin::CODEC_COUNT;
+
+/// Counts that only grow.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Counters {
+    /// Raw bytes read from the local DRBD, and written to it.
+    pub(crate) raw_in_bytes: u64,
+    pub(crate) raw_out_bytes: u64,
+    /// Frame bytes given to the WAN, and taken from it.
+    pub(crate) wire_out_bytes: u64,
+    pub(crate) wire_in_bytes: u64,
+    /// Payload bytes of coded chunks (without headers), and the raw bytes they stand for.
+    pub(crate) coded_raw_bytes: u64,
+    pub(crate) coded_wire_bytes: u64,
+    pub(crate) chunks_by_codec: [u64; CODEC_COUNT],
+    pub(crate) sessions: u64,
+    pub(crate) resumes: u64,
+    pub(crate) resent_bytes: u64,
+    pub(crate) sessions_dropped: u64,
+    pub(crate) carriers_lost: u64,
+    pub(crate) streams_opened: u64,
+    pub(crate) streams_reset: u64,
+    pub(crate) opens_refused: u64,
+    pub(crate) checksum_errors: u64,
+    pub(crate) protocol_errors: u64,
+    pub(crate) duplicate_chunks: u64,
+    pub(crate) spill_written_bytes: u64,
+    pub(crate) spill_errors: u64,
+    /// Time in which reading from DRBD was held back, by reason.
+    pub(crate) blocked_memory_ms: u64,
+    pub(crate) blocked_pool_ms: u64,
+    pub(crate) blocked_lag_ms: u64,
+    /// Time of codec workers.
+    pub(crate) encode_cpu_ms: u64,
+    pub(crate) decode_cpu_ms: u64,
+}
+
+/// One connection at one moment.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct LinkSnapshot {
+    pub(crate) name: String,
+    pub(crate) inside: String,
+    pub(crate) peer_outside: String,
+    pub(crate) my_outside: String,
+    pub(crate) local_drbd: String,
+    /// Connecting, ProxyConnected, Connected or Suspended.
+    pub(crate) state: String,
+    pub(crate) role: String,
+    pub(crate) memlimit_bytes: u64,
+    pub(crate) plugins: Vec<String>,
+    /// Codec of the next chunk.
+    pub(crate) codec: String,
+    pub(crate) codec_switches: u64,
+    pub(crate) bulk_carriers: usize,
+    /// Raw bytes that the peer's DRBD has not got yet.
+    pub(crate) buffered_raw_bytes: u64,
+    /// Memory that they take here.
+    pub(crate) buffered_memory_bytes: u64,
+    pub(crate) spilled_bytes: u64,
+    /// Memory of data on the way to the local DRBD.
+    pub(crate) receive_memory_bytes: u64,
+    /// Age of the oldest undelivered byte: the recovery point.
+    pub(crate) oldest_byte_age_ms: u64,
+    /// Raw bytes per second that drain.
+    pub(crate) drain_rate: u64,
+    /// Wire bytes per second that the link takes under load; 0 is unknown.
+    pub(crate) wire_rate: u64,
+    pub(crate) input_rate: u64,
+    /// Estimate until the buffer is empty.
+    pub(crate) drain_ms: Option<u64>,
+    /// Raw bytes over wire bytes since the start.
+    pub(crate) ratio: f64,
+    pub(crate) rtt_us: u64,
+    pub(crate) rate_limit: u64,
+    /// memory, pool, lag or empty.
+    pub(crate) blocked_by: String,
+    pub(crate) last_error: String,
+    pub(crate) streams: Vec<StreamSnapshot>,
+    pub(crate) counters: Counters,
+}
+
+/// One socket of DRBD.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct StreamSnapshot {
+    pub(crate) id: u32,
+    pub(crate) class: String,
+    pub(crate) phase: String,
+    pub(crate) sent_bytes: u64,
+    pub(crate) delivered_bytes: u64,
+    pub(crate) received_bytes: u64,
+    pub(crate) window_bytes: u64,
+}
+
+/// The whole daemon at one moment.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Snapshot {
+    pub(crate) version: String,
+    pub(crate) uptime_ms: u64,
+    pub(crate) memory_max_bytes: u64,
+    pub(crate) memory_used_bytes: u64,
+    pub(crate) spill_limit_bytes: u64,
+    pub(crate) spill_used_bytes: u64,
+    pub(crate) codec_jobs: usize,
+    pub(crate) connections: Vec<LinkSnapshot>,
+}
+
+/// A rate that follows what was measured lately.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rate {
+    per_second: f64,
+    known: bool,
+}
+
+impl Rate {
+    /// Learns that `amount` passed in `time`.
+    pub(crate) fn sample(&mut self, amount: u64, time: Duration) {
+        let seconds = time.as_secs_f64();
+        if seconds <= 0.0 {
+            return;
+        }
+        let now = amount as f64 / seconds;
+        let weight = if self.known { 0.3 } else { 1.0 };
+        self.per_second += (now - self.per_second) * weight;
+        self.known = true;
+    }
+
+    /// The truth is known to be higher than what was seen.
+    pub(crate) fn raise(&mut self, factor: f64) {
+        self.per_second *= factor;
+    }
+
+    /// Units per second, once known.
+    pub(crate) fn get(&self) -> Option<f64> {
+        self.known.then_some(self.per_second)
+    }
+
+    /// Units per second as a whole number; 0 while unknown.
+    pub(crate) fn whole(&self) -> u64 {
+        self.per_second as u64
+    }
+}

@@ -1,0 +1,368 @@
+//! A running proxy: starts the threads, serves the control socket and the metrics, and stops.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant as Clock};
+
+use ring::rand::{SecureRandom, SystemRandom};
+use serde::{Deserialize, Serialize};
+
+use crate::core::config::{DaemonOptions, MEMLIMIT_MIN};
+use crate::core::engine::Engine;
+use crate::core::shaper::Schedule;
+use crate::core::stats::Snapshot;
+use crate::core::time::Instant;
+use crate::mail::{Post, Reply, mailbox};
+use crate::net::Reactor;
+use crate::spill::Spill;
+use crate::tls::{Identity, Tls};
+use crate::workers::Workers;
+
+/// Longest control request in bytes.
+const REQUEST_MAX: u64 = 1 << 20;
+/// Smallest memory for all buffers.
+const MEMORY_MIN: u64 = 4 << 20;
+
+/// How the two proxies know each other.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// Both ends hold the same secret of at least 16 random bytes.
+    Secret(Vec<u8>),
+    /// Own Ed25519 private key (hex), public keys of the peers (hex).
+    Keys {
+        /// 64 hex digits.
+        private: String,
+        /// 88 hex digits each.
+        peers: Vec<String>,
+    },
+    /// X.509 with a private authority; PEM files.
+    Certificates {
+        /// Own certificate chain.
+        cert: PathBuf,
+        /// Own private key.
+        key: PathBuf,
+        /// The authority that signs both ends.
+        authority: PathBuf,
+        /// Name in the peer's certificate; without it the dialled address.
+        peer_name: Option<String>,
+    },
+    /// Neither encryption nor authentication. Only inside a VPN or on one machine.
+    Insecure,
+}
+
+/// Options of a proxy daemon.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Encryption and identity.
+    pub security: Security,
+    /// Memory that all buffers share, in bytes.
+    pub memory_max_bytes: u64,
+    /// WAN rate of the whole daemon: bytes per second or a timetable; empty is unlimited.
+    pub rate: String,
+    /// Codec threads; 0 is one per core.
+    pub workers: usize,
+    /// Directory for what does not fit into memory.
+    pub spill_directory: Option<PathBuf>,
+    /// Bytes that may be there.
+    pub spill_limit_bytes: u64,
+    /// Control socket.
+    pub control: Option<PathBuf>,
+    /// Address for Prometheus.
+    pub metrics: Option<SocketAddr>,
+}
+
+/// A running proxy. Dropping it stops it.
+#[derive(Debug)]
+pub struct Daemon {
+    post: Post,
+    thread: Option<JoinHandle<()>>,
+    control: Option<PathBuf>,
+    metrics: Option<SocketAddr>,
+}
+
+/// A request on the control socket: one JSON line.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Request {
+    /// Commands in order; the first failure ends the list.
+    pub commands: Vec<String>,
+    /// Reports as JSON.
+    #[serde(default)]
+    pub json: bool,
+}
+
+/// The answer to one command.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Answer {
+    /// Whether it was done.
+    pub ok: bool,
+    /// Its output, or why it failed.
+    pub text: String,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            security: Security::Insecure,
+            memory_max_bytes: 1 << 30,
+            rate: String::new(),
+            workers: 0,
+            spill_directory: None,
+            spill_limit_bytes: 0,
+            control: None,
+            metrics: None,
+        }
+    }
+}
+
+impl Daemon {
+    /// Checks the options, starts everything, and returns the running proxy.
+    pub fn start(options: Options) -> Result<Daemon, String> {
+        if options.memory_max_bytes < MEMORY_MIN {
+            return Err(format!(
+                "memory-max is {} bytes, at least {MEMORY_MIN} are needed",
+                options.memory_max_bytes
+            ));
+        }
+        let identity = match &options.security {
+            Security::Insecure => Identity::Insecure,
+            Security::Secret(secret) => Identity::Tls(Tls::from_secret(secret)?),
+            Security::Keys { private, peers } => Identity::Tls(Tls::from_keys(private, peers)?),
+            Security::Certificates {
+                cert,
+                key,
+                authority,
+                peer_name,
+            } => Identity::Tls(Tls::from_files(cert, key, authority, peer_name.as_deref())?),
+        };
+        let rate = match options.rate.as_str() {
+            "" => Schedule::default(),
+            text if text.contains('=') => Schedule::parse(text)?,
+            text => Schedule::flat(
+                crate::core::config::parse_bytes(text)
+                    .ok_or_else(|| format!("rate '{text}' is not a number of bytes per second"))?,
+            ),
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = if options.workers == 0 {
+            cores
+        } else {
+            options.workers
+        };
+        let (post, mailbox) = mailbox().map_err(|error| error.to_string())?;
+        let spill = match &options.spill_directory {
+            Some(directory) if options.spill_limit_bytes > 0 => {
+                Some(Spill::start(directory, &post)?)
+            }
+            Some(_) => return Err("a spill directory needs a spill limit above 0".into()),
+            None => None,
+        };
+        let daemon_options = DaemonOptions {
+            memory_max_bytes: options.memory_max_bytes,
+            memlimit_min_bytes: MEMLIMIT_MIN,
+            rate,
+            spill_limit_bytes: if spill.is_some() {
+                options.spill_limit_bytes
+            } else {
+                0
+            },
+            jobs_max: workers * 2,
+        };
+        let mut seed = [0u8; 32];
+        SystemRandom::new()
+            .fill(&mut seed)
+            .map_err(|_| "no random numbers".to_string())?;
+        let engine = Engine::new(Instant(0), daemon_options, seed);
+        let pool = Workers::start(workers, &post).map_err(|error| error.to_string())?;
+        let reactor = Reactor::new(engine, mailbox, pool, spill, identity, Clock::now())
+            .map_err(|error| error.to_string())?;
+        let control = options.control.as_deref().map(open_control).transpose()?;
+        let metrics = options
+            .metrics
+            .map(|addr| TcpListener::bind(addr).map_err(|error| format!("metrics {addr}: {error}")))
+            .transpose()?;
+        let metrics_addr = metrics
+            .as_ref()
+            .and_then(|listener| listener.local_addr().ok());
+        let thread = std::thread::Builder::new()
+            .name("proxy-io".into())
+            .spawn(move || reactor.run())
+            .map_err(|error| error.to_string())?;
+        if let Some(listener) = control {
+            let post = post.clone();
+            spawn("proxy-control", move || serve_control(&listener, &post))?;
+        }
+        if let Some(listener) = metrics {
+            let post = post.clone();
+            spawn("proxy-metrics", move || serve_metrics(&listener, &post))?;
+        }
+        Ok(Daemon {
+            post,
+            thread: Some(thread),
+            control: options.control,
+            metrics: metrics_addr,
+        })
+    }
+
+    /// Runs control commands here.
+    pub fn commands(&self, commands: &[&str]) -> Vec<Result<String, String>> {
+        self.post
+            .commands(commands.iter().map(|text| (*text).into()).collect(), false)
+    }
+
+    /// The state of everything as JSON.
+    pub fn state(&self) -> serde_json::Value {
+        self.post
+            .snapshot()
+            .and_then(|snapshot| serde_json::to_value(snapshot).ok())
+            .unwrap_or_default()
+    }
+
+    /// Where the metrics are served.
+    pub fn metrics_addr(&self) -> Option<SocketAddr> {
+        self.metrics
+    }
+
+    /// Waits until the proxy was told to stop.
+    pub fn wait(mut self) {
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+
+    /// A handle that can stop the proxy from another thread, as a signal handler does.
+    pub fn stopper(&self) -> impl Fn() + Send + use<> {
+        let post = self.post.clone();
+        move || crate::net::stop(&post)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        crate::net::stop(&self.post);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        if let Some(path) = &self.control {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Sends commands to a running proxy.
+pub fn request(path: &Path, request: &Request) -> Result<Vec<Answer>, String> {
+    let failed = |error: std::io::Error| {
+        format!(
+            "proxy control socket {}: {error}; is 'lockstep proxy run' running?",
+            path.display()
+        )
+    };
+    let mut stream = UnixStream::connect(path).map_err(failed)?;
+    let mut line = serde_json::to_vec(request).map_err(|error| error.to_string())?;
+    line.push(b'\n');
+    stream.write_all(&line).map_err(failed)?;
+    let mut answer = String::new();
+    BufReader::new(stream)
+        .read_line(&mut answer)
+        .map_err(failed)?;
+    serde_json::from_str(&answer).map_err(|error| format!("unreadable answer: {error}"))
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), String> {
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(work)
+        .map(|_| ())
+        .map_err(|error| error.to_string())
+}
+
+fn open_control(path: &Path) -> Result<UnixListener, String> {
+    let named = |error: std::io::Error| format!("control socket {}: {error}", path.display());
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory).map_err(named)?;
+    }
+    if UnixStream::connect(path).is_ok() {
+        return Err(format!(
+            "another proxy already answers on {}",
+            path.display()
+        ));
+    }
+    // A socket that nobody answers on was left by a crash.
+    let _ = std::fs::remove_file(path);
+    let listener = UnixListener::bind(path).map_err(named)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(named)?;
+    Ok(listener)
+}
+
+fn serve_control(listener: &UnixListener, post: &Post) {
+    for stream in listener.incoming() {
+        let Ok(stream) = stream else { continue };
+        let post = post.clone();
+        let _ = spawn("proxy-client", move || serve_client(stream, &post));
+    }
+}
+
+fn serve_client(stream: UnixStream, post: &Post) {
+    let Ok(mut out) = stream.try_clone() else {
+        return;
+    };
+    let mut lines = BufReader::new(stream.take(REQUEST_MAX));
+    let mut line = String::new();
+    if lines.read_line(&mut line).is_err() || line.is_empty() {
+        return;
+    }
+    let replies: Vec<Reply> = match serde_json::from_str::<Request>(&line) {
+        Ok(request) => post.commands(request.commands, request.json),
+        Err(error) => vec![Err(format!("not a request: {error}"))],
+    };
+    let answers: Vec<Answer> = replies
+        .into_iter()
+        .map(|reply| match reply {
+            Ok(text) => Answer { ok: true, text },
+            Err(text) => Answer { ok: false, text },
+        })
+        .collect();
+    if let Ok(mut text) = serde_json::to_vec(&answers) {
+        text.push(b'\n');
+        let _ = out.write_all(&text);
+    }
+}
+
+fn serve_metrics(listener: &TcpListener, post: &Post) {
+    for stream in listener.incoming() {
+        let Ok(mut stream) = stream else { continue };
+        let _ = stream.set_read_timeout(Some(Duration::from_secs(2)));
+        let _ = stream.set_write_timeout(Some(Duration::from_secs(2)));
+        let mut line = String::new();
+        let mut reader = BufReader::new((&stream).take(4096));
+        if reader.read_line(&mut line).is_err() {
+            continue;
+        }
+        let path = line.split_whitespace().nth(1).unwrap_or("");
+        let body = match (path, post.snapshot()) {
+            (_, None) => return,
+            ("/metrics", Some(snapshot)) => Some((
+                "text/plain; version=0.0.4",
+                crate::metrics::prometheus(&snapshot),
+            )),
+            ("/status", Some(snapshot)) => Some((
+                "application/json",
+                serde_json::to_string::<Snapshot>(&snapshot).unwrap_or_default(),
+            )),
+            _ => None,
+        };
+        let text = match body {
+            Some((kind, body)) => format!(
+                "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n\
+                 Connection: close\r\n\r\n{body}",
+                body.len()
+            ),
+            None => "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                .to_string(),
+        };
+        let _ = stream.write_all(text.as_bytes());
+    }
+}

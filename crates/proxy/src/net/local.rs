@@ -1,0 +1,312 @@
+//! Sockets towards the local DRBD: reading as the engine allows, writing in order, and the three
+//! ways to end (FIN, orderly close, reset).
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::time::Duration;
+
+use rustix::event::epoll;
+use socket2::Socket;
+
+use super::{Reactor, Source, TURN_BYTES, connect};
+use crate::core::frame::Bytes;
+use crate::core::{Close, Input, LinkId, LocalId};
+
+/// A socket towards DRBD.
+#[derive(Debug)]
+pub(super) struct LocalSock {
+    socket: Socket,
+    token: u64,
+    connecting: bool,
+    queue: VecDeque<(Bytes, usize)>,
+    /// FIN is to follow the queue.
+    shutdown: bool,
+    shutdown_done: bool,
+    /// Closed by the engine, but the queue is not yet written.
+    closing: bool,
+    want_read: bool,
+    interest: epoll::EventFlags,
+    registered: bool,
+}
+
+impl Reactor {
+    /// Takes over a socket that was accepted on an inside address.
+    pub(super) fn adopt_local(&mut self, local: LocalId, id: LinkId, socket: Socket) {
+        let token = self.token(Source::Local(local));
+        self.tune_local(&socket, id);
+        self.locals
+            .insert(local, LocalSock::new(socket, token, false));
+    }
+
+    /// Connects to DRBD from the inside address, which is the only one that DRBD accepts.
+    pub(super) fn connect_local(&mut self, local: LocalId, id: LinkId) {
+        let Some(config) = self.engine.config(id) else {
+            return;
+        };
+        let (from, to) = (config.inside.ip(), config.local_drbd);
+        let from = (!from.is_unspecified()).then_some(from);
+        let socket = match connect(from, to) {
+            Ok(socket) => socket,
+            Err(error) => {
+                let now = self.now();
+                self.engine
+                    .handle(now, Input::LocalFailed(local, error.to_string()));
+                return;
+            }
+        };
+        self.tune_local(&socket, id);
+        let token = self.token(Source::Local(local));
+        self.locals
+            .insert(local, LocalSock::new(socket, token, true));
+        self.update_local(local);
+    }
+
+    fn tune_local(&self, socket: &Socket, id: LinkId) {
+        let _ = socket.set_tcp_nodelay(true);
+        if let Some(config) = self.engine.config(id) {
+            let (send, receive) = (config.options.sndbuf_bytes, config.options.rcvbuf_bytes);
+            if send > 0 {
+                let _ = socket.set_send_buffer_size(send as usize);
+            }
+            if receive > 0 {
+                let _ = socket.set_recv_buffer_size(receive as usize);
+            }
+        }
+    }
+
+    pub(super) fn local_ready(&mut self, local: LocalId, flags: epoll::EventFlags) {
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        if sock.connecting {
+            match sock.socket.take_error() {
+                Ok(None) if flags.contains(epoll::EventFlags::OUT) => {
+                    sock.connecting = false;
+                    let now = self.now();
+                    self.engine.handle(now, Input::LocalConnected(local));
+                    self.local_flush(local);
+                }
+                Ok(None) => {}
+                Ok(Some(error)) | Err(error) => self.local_lost(local, &error.to_string()),
+            }
+            return;
+        }
+        if flags.contains(epoll::EventFlags::ERR)
+            && let Ok(Some(error)) = sock.socket.take_error()
+        {
+            self.local_lost(local, &error.to_string());
+            return;
+        }
+        if flags.contains(epoll::EventFlags::OUT) {
+            self.local_flush(local);
+        }
+        let hung = flags.contains(epoll::EventFlags::HUP);
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        if sock.want_read {
+            self.local_read(local);
+        } else if hung && sock.registered {
+            // Both directions ended, but nobody may read yet: do not be told again and again.
+            let _ = epoll::delete(&self.epoll, &sock.socket);
+            sock.registered = false;
+        }
+    }
+
+    pub(super) fn local_want_read(&mut self, local: LocalId) {
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        if !sock.want_read && !sock.closing {
+            sock.want_read = true;
+            self.update_local(local);
+        }
+    }
+
+    fn local_read(&mut self, local: LocalId) {
+        let mut budget = TURN_BYTES;
+        while budget > 0 {
+            let now = self.now();
+            let allowed = self.engine.read_allowance(now, local).min(budget);
+            let Some(sock) = self.locals.get_mut(&local) else {
+                return;
+            };
+            if allowed == 0 {
+                sock.want_read = false;
+                break;
+            }
+            let (mut len, mut end) = (0, None);
+            while len < allowed {
+                match (&sock.socket).read(&mut self.scratch[len..allowed]) {
+                    Ok(0) => {
+                        end = Some(Ok(()));
+                        break;
+                    }
+                    Ok(count) => len += count,
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                        budget = 0;
+                        break;
+                    }
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    Err(error) => {
+                        end = Some(Err(error));
+                        break;
+                    }
+                }
+            }
+            budget = budget.saturating_sub(len);
+            if len > 0 {
+                let data = self.scratch[..len].to_vec();
+                self.engine.handle(now, Input::LocalData(local, data));
+            }
+            match end {
+                Some(Ok(())) => {
+                    if let Some(sock) = self.locals.get_mut(&local) {
+                        sock.want_read = false;
+                    }
+                    self.engine.handle(now, Input::LocalEof(local));
+                    break;
+                }
+                Some(Err(error)) => {
+                    self.local_lost(local, &error.to_string());
+                    return;
+                }
+                None => {}
+            }
+        }
+        self.update_local(local);
+    }
+
+    pub(super) fn local_write(&mut self, local: LocalId, data: Bytes) {
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        sock.queue.push_back((data, 0));
+        if sock.queue.len() == 1 && !sock.connecting {
+            self.local_flush(local);
+        }
+    }
+
+    fn local_flush(&mut self, local: LocalId) {
+        let mut written = 0;
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        let failure = loop {
+            let Some((data, at)) = sock.queue.front_mut() else {
+                break None;
+            };
+            if written >= TURN_BYTES {
+                break None;
+            }
+            match (&sock.socket).write(&data[*at..]) {
+                Ok(count) => {
+                    *at += count;
+                    written += count;
+                    if *at == data.len() {
+                        sock.queue.pop_front();
+                    }
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break None,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => break Some(error),
+            }
+        };
+        if sock.queue.is_empty() && (sock.shutdown || sock.closing) && !sock.shutdown_done {
+            sock.shutdown_done = true;
+            let _ = sock.socket.shutdown(std::net::Shutdown::Write);
+        }
+        let done = sock.closing && sock.queue.is_empty();
+        if written > 0 {
+            let now = self.now();
+            self.engine.handle(now, Input::LocalWritten(local, written));
+        }
+        match failure {
+            Some(error) => self.local_lost(local, &error.to_string()),
+            None if done => self.forget_local(local),
+            None => self.update_local(local),
+        }
+    }
+
+    pub(super) fn local_shutdown(&mut self, local: LocalId) {
+        if let Some(sock) = self.locals.get_mut(&local) {
+            sock.shutdown = true;
+            self.local_flush(local);
+        }
+    }
+
+    pub(super) fn local_close(&mut self, local: LocalId, how: Close) {
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        match how {
+            Close::Orderly => {
+                sock.closing = true;
+                sock.want_read = false;
+                self.local_flush(local);
+            }
+            Close::Reset => {
+                let _ = sock.socket.set_linger(Some(Duration::ZERO));
+                self.forget_local(local);
+            }
+        }
+    }
+
+    /// The socket failed by itself.
+    fn local_lost(&mut self, local: LocalId, reason: &str) {
+        self.forget_local(local);
+        let now = self.now();
+        self.engine
+            .handle(now, Input::LocalFailed(local, reason.into()));
+    }
+
+    fn forget_local(&mut self, local: LocalId) {
+        if let Some(sock) = self.locals.remove(&local) {
+            self.sources.remove(&sock.token);
+            // Dropping the socket takes it out of the epoll set.
+        }
+    }
+
+    fn update_local(&mut self, local: LocalId) {
+        let Some(sock) = self.locals.get_mut(&local) else {
+            return;
+        };
+        let mut interest = epoll::EventFlags::empty();
+        if sock.want_read && !sock.connecting {
+            interest |= epoll::EventFlags::IN;
+        }
+        if sock.connecting || !sock.queue.is_empty() {
+            interest |= epoll::EventFlags::OUT;
+        }
+        let data = epoll::EventData::new_u64(sock.token);
+        let result = if !sock.registered {
+            sock.registered = true;
+            epoll::add(&self.epoll, &sock.socket, data, interest)
+        } else if interest != sock.interest {
+            epoll::modify(&self.epoll, &sock.socket, data, interest)
+        } else {
+            Ok(())
+        };
+        sock.interest = interest;
+        if let Err(error) = result {
+            self.local_lost(local, &error.to_string());
+        }
+    }
+}
+
+impl LocalSock {
+    fn new(socket: Socket, token: u64, connecting: bool) -> LocalSock {
+        LocalSock {
+            socket,
+            token,
+            connecting,
+            queue: VecDeque::new(),
+            shutdown: false,
+            shutdown_done: false,
+            closing: false,
+            want_read: false,
+            interest: epoll::EventFlags::empty(),
+            registered: false,
+        }
+    }
+}

@@ -1,0 +1,505 @@
+//! The I/O thread: one epoll loop that owns the engine and all sockets. It does what the engine
+//! says and tells it what happened; it decides nothing but how much one socket may do per turn.
+
+mod carrier;
+mod local;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant as Clock};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::{Timespec, epoll};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::core::config::LinkConfig;
+use crate::core::engine::Engine;
+use crate::core::time::Instant;
+use crate::core::{CarrierId, Input, Level, LinkId, LocalId, Output};
+use crate::mail::{Mail, Mailbox, Post};
+use crate::spill::Spill;
+use crate::tls::Identity;
+use crate::workers::{Work, Workers};
+use carrier::CarrierSock;
+use local::LocalSock;
+
+/// Bytes that one socket may move per turn.
+const TURN_BYTES: usize = 1 << 20;
+/// Accepted carriers whose handshake is under way.
+const PENDING_MAX: usize = 64;
+/// How long an accepted carrier may take to authenticate.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Time between looks at the wall clock.
+const WALL_EVERY: Duration = Duration::from_secs(20);
+
+/// What an epoll event belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Bell,
+    Inside(LinkId),
+    Outside(SocketAddr),
+    Local(LocalId),
+    Carrier(CarrierId),
+    /// Accepted, not yet authenticated.
+    Pending(u64),
+}
+
+/// Everything that the I/O thread owns.
+pub(crate) struct Reactor {
+    pub(crate) engine: Engine,
+    epoll: OwnedFd,
+    mailbox: Mailbox,
+    workers: Workers,
+    spill: Option<Spill>,
+    identity: Identity,
+    sources: BTreeMap<u64, Source>,
+    next_token: u64,
+    inside: BTreeMap<LinkId, (Socket, u64)>,
+    /// Outside listeners with the count of connections that use them.
+    outside: BTreeMap<SocketAddr, (Socket, u64, usize)>,
+    locals: BTreeMap<LocalId, LocalSock>,
+    carriers: BTreeMap<CarrierId, CarrierSock>,
+    pending: BTreeMap<u64, (CarrierSock, SocketAddr, Clock)>,
+    scratch: Vec<u8>,
+    started: Clock,
+    wall_at: Clock,
+    stopping: bool,
+}
+
+impl Reactor {
+    /// A reactor without connections.
+    pub(crate) fn new(
+        engine: Engine,
+        mailbox: Mailbox,
+        workers: Workers,
+        spill: Option<Spill>,
+        identity: Identity,
+        started: Clock,
+    ) -> std::io::Result<Reactor> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let mut reactor = Reactor {
+            engine,
+            epoll,
+            mailbox,
+            workers,
+            spill,
+            identity,
+            sources: BTreeMap::new(),
+            next_token: 1,
+            inside: BTreeMap::new(),
+            outside: BTreeMap::new(),
+            locals: BTreeMap::new(),
+            carriers: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            scratch: vec![0; TURN_BYTES],
+            started,
+            wall_at: started,
+            stopping: false,
+        };
+        let token = reactor.token(Source::Bell);
+        let data = epoll::EventData::new_u64(token);
+        epoll::add(
+            &reactor.epoll,
+            reactor.mailbox.bell(),
+            data,
+            epoll::EventFlags::IN,
+        )?;
+        reactor.look_at_wall();
+        Ok(reactor)
+    }
+
+    /// Runs until it is told to stop.
+    pub(crate) fn run(mut self) {
+        let mut events = Vec::with_capacity(64);
+        while !self.stopping {
+            self.perform();
+            let wait = self.patience();
+            events.clear();
+            let timeout = Timespec {
+                tv_sec: wait.as_secs() as i64,
+                tv_nsec: i64::from(wait.subsec_nanos()),
+            };
+            match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&timeout)) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!(%error, "epoll failed; the proxy stops");
+                    return;
+                }
+            }
+            for event in &events {
+                let (data, flags) = (event.data.u64(), event.flags);
+                if let Some(source) = self.sources.get(&data).copied() {
+                    self.happened(source, flags);
+                    self.perform();
+                }
+            }
+            self.clocks();
+        }
+    }
+
+    /// Nanoseconds since the start, as the engine counts.
+    pub(crate) fn now(&self) -> Instant {
+        Instant(self.started.elapsed().as_nanos() as u64)
+    }
+
+    /// Opens the listeners of a connection and adds it; on an error nothing changes.
+    pub(crate) fn add_link(&mut self, config: LinkConfig) -> Result<(), String> {
+        config.check().map_err(|error| error.to_string())?;
+        if self.engine.find(&config.name).is_some() {
+            let error = crate::core::config::ConfigError::Exists(config.name);
+            return Err(error.to_string());
+        }
+        let inside = listen(config.inside).map_err(|error| {
+            format!("cannot listen on inside address {}: {error}", config.inside)
+        })?;
+        let outside = if self.outside.contains_key(&config.my_outside) {
+            None
+        } else {
+            let socket = listen(config.my_outside).map_err(|error| {
+                format!(
+                    "cannot listen on outside address {}: {error}",
+                    config.my_outside
+                )
+            })?;
+            Some(socket)
+        };
+        let (name, my_outside) = (config.name.clone(), config.my_outside);
+        let now = self.now();
+        let id = self
+            .engine
+            .add_link(now, config)
+            .map_err(|error| error.to_string())?;
+        let watched = (|| {
+            let token = self.watch(&inside, Source::Inside(id))?;
+            self.inside.insert(id, (inside, token));
+            match outside {
+                Some(socket) => {
+                    let token = self.watch(&socket, Source::Outside(my_outside))?;
+                    self.outside.insert(my_outside, (socket, token, 1));
+                }
+                None => {
+                    if let Some((_, _, users)) = self.outside.get_mut(&my_outside) {
+                        *users += 1;
+                    }
+                }
+            }
+            std::io::Result::Ok(())
+        })();
+        if let Err(error) = watched {
+            self.remove_link(&name).ok();
+            return Err(error.to_string());
+        }
+        tracing::info!(connection = name, "connection added");
+        Ok(())
+    }
+
+    /// Removes a connection and closes its listeners.
+    pub(crate) fn remove_link(&mut self, name: &str) -> Result<(), String> {
+        let now = self.now();
+        let outside = self
+            .engine
+            .find(name)
+            .and_then(|id| self.engine.config(id))
+            .map(|config| config.my_outside);
+        let id = self
+            .engine
+            .remove_link(now, name)
+            .map_err(|error| error.to_string())?;
+        self.perform();
+        if let Some((_, token)) = self.inside.remove(&id) {
+            self.sources.remove(&token);
+        }
+        if let Some(addr) = outside
+            && let Some((_, token, users)) = self.outside.get_mut(&addr)
+        {
+            *users -= 1;
+            if *users == 0 {
+                let token = *token;
+                self.sources.remove(&token);
+                self.outside.remove(&addr);
+            }
+        }
+        tracing::info!(connection = name, "connection removed");
+        Ok(())
+    }
+
+    /// Ends the loop after this turn.
+    pub(crate) fn stop(&mut self) {
+        self.stopping = true;
+    }
+
+    fn token(&mut self, source: Source) -> u64 {
+        let token = self.next_token;
+        self.next_token += 1;
+        self.sources.insert(token, source);
+        token
+    }
+
+    /// Starts to watch a socket for reading.
+    fn watch(&mut self, socket: impl AsFd, source: Source) -> std::io::Result<u64> {
+        let token = self.token(source);
+        let data = epoll::EventData::new_u64(token);
+        epoll::add(&self.epoll, socket, data, epoll::EventFlags::IN)?;
+        Ok(token)
+    }
+
+    fn patience(&self) -> Duration {
+        let mut wait = self.wall_at.saturating_duration_since(Clock::now());
+        if let Some(at) = self.engine.next_timeout() {
+            wait = wait.min(at.since(self.now()));
+        }
+        if !self.pending.is_empty() {
+            wait = wait.min(Duration::from_secs(1));
+        }
+        wait
+    }
+
+    fn clocks(&mut self) {
+        let now = self.now();
+        if self.engine.next_timeout().is_some_and(|at| at <= now) {
+            self.engine.handle(now, Input::Tick);
+        }
+        if Clock::now() >= self.wall_at {
+            self.look_at_wall();
+        }
+        let late: Vec<u64> = self
+            .pending
+            .iter()
+            .filter(|(_, (_, _, since))| since.elapsed() >= HANDSHAKE)
+            .map(|(token, _)| *token)
+            .collect();
+        for token in late {
+            self.drop_pending(token, "no authentication in time");
+        }
+    }
+
+    fn look_at_wall(&mut self) {
+        self.wall_at = Clock::now() + WALL_EVERY;
+        let now = self.now();
+        self.engine
+            .handle(now, Input::Wall(crate::wall::minute_of_week()));
+    }
+
+    fn happened(&mut self, source: Source, flags: epoll::EventFlags) {
+        match source {
+            Source::Bell => self.read_mail(),
+            Source::Inside(id) => self.accept_inside(id),
+            Source::Outside(addr) => self.accept_outside(addr),
+            Source::Local(local) => self.local_ready(local, flags),
+            Source::Carrier(carrier) => self.carrier_ready(carrier, flags),
+            Source::Pending(token) => self.pending_ready(token),
+        }
+    }
+
+    fn read_mail(&mut self) {
+        self.mailbox.silence();
+        while let Some(mail) = self.mailbox.take() {
+            match mail {
+                Mail::Input(input) => {
+                    let now = self.now();
+                    self.engine.handle(now, input);
+                }
+                Mail::Commands {
+                    commands,
+                    json,
+                    reply,
+                } => {
+                    let answers = self.commands(&commands, json);
+                    let _ = reply.send(answers);
+                }
+                Mail::Snapshot(reply) => {
+                    let _ = reply.send(Box::new(self.engine.snapshot(self.now())));
+                }
+                Mail::Stop => self.stopping = true,
+            }
+            self.perform();
+        }
+    }
+
+    fn commands(&mut self, commands: &[String], json: bool) -> Vec<crate::mail::Reply> {
+        let mut answers = Vec::new();
+        for command in commands {
+            let answer = crate::control::execute(self, command, json);
+            self.perform();
+            let failed = answer.is_err();
+            answers.push(answer);
+            if failed {
+                break;
+            }
+        }
+        answers
+    }
+
+    fn accept_inside(&mut self, id: LinkId) {
+        loop {
+            let Some((listener, _)) = self.inside.get(&id) else {
+                return;
+            };
+            match accept(listener) {
+                Accepted::Socket(socket, _) => {
+                    let now = self.now();
+                    let local = self.engine.accept_local(now, id);
+                    self.adopt_local(local, id, socket);
+                    self.perform();
+                }
+                Accepted::Nothing => return,
+                Accepted::Failed(error) => {
+                    tracing::warn!(%error, "accept on an inside address failed");
+                    return;
+                }
+            }
+        }
+    }
+
+    fn accept_outside(&mut self, addr: SocketAddr) {
+        loop {
+            let Some((listener, ..)) = self.outside.get(&addr) else {
+                return;
+            };
+            match accept(listener) {
+                Accepted::Socket(socket, _) if self.pending.len() >= PENDING_MAX => drop(socket),
+                Accepted::Socket(socket, peer) => {
+                    if let Err(error) = self.adopt_pending(socket, addr, peer) {
+                        tracing::warn!(error, "carrier refused");
+                    }
+                }
+                Accepted::Nothing => return,
+                Accepted::Failed(error) => {
+                    tracing::warn!(%error, "accept on an outside address failed");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Does everything that the engine wants.
+    fn perform(&mut self) {
+        while let Some(output) = self.engine.poll_output() {
+            match output {
+                Output::Dial {
+                    carrier,
+                    link,
+                    kind,
+                } => self.dial(carrier, link, kind),
+                Output::Send(carrier, frame) => self.carrier_send(carrier, frame),
+                Output::WantWrite(carrier) => self.carrier_flush(carrier),
+                Output::CloseCarrier(carrier) => self.carrier_close(carrier),
+                Output::ConnectLocal { local, link } => self.connect_local(local, link),
+                Output::WriteLocal(local, data) => self.local_write(local, data),
+                Output::ShutdownLocal(local) => self.local_shutdown(local),
+                Output::CloseLocal(local, how) => self.local_close(local, how),
+                Output::WantRead(local) => self.local_want_read(local),
+                Output::Encode {
+                    job,
+                    spec,
+                    raw,
+                    sample,
+                } => {
+                    self.workers.push(Work::Encode {
+                        job,
+                        spec,
+                        raw,
+                        sample,
+                    });
+                }
+                Output::Decode {
+                    job,
+                    codec,
+                    raw_len,
+                    crc,
+                    payload,
+                } => {
+                    self.workers.push(Work::Decode {
+                        job,
+                        codec,
+                        raw_len,
+                        crc,
+                        payload,
+                    });
+                }
+                Output::SpillWrite { job, payload } => match &self.spill {
+                    Some(spill) => spill.write(job, payload),
+                    None => {
+                        let now = self.now();
+                        let result = Err("no spill directory".to_string());
+                        self.engine.handle(now, Input::SpillWritten(job, result));
+                    }
+                },
+                Output::SpillRead { job, from } => {
+                    if let Some(spill) = &self.spill {
+                        spill.read(job, from);
+                    }
+                }
+                Output::SpillFree(record) => {
+                    if let Some(spill) = &self.spill {
+                        spill.free(record);
+                    }
+                }
+                Output::Log(level, id, text) => {
+                    let name = self
+                        .engine
+                        .config(id)
+                        .map_or("", |config| config.name.as_str());
+                    match level {
+                        Level::Info => tracing::info!(connection = name, "{text}"),
+                        Level::Warn => tracing::warn!(connection = name, "{text}"),
+                        Level::Error => tracing::error!(connection = name, "{text}"),
+                    }
+                }
+            }
+        }
+    }
+}
+
+enum Accepted {
+    Socket(Socket, Option<SocketAddr>),
+    Nothing,
+    Failed(std::io::Error),
+}
+
+fn accept(listener: &Socket) -> Accepted {
+    match listener.accept() {
+        Ok((socket, peer)) => match socket.set_nonblocking(true) {
+            Ok(()) => Accepted::Socket(socket, peer.as_socket()),
+            Err(error) => Accepted::Failed(error),
+        },
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Accepted::Nothing,
+        // The client went away between its SYN and now.
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => Accepted::Nothing,
+        Err(error) => Accepted::Failed(error),
+    }
+}
+
+fn listen(addr: SocketAddr) -> std::io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&addr.into())?;
+    socket.listen(128)?;
+    Ok(socket)
+}
+
+/// Begins a connection from an address of this machine.
+fn connect(from: Option<std::net::IpAddr>, to: SocketAddr) -> std::io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    socket.set_tcp_nodelay(true)?;
+    if let Some(ip) = from {
+        socket.bind(&SocketAddr::new(ip, 0).into())?;
+    }
+    match socket.connect(&to.into()) {
+        Ok(()) => Ok(socket),
+        Err(error)
+            if error.raw_os_error() == Some(rustix::io::Errno::INPROGRESS.raw_os_error()) =>
+        {
+            Ok(socket)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Sends completions of other threads into the loop.
+pub(crate) fn stop(post: &Post) {
+    post.send(Mail::Stop);
+}

@@ -1,0 +1,128 @@
+//! The codec pool: threads of low priority that code and decode chunks. Decoding goes first, for it
+//! frees memory at both ends.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use crate::codec::{decode, encode, looks_compressible};
+use crate::core::frame::Bytes;
+use crate::core::plugin::CodecSpec;
+use crate::core::{Input, JobId};
+use crate::mail::Post;
+
+/// Work for the pool.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Encode {
+        job: JobId,
+        spec: CodecSpec,
+        raw: Bytes,
+        sample: bool,
+    },
+    Decode {
+        job: JobId,
+        codec: u8,
+        raw_len: u32,
+        crc: u32,
+        payload: Bytes,
+    },
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    encode: VecDeque<Work>,
+    decode: VecDeque<Work>,
+    stop: bool,
+}
+
+/// The threads and their queue. The core limits how much is in it.
+#[derive(Debug)]
+pub(crate) struct Workers {
+    shared: Arc<(Mutex<Queue>, Condvar)>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Workers {
+    /// Starts `count` threads at nice level +10 relative to the caller.
+    pub(crate) fn start(count: usize, post: &Post) -> std::io::Result<Workers> {
+        let shared = Arc::new((Mutex::new(Queue::default()), Condvar::new()));
+        let mut threads = Vec::new();
+        for number in 0..count.max(1) {
+            let (shared, post) = (Arc::clone(&shared), post.clone());
+            let thread = std::thread::Builder::new()
+                .name(format!("codec-{number}"))
+                .spawn(move || work(&shared, &post))?;
+            threads.push(thread);
+        }
+        Ok(Workers { shared, threads })
+    }
+
+    /// Hands over a piece of work.
+    pub(crate) fn push(&self, work: Work) {
+        let (queue, wake) = &*self.shared;
+        let mut queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
+        match work {
+            Work::Encode { .. } => queue.encode.push_back(work),
+            Work::Decode { .. } => queue.decode.push_back(work),
+        }
+        wake.notify_one();
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        let (queue, wake) = &*self.shared;
+        queue.lock().unwrap_or_else(PoisonError::into_inner).stop = true;
+        wake.notify_all();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
+    // On Linux this is the thread's own priority. Without the right to it the pool works as well.
+    let _ = rustix::process::nice(10);
+    let (queue, wake) = shared;
+    loop {
+        let mut held = queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let work = loop {
+            if held.stop {
+                return;
+            }
+            let next = held.decode.pop_front().or_else(|| held.encode.pop_front());
+            match next {
+                Some(work) => break work,
+                None => held = wake.wait(held).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        drop(held);
+        let begun = Instant::now();
+        let answer = match work {
+            Work::Encode {
+                job,
+                spec,
+                raw,
+                sample,
+            } => {
+                let hopeless = sample && spec != CodecSpec::None && !looks_compressible(&raw);
+                let spec = if hopeless { CodecSpec::None } else { spec };
+                let coded = encode(&spec, &raw);
+                Input::Encoded(job, coded, begun.elapsed())
+            }
+            Work::Decode {
+                job,
+                codec,
+                raw_len,
+                crc,
+                payload,
+            } => {
+                let result = decode(codec, raw_len as usize, crc, &payload);
+                Input::Decoded(job, result, begun.elapsed())
+            }
+        };
+        post.input(answer);
+    }
+}

@@ -1,0 +1,503 @@
+//! Two proxies, a breakable line between them, and fake DRBD nodes, all over loopback sockets.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{JoinHandle, spawn};
+use std::time::{Duration, Instant};
+
+use lockstep_proxy::{Daemon, Options, Security};
+
+const DATA: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
+const META: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";
+const PATIENCE: Duration = Duration::from_secs(40);
+const SECRET: &[u8] = b"0123456789abcdef0123456789abcdef";
+
+/// A loopback address that no other test uses, in this process or another one.
+fn fresh_ip() -> Ipv4Addr {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    let pid = std::process::id();
+    let next = NEXT.fetch_add(1, Ordering::Relaxed);
+    Ipv4Addr::new(127, 64 + (pid >> 8 & 0x7f) as u8, pid as u8, next as u8)
+}
+
+fn options(security: Security) -> Options {
+    Options {
+        security,
+        memory_max_bytes: 64 << 20,
+        workers: 2,
+        ..Options::default()
+    }
+}
+
+fn secret() -> Security {
+    Security::Secret(SECRET.to_vec())
+}
+
+/// A TCP line that can be cut and mended; it forwards bytes unchanged.
+struct Line {
+    addr: SocketAddr,
+    down: Arc<AtomicBool>,
+    open: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Line {
+    fn to(target: SocketAddr) -> Line {
+        let listener = TcpListener::bind((fresh_ip(), 7715)).unwrap();
+        let addr = listener.local_addr().unwrap();
+        let down = Arc::new(AtomicBool::new(false));
+        let open = Arc::new(Mutex::new(Vec::new()));
+        let (is_down, held) = (Arc::clone(&down), Arc::clone(&open));
+        spawn(move || {
+            for near in listener.incoming().flatten() {
+                let Ok(far) = TcpStream::connect(target) else {
+                    continue;
+                };
+                if is_down.load(Ordering::SeqCst) {
+                    continue;
+                }
+                let mut held = held.lock().unwrap();
+                held.push(near.try_clone().unwrap());
+                held.push(far.try_clone().unwrap());
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Both);
+                    });
+                }
+            }
+        });
+        Line { addr, down, open }
+    }
+
+    fn cut(&self) {
+        self.down.store(true, Ordering::SeqCst);
+        for socket in self.open.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn mend(&self) {
+        self.down.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Two proxies with one connection between them.
+struct Pair {
+    a: Daemon,
+    b: Daemon,
+    line: Line,
+    inside_a: SocketAddr,
+    drbd_b: TcpListener,
+}
+
+impl Pair {
+    fn start(a: Options, b: Options, extra: &str) -> Pair {
+        let at = |port| SocketAddr::from((fresh_ip(), port));
+        let (inside_a, inside_b) = (at(7815), at(7815));
+        let (outside_a, outside_b) = (at(7715), at(7715));
+        let line = Line::to(outside_b);
+        let drbd_b = TcpListener::bind((fresh_ip(), 7915)).unwrap();
+        let drbd_a = at(7915);
+        let b = Daemon::start(b).unwrap();
+        let a = Daemon::start(a).unwrap();
+        let add_b = format!(
+            "add connection r0-a-b {inside_b} {outside_a} {outside_b} {} --dial=never {extra}",
+            drbd_b.local_addr().unwrap()
+        );
+        let add_a = format!(
+            "add connection r0-b-a {inside_a} {} {outside_a} {drbd_a} --dial=always {extra}",
+            line.addr
+        );
+        ok(&b, &add_b);
+        ok(&a, &add_a);
+        Pair {
+            a,
+            b,
+            line,
+            inside_a,
+            drbd_b,
+        }
+    }
+
+    fn up(a: Options, b: Options, extra: &str) -> Pair {
+        let pair = Pair::start(a, b, extra);
+        wait("session", || {
+            connection(&pair.a)["bulk_carriers"].as_u64() > Some(0)
+        });
+        pair
+    }
+
+    /// Opens one socket of a DRBD connection through both proxies.
+    fn open(&self, first: [u8; 8]) -> (TcpStream, TcpStream) {
+        let mut near = TcpStream::connect(self.inside_a).unwrap();
+        near.write_all(&first).unwrap();
+        let (mut far, from) = self.drbd_b.accept().unwrap();
+        let state = connection(&self.b);
+        let inside: SocketAddr = state["inside"].as_str().unwrap().parse().unwrap();
+        assert_eq!(
+            from.ip(),
+            inside.ip(),
+            "DRBD accepts only its peer's address"
+        );
+        let mut got = [0; 8];
+        far.read_exact(&mut got).unwrap();
+        assert_eq!(got, first);
+        for socket in [&near, &far] {
+            socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        }
+        (near, far)
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("A: {:#}\nB: {:#}", self.a.state(), self.b.state());
+        }
+    }
+}
+
+fn ok(daemon: &Daemon, command: &str) -> String {
+    daemon
+        .commands(&[command])
+        .remove(0)
+        .unwrap_or_else(|error| panic!("{command}: {error}"))
+}
+
+fn err(daemon: &Daemon, command: &str) -> String {
+    match daemon.commands(&[command]).remove(0) {
+        Err(error) => error,
+        Ok(text) => panic!("{command} succeeded: {text}"),
+    }
+}
+
+fn connection(daemon: &Daemon) -> serde_json::Value {
+    daemon.state()["connections"][0].clone()
+}
+
+fn wait(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Text, noise and zeros in pieces, always the same for a seed.
+fn sample(len: usize, mut seed: u64) -> Vec<u8> {
+    let mut next = move || {
+        seed = seed
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        seed >> 33
+    };
+    let mut data = Vec::with_capacity(len + 70_000);
+    while data.len() < len {
+        let piece = 1 + next() as usize % 60_000;
+        match next() % 3 {
+            0 => data.extend((0..piece).map(|_| next() as u8)),
+            1 => data.extend(std::iter::repeat_n(0, piece)),
+            _ => data.extend((0..piece).map(|i| b"a block of some file "[i % 21])),
+        }
+    }
+    data.truncate(len);
+    data
+}
+
+fn send(mut socket: TcpStream, data: Vec<u8>) -> JoinHandle<TcpStream> {
+    spawn(move || {
+        socket.write_all(&data).unwrap();
+        socket
+    })
+}
+
+fn receive(socket: &mut TcpStream, data: &[u8]) {
+    let mut got = vec![0; data.len()];
+    socket.read_exact(&mut got).unwrap();
+    assert!(got == data, "other bytes than were sent");
+}
+
+fn is_reset(socket: &mut TcpStream) -> bool {
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    match socket.read(&mut [0]) {
+        Ok(0) => true,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        Ok(_) => false,
+    }
+}
+
+#[test]
+fn both_sockets_carry_bytes_both_ways_and_close_in_order() {
+    let pair = Pair::up(options(secret()), options(secret()), "");
+    ok(&pair.a, "set plugin r0-b-a 0 zstd level 1");
+    ok(&pair.b, "set plugin r0-a-b 0 lz4");
+    let (data_a, mut data_b) = pair.open(DATA);
+    let (mut meta_a, mut meta_b) = pair.open(META);
+    let (forth, back) = (sample(5_000_000, 1), sample(2_000_000, 2));
+    let sender = send(data_a, forth.clone());
+    let answer = send(data_b.try_clone().unwrap(), back.clone());
+    for _ in 0..20 {
+        meta_a.write_all(b"ping").unwrap();
+        receive(&mut meta_b, b"ping");
+        meta_b.write_all(b"pong").unwrap();
+        receive(&mut meta_a, b"pong");
+    }
+    receive(&mut data_b, &forth);
+    let mut data_a = sender.join().unwrap();
+    receive(&mut data_a, &back);
+    answer.join().unwrap();
+    assert_eq!(connection(&pair.a)["state"], "Connected");
+    assert!(connection(&pair.a)["ratio"].as_f64() > Some(1.5));
+    data_a.write_all(b"the last bytes").unwrap();
+    drop((data_a, meta_a));
+    let mut rest = Vec::new();
+    data_b.read_to_end(&mut rest).unwrap();
+    assert_eq!(rest, b"the last bytes");
+    assert_eq!(
+        meta_b.read(&mut [0; 9]).unwrap(),
+        0,
+        "the control socket ends by FIN"
+    );
+    drop((data_b, meta_b));
+    wait("teardown", || {
+        [&pair.a, &pair.b]
+            .iter()
+            .all(|d| connection(d)["streams"].as_array().unwrap().is_empty())
+    });
+    assert_eq!(connection(&pair.a)["state"], "ProxyConnected");
+}
+
+#[test]
+fn a_cut_line_is_resumed_and_drbd_does_not_notice() {
+    let pair = Pair::up(options(secret()), options(secret()), "--carriers=3");
+    ok(&pair.a, "set plugin r0-b-a 0 zlib level 1");
+    let (data_a, mut data_b) = pair.open(DATA);
+    let (_meta_a, _meta_b) = pair.open(META);
+    let forth = sample(12_000_000, 3);
+    let sender = send(data_a.try_clone().unwrap(), forth.clone());
+    for round in 0..3 {
+        receive(
+            &mut data_b,
+            &forth[round * 1_000_000..(round + 1) * 1_000_000],
+        );
+        pair.line.cut();
+        wait("suspension", || connection(&pair.a)["state"] == "Suspended");
+        pair.line.mend();
+        wait("resumption", || connection(&pair.a)["state"] == "Connected");
+    }
+    receive(&mut data_b, &forth[3_000_000..]);
+    sender.join().unwrap();
+    let counters = connection(&pair.a)["counters"].clone();
+    assert_eq!(
+        (counters["sessions"].as_u64(), counters["resumes"].as_u64()),
+        (Some(1), Some(3))
+    );
+}
+
+#[test]
+fn every_codec_is_switched_live_under_load() {
+    let pair = Pair::up(
+        options(Security::Insecure),
+        options(Security::Insecure),
+        "--carriers=2",
+    );
+    let (data_a, mut data_b) = pair.open(DATA);
+    let plugins = [
+        "lzma level 1",
+        "zlib level 1",
+        "none",
+        "zstd level 3",
+        "lz4",
+        "auto max-level 6",
+        "lzma level 2 mf bt4 dict-size 65536",
+    ];
+    for (round, plugin) in plugins.iter().enumerate() {
+        ok(&pair.a, &format!("set plugin r0-b-a 0 {plugin}"));
+        let settings = ok(&pair.a, "show proxy-settings r0-b-a");
+        assert!(settings.contains(plugin), "{settings}");
+        let forth = sample(1_500_000, round as u64);
+        let sender = send(data_a.try_clone().unwrap(), forth.clone());
+        receive(&mut data_b, &forth);
+        sender.join().unwrap();
+    }
+    let chunks = connection(&pair.a)["counters"]["chunks_by_codec"].clone();
+    for codec in [2, 3, 4, 5] {
+        assert!(chunks[codec].as_u64() > Some(0), "{chunks}");
+    }
+    ok(&pair.a, "set plugin r0-b-a 0 end");
+    assert!(!ok(&pair.a, "show proxy-settings r0-b-a").contains("plugin"));
+}
+
+#[test]
+fn a_full_buffer_stops_reading_and_spill_gives_it_room() {
+    let directory = tempfile::tempdir().unwrap();
+    let spilling = Options {
+        spill_directory: Some(directory.path().into()),
+        spill_limit_bytes: 64 << 20,
+        ..options(secret())
+    };
+    let extra = "--memlimit=2M --max-lag=0 --bwlimit=64k";
+    let pair = Pair::up(spilling, options(secret()), extra);
+    let (data_a, mut data_b) = pair.open(DATA);
+    // Noise does not shrink, so it needs the room that it has. The line is slow at first.
+    let mut forth = sample(20_000_000, 4);
+    for (i, byte) in forth.iter_mut().enumerate() {
+        *byte ^= (i as u64)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(17) as u8;
+    }
+    let sender = send(data_a.try_clone().unwrap(), forth.clone());
+    wait("spill", || {
+        connection(&pair.a)["spilled_bytes"].as_u64() > Some(8_000_000)
+    });
+    assert!(pair.a.state()["memory_used_bytes"].as_u64() < Some(6 << 20));
+    ok(&pair.a, "set bwlimit r0-b-a 0");
+    receive(&mut data_b, &forth);
+    sender.join().unwrap();
+    wait("empty disk", || {
+        pair.a.state()["spill_used_bytes"].as_u64() == Some(0)
+    });
+}
+
+#[test]
+fn without_a_peer_drbd_is_reset_at_once_and_a_reset_passes_through() {
+    let pair = Pair::start(options(secret()), options(secret()), "--session-hold=1");
+    pair.line.cut();
+    wait("down", || connection(&pair.a)["state"] == "Connecting");
+    let mut refused = TcpStream::connect(pair.inside_a).unwrap();
+    assert!(is_reset(&mut refused));
+    pair.line.mend();
+    wait("session", || {
+        connection(&pair.a)["bulk_carriers"].as_u64() > Some(0)
+    });
+    let (data_a, mut data_b) = pair.open(DATA);
+    let (mut meta_a, mut meta_b) = pair.open(META);
+    let hard = socket2::SockRef::from(&data_a);
+    hard.set_linger(Some(Duration::ZERO)).unwrap();
+    drop(data_a);
+    assert!(is_reset(&mut data_b));
+    // The other socket of the pair follows.
+    assert!(is_reset(&mut meta_a) && is_reset(&mut meta_b));
+}
+
+#[test]
+fn wrong_secret_garbage_and_plain_text_leave_the_others_alone() {
+    let pair = Pair::up(options(secret()), options(secret()), "");
+    let (data_a, mut data_b) = pair.open(DATA);
+    let (mut near, outside_b) = (data_a, connection(&pair.b)["my_outside"].clone());
+    let outside_b: SocketAddr = outside_b.as_str().unwrap().parse().unwrap();
+    let mut garbage = TcpStream::connect(outside_b).unwrap();
+    garbage.write_all(&sample(3000, 9)).unwrap();
+    garbage.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut answer = Vec::new();
+    match garbage.read_to_end(&mut answer) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
+    let intruder = Daemon::start(options(Security::Secret(
+        b"another secret of 32 characters!".to_vec(),
+    )));
+    let intruder = intruder.unwrap();
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    ok(
+        &intruder,
+        &format!(
+            "add connection x {} {outside_b} {} {} --dial=always",
+            at(1),
+            at(2),
+            at(3)
+        ),
+    );
+    wait("refusal", || {
+        connection(&intruder)["last_error"]
+            .as_str()
+            .is_some_and(|text| !text.is_empty())
+    });
+    assert_eq!(connection(&intruder)["state"], "Connecting");
+    near.write_all(b"still here").unwrap();
+    receive(&mut data_b, b"still here");
+}
+
+#[test]
+fn bad_commands_are_refused_with_a_reason_and_change_nothing() {
+    let daemon = Daemon::start(options(secret())).unwrap();
+    let ip = fresh_ip();
+    let add = format!("add connection r0-b-a {ip}:1 192.0.2.2:2 {ip}:2 {ip}:3");
+    for (command, reason) in [
+        (format!("{add} --memlimit=0"), "at least 1M"),
+        (
+            format!("add connection r0 {ip}:1 192.0.2.2:2 {ip}:2 {ip}:1"),
+            "circle",
+        ),
+        (
+            format!("add connection r0 {ip}:1 192.0.2.2 {ip}:2 {ip}:3"),
+            "IP:PORT",
+        ),
+        ("add connection r0 x".into(), "needs NAME"),
+        (
+            "add connection r0 203.0.113.77:1 192.0.2.2:2 127.0.0.1:2 127.0.0.1:3".into(),
+            "listen",
+        ),
+        ("del connection nobody".into(), "no connection 'nobody'"),
+        ("set memlimit nobody 1G".into(), "no connection 'nobody'"),
+        ("frobnicate".into(), "unknown command"),
+        ("show nothing".into(), "cannot show"),
+    ] {
+        let error = err(&daemon, &command);
+        assert!(error.contains(reason), "{command}: {error}");
+    }
+    assert_eq!(ok(&daemon, "show"), "");
+    ok(&daemon, &format!("{add} --memlimit=512M --new-option=7"));
+    assert!(err(&daemon, &add).contains("exists already"));
+    assert!(err(&daemon, "set plugin r0-b-a 0 gzip").contains("unknown plugin 'gzip'"));
+    assert!(err(&daemon, "set plugin r0-b-a 0 zstd level 99").contains("-5..22"));
+    assert!(err(&daemon, "set plugin r0-b-a 3 lz4").contains("gap"));
+    assert!(ok(&daemon, "show").contains("--memlimit=536870912"));
+    assert!(ok(&daemon, "show connections").contains("Connecting"));
+    assert!(ok(&daemon, "print statistics").contains("r0-b-a.state=Connecting"));
+    assert!(ok(&daemon, "print metrics").contains("# TYPE lockstep_proxy_ratio gauge"));
+    ok(&daemon, "del connection r0-b-a");
+    assert_eq!(ok(&daemon, "show"), "");
+    ok(&daemon, &add);
+}
+
+#[test]
+fn metrics_are_served_over_http() {
+    let metrics = Some(SocketAddr::from((fresh_ip(), 0)));
+    let daemon = Daemon::start(Options {
+        metrics,
+        ..options(secret())
+    })
+    .unwrap();
+    let get = |path: &str| {
+        let mut socket = TcpStream::connect(daemon.metrics_addr().unwrap()).unwrap();
+        write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let mut text = String::new();
+        let _ = socket.read_to_string(&mut text);
+        text
+    };
+    assert!(get("/metrics").contains("lockstep_proxy_memory_limit_bytes 67108864"));
+    assert!(get("/status").contains("\"connections\":[]"));
+    assert!(get("/else").starts_with("HTTP/1.1 404"));
+}
+
+#[test]
+fn pinned_keys_work_as_identity() {
+    let (private_a, public_a) = lockstep_proxy::generate_keys().unwrap();
+    let (private_b, public_b) = lockstep_proxy::generate_keys().unwrap();
+    let a = options(Security::Keys {
+        private: private_a,
+        peers: vec![public_b],
+    });
+    let b = options(Security::Keys {
+        private: private_b,
+        peers: vec![public_a],
+    });
+    let pair = Pair::up(a, b, "");
+    let (mut near, mut far) = pair.open(DATA);
+    near.write_all(b"hello").unwrap();
+    receive(&mut far, b"hello");
+}
