@@ -5,6 +5,7 @@ mod drbdadm;
 mod drbdmeta;
 mod drbdsetup;
 mod inspect;
+mod proxy;
 
 use std::process::ExitCode;
 
@@ -15,7 +16,8 @@ Usage: lockstep COMMAND [ARGS]
   drbdadm    brings resources to the state of the configuration (also by that name)
   drbdmeta   creates, shows and repairs metadata (also by that name)
   drbdsetup  changes and shows the state of this node's resources (also by that name)
-  inspect    shows files and traffic in the formats that Lockstep reads and writes";
+  inspect    shows files and traffic in the formats that Lockstep reads and writes
+  proxy      WAN proxy, its control, planning (also drbd-proxy and drbd-proxy-ctl by name)";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().collect();
@@ -27,6 +29,8 @@ fn main() -> ExitCode {
         ("drbdadm", _) => drbdadm::run(&words),
         ("drbdmeta", args) => drbdmeta::run(args),
         ("drbdsetup", args) => drbdsetup::run(args),
+        ("drbd-proxy", args) => proxy::run_daemon(args),
+        ("drbd-proxy-ctl", args) => proxy::run_ctl(args),
         (_, [command, rest @ ..]) => run(command, rest, &words),
         (_, []) => usage_error("lockstep: say what to do"),
     }
@@ -39,6 +43,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "bench" => bench::run(args),
         "drbdsetup" => drbdsetup::run(args),
         "inspect" => inspect::run(args),
+        "proxy" => proxy::run(args),
         "--help" | "-h" | "help" => {
             println!("{USAGE}");
             ExitCode::SUCCESS

@@ -2,6 +2,7 @@
 //! over a slow link in order, compressed and exactly once. The core (`core`) decides and knows no
 //! IO; the shells (sockets, codec pool, spill, control) do what it says.
 
+mod bench;
 mod codec;
 mod control;
 mod core;
@@ -9,11 +10,13 @@ mod daemon;
 mod mail;
 mod metrics;
 mod net;
+pub mod plan;
 mod spill;
 mod tls;
 mod wall;
 mod workers;
 
+pub use bench::bench;
 pub use daemon::{Answer, Daemon, Options, Request, Security, request};
 
 /// A new private key and its public key, both in hex, for `Security::Keys`.

@@ -1,0 +1,222 @@
+//! `lockstep proxy run`: the daemon in the foreground.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use lockstep_proxy::{Daemon, Options, Security, plan};
+
+use super::{default_socket, options};
+
+const USAGE: &str = "\
+Usage: lockstep proxy run [OPTIONS]
+
+Identity, one of:
+  --secret-file FILE     both ends hold the same secret ('lockstep proxy keygen --secret')
+  --key-file FILE --peer-key HEX [--peer-key HEX ...]
+                         own private key, public keys of the peers ('lockstep proxy keygen')
+  --cert FILE --cert-key FILE --ca FILE [--peer-name NAME]
+                         X.509 certificates of a private authority
+  --insecure             no encryption, no authentication: only inside a VPN
+
+Resources:
+  --memory-max SIZE      memory of all buffers (1G)
+  --workers N            codec threads (one per core)
+  --rate RATE            WAN bytes per second of the daemon, or a timetable
+                         (mon-fri/08:00-18:00=2M,*=0; UTC)
+  --spill-dir DIR --spill-limit SIZE
+                         disk space for what does not fit into memory
+
+Other:
+  --config FILE          control commands to run at the start, one a line
+  --socket PATH          control socket (/run/lockstep/proxy.sock)
+  --metrics IP:PORT      Prometheus metrics at /metrics, state at /status
+  --log FILTER           such as info or debug (info)
+  --version";
+
+/// What the command line says.
+struct Asked {
+    options: Options,
+    config: Option<PathBuf>,
+    log: String,
+}
+
+/// Runs the daemon until it is told to shut down.
+pub(super) fn run(args: &[String]) -> ExitCode {
+    match args.first().map(String::as_str) {
+        Some("--help" | "-h" | "help") => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        Some("--version" | "-V") => {
+            // Management software reads the first line; the command set is that of version 4.
+            println!("drbd-proxy 4.0.0");
+            println!("Lockstep proxy {}", env!("CARGO_PKG_VERSION"));
+            return ExitCode::SUCCESS;
+        }
+        _ => {}
+    }
+    let asked = match parse(args) {
+        Ok(asked) => asked,
+        Err(error) => {
+            eprintln!("lockstep proxy run: {error}\n\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match serve(asked) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lockstep proxy run: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(asked: Asked) -> Result<(), String> {
+    let filter = tracing_subscriber::EnvFilter::try_new(&asked.log)
+        .map_err(|error| format!("--log {}: {error}", asked.log))?;
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .try_init();
+    let commands = asked
+        .config
+        .as_deref()
+        .map(read_config)
+        .transpose()?
+        .unwrap_or_default();
+    if matches!(asked.options.security, Security::Insecure) {
+        tracing::warn!("carriers are neither encrypted nor authenticated");
+    }
+    let daemon = Daemon::start(asked.options)?;
+    for (number, command) in commands {
+        match daemon.commands(&[&command]).pop() {
+            Some(Ok(note)) if note.is_empty() => {}
+            Some(Ok(note)) => tracing::info!("{}", note.trim_end()),
+            Some(Err(error)) => return Err(format!("line {number}, '{command}': {error}")),
+            None => return Err("the proxy has stopped".into()),
+        }
+    }
+    daemon.wait();
+    Ok(())
+}
+
+fn read_config(path: &Path) -> Result<Vec<(usize, String)>, String> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| format!("configuration {}: {error}", path.display()))?;
+    Ok(text
+        .lines()
+        .enumerate()
+        .map(|(at, line)| {
+            (
+                at + 1,
+                line.split('#')
+                    .next()
+                    .unwrap_or_default()
+                    .trim()
+                    .to_string(),
+            )
+        })
+        .filter(|(_, line)| !line.is_empty())
+        .collect())
+}
+
+fn parse(args: &[String]) -> Result<Asked, String> {
+    let mut found = Options {
+        control: Some(default_socket()),
+        ..Options::default()
+    };
+    let (mut secret, mut key, mut peers) = (None, None, Vec::new());
+    let (mut cert, mut cert_key, mut authority, mut peer_name) = (None, None, None, None);
+    let (mut insecure, mut config, mut log) = (false, None, "info".to_string());
+    for (name, value) in options(args, &["insecure"])? {
+        let read = || std::fs::read(&value).map_err(|error| format!("--{name} {value}: {error}"));
+        match name.as_str() {
+            "secret-file" => secret = Some(read()?),
+            "key-file" => key = Some(String::from_utf8_lossy(&read()?).trim().to_string()),
+            "peer-key" => peers.push(value.clone()),
+            "cert" => cert = Some(PathBuf::from(&value)),
+            "cert-key" => cert_key = Some(PathBuf::from(&value)),
+            "ca" => authority = Some(PathBuf::from(&value)),
+            "peer-name" => peer_name = Some(value.clone()),
+            "insecure" => insecure = true,
+            "memory-max" => found.memory_max_bytes = plan::parse_size(&value)?,
+            "workers" => {
+                found.workers = value
+                    .parse()
+                    .map_err(|_| format!("--workers '{value}' is not a number"))?;
+            }
+            "rate" => found.rate = value.clone(),
+            "spill-dir" => found.spill_directory = Some(PathBuf::from(&value)),
+            "spill-limit" => found.spill_limit_bytes = plan::parse_size(&value)?,
+            "config" => config = Some(PathBuf::from(&value)),
+            "socket" => found.control = Some(PathBuf::from(&value)),
+            "metrics" => {
+                let addr = value
+                    .parse()
+                    .map_err(|_| format!("--metrics '{value}': IP:PORT"))?;
+                found.metrics = Some(addr);
+            }
+            "log" => log = value.clone(),
+            _ => return Err(format!("unknown option --{name}")),
+        }
+    }
+    let mut ways = Vec::new();
+    if let Some(secret) = secret {
+        ways.push(Security::Secret(secret));
+    }
+    if let Some(private) = key {
+        ways.push(Security::Keys { private, peers });
+    }
+    match (cert, cert_key, authority) {
+        (Some(cert), Some(key), Some(authority)) => {
+            ways.push(Security::Certificates {
+                cert,
+                key,
+                authority,
+                peer_name,
+            });
+        }
+        (None, None, None) => {}
+        _ => return Err("--cert, --cert-key and --ca belong together".into()),
+    }
+    if insecure {
+        ways.push(Security::Insecure);
+    }
+    match (ways.pop(), ways.is_empty()) {
+        (Some(way), true) => found.security = way,
+        (Some(_), false) => return Err("choose one identity only".into()),
+        (None, _) => {
+            return Err(
+                "no identity: give --secret-file, --key-file, --cert or, inside a VPN, \
+                        --insecure"
+                    .into(),
+            );
+        }
+    }
+    Ok(Asked {
+        options: found,
+        config,
+        log,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(text: &str) -> String {
+        let words: Vec<String> = text.split(' ').map(String::from).collect();
+        parse(&words).err().unwrap_or_default()
+    }
+
+    #[test]
+    fn an_identity_is_always_asked_for() {
+        assert!(problem("--workers 2").contains("no identity"));
+        assert!(problem("--insecure --cert a").contains("belong together"));
+        assert!(problem("--insecure --key-file /dev/null").contains("one identity"));
+        assert!(problem("--insecure --memory-max x").contains("not a size"));
+        assert!(problem("--insecure --frob 1").contains("unknown option --frob"));
+        assert!(problem("--secret-file /nonexistent/file").contains("/nonexistent/file"));
+        assert!(problem("--insecure").is_empty());
+    }
+}
