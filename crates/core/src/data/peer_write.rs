@@ -885,7 +885,6 @@ impl Resource {
             return;
         }
         let own = self.node_id;
-        let source = self.state.peer_device(volume, peer).repl.is_sync_source();
         let busy = self.devices.get(&volume).is_some_and(|d| {
             d.io.ranges
                 .any_overlap(sync.sector, sync.size_bytes, |_, _| true)
@@ -907,14 +906,14 @@ impl Resource {
         if cleared > 0 {
             self.bits_cleared(volume);
         }
-        if cleared > 0 || source {
-            // Without news there is no answer: two nodes must not answer each other for ever.
-            let known = if cleared > 0 {
-                NodeMask::EMPTY
-            } else {
-                sync.mask.with(peer)
-            };
-            self.tell_in_sync(volume, &extents, known);
-        }
+        // Whoever knows of another node in sync passes it on, also when the resync has ended
+        // meanwhile: its last packet crosses the state change on the other stream. Without news
+        // there is no answer, so two nodes do not answer each other for ever.
+        let known = if cleared > 0 {
+            NodeMask::EMPTY
+        } else {
+            sync.mask.with(peer)
+        };
+        self.tell_in_sync(volume, &extents, known);
     }
 }
