@@ -10,7 +10,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use lockstep_format::disk::BLOCK_BYTES;
-use lockstep_format::disk::al::{self, Coverage};
+use lockstep_format::disk::al::{self, Coverage, ReplayError};
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, Uuid, VolumeNr};
@@ -431,13 +431,21 @@ impl Resource {
         }
         let al_area = core::mem::take(&mut step.al);
         if !superblock.is_clean() {
-            let replay = al::replay(&al_area, layout.geometry().al).map_err(|e| {
-                error(
-                    ErrorCode::ERR_MD_UNCLEAN,
-                    format!("{path}: the activity log cannot be applied: {e}"),
-                )
-            })?;
-            if matches!(replay.coverage, Coverage::Complete) {
+            let replay = match al::replay(&al_area, layout.geometry().al) {
+                Ok(replay) => Some(replay),
+                // Each attach rewrites the log; cut in between, it may hold nothing whole. Then
+                // nothing is known, which is safe to repair by copying everything.
+                Err(ReplayError::NoData | ReplayError::NoTransaction { .. }) => None,
+                Err(e) => {
+                    return Err(error(
+                        ErrorCode::ERR_MD_UNCLEAN,
+                        format!("{path}: the activity log cannot be applied: {e}"),
+                    ));
+                }
+            };
+            if let Some(replay) = replay
+                && matches!(replay.coverage, Coverage::Complete)
+            {
                 let size = disk.io.bitmap.shape().bits();
                 for extent in &replay.active {
                     let bits = disk.io.bitmap.extent_bits(*extent);

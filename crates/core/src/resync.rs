@@ -36,7 +36,12 @@ impl Resource {
             ReplState::WfBitmapT => ReplState::SyncTarget,
             _ => return,
         };
-        self.hard_change(Change::new().repl(volume, peer, repl));
+        let mut change = Change::new().repl(volume, peer, repl);
+        if repl == ReplState::SyncSource {
+            // Also where the resync starts paused: writes go to the peer from now on.
+            change = change.peer_disk(volume, peer, DiskState::Inconsistent);
+        }
+        self.hard_change(change);
         let early = self
             .peer_device_mut(volume, peer)
             .and_then(|pd| pd.finished_early.take());

@@ -267,15 +267,11 @@ impl Disk {
         if !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
             let at = self.layout.al_byte() as usize;
             let len = self.layout.geometry().al.bytes() as usize;
-            let replay = al::replay(&self.meta[at..at + len], self.layout.geometry().al)
-                .map_err(|e| e.to_string())?;
-            if replay.coverage != al::Coverage::Complete {
-                return Err(format!(
-                    "the activity log lost context: {:?}",
-                    replay.coverage
-                ));
+            match al::replay(&self.meta[at..at + len], self.layout.geometry().al) {
+                Ok(replay) if replay.coverage == al::Coverage::Complete => active = replay.active,
+                // Nothing is known: an attach marks everything.
+                _ => return Ok(vec![true; blocks.len()]),
             }
-            active = replay.active;
         }
         let slot = entry.bitmap_index;
         Ok(blocks
