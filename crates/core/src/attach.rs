@@ -682,6 +682,17 @@ impl Resource {
         self.detach_progress(volume);
     }
 
+    /// Detaches that waited for something which the last input has ended go on.
+    pub(crate) fn settle_detaches(&mut self) {
+        let leaving = |d: &Device| d.disk.as_ref().is_some_and(|disk| disk.leaving.is_some());
+        if self.devices.values().any(leaving) {
+            let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+            for volume in volumes {
+                self.detach_progress(volume);
+            }
+        }
+    }
+
     /// Looks whether a detach can go one step on.
     pub(crate) fn detach_progress(&mut self, volume: VolumeNr) {
         let Some(device) = self.devices.get_mut(&volume) else {

@@ -296,6 +296,7 @@ impl Resource {
         self.run_steps();
         self.settle_new_uuid();
         self.settle_data();
+        self.settle_detaches();
         self.settle_commands();
         self.run_steps();
     }
