@@ -18,7 +18,7 @@ use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
 
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
 use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
-use crate::device::{Device, DiskPhase, LocalDisk, MetaWriter};
+use crate::device::{AfterMeta, Device, DiskPhase, LocalDisk, MetaWriter};
 use crate::event::{CommandId, DiskError, DiskInfo, MetaOp, Output};
 use crate::generation::Generations;
 use crate::options::DiskOptions;
@@ -50,6 +50,7 @@ pub struct ReadStep {
     al: Vec<u8>,
     bitmap: Vec<(u64, Vec<u8>)>,
     recovered: bool,
+    stamped: bool,
     log_emptied: bool,
 }
 
@@ -289,14 +290,14 @@ impl Resource {
         if step.outstanding > 0 {
             return;
         }
-        let next = if step.recovered {
-            if step.log_emptied {
+        let next = match (step.recovered, step.stamped, step.log_emptied) {
+            (false, ..) => self.recover(volume, &path),
+            (true, false, _) => self.stamp_clean(volume),
+            (true, true, false) => self.empty_log(volume),
+            (true, true, true) => {
                 self.metadata_ready(volume);
                 return;
             }
-            self.empty_log(volume)
-        } else {
-            self.recover(volume, &path)
         };
         if let Err(cause) = next {
             self.attach_failed(volume, cause);
@@ -527,7 +528,38 @@ impl Resource {
         for op in writes {
             self.meta(volume, op, Pending::AttachRead(volume, AttachIo::Recover));
         }
-        if none { self.empty_log(volume) } else { Ok(()) }
+        if none {
+            self.stamp_clean(volume)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The bits are durable, so the log does not count any more. It is said before the log is
+    /// overwritten: a log that is cut in the middle of that would not be readable.
+    fn stamp_clean(&mut self, volume: VolumeNr) -> Result<(), CommandError> {
+        let members = self.state.members;
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return Ok(());
+        };
+        let DiskPhase::Reading { step, .. } = &mut disk.phase else {
+            return Ok(());
+        };
+        step.stamped = true;
+        if disk.superblock.as_ref().is_some_and(SuperBlock::is_clean) {
+            return self.empty_log(volume);
+        }
+        step.outstanding = 1;
+        disk.generations.flags.insert(DeviceFlags::AL_CLEAN);
+        if let Some((offset, bytes)) = disk.encode_superblock(0, members, false) {
+            let op = MetaOp::Write {
+                offset,
+                bytes,
+                flush_data: false,
+            };
+            self.meta(volume, op, Pending::AttachRead(volume, AttachIo::Recover));
+        }
+        Ok(())
     }
 
     /// Writes an empty log: what it held is in the bitmap now.
@@ -595,7 +627,15 @@ impl Resource {
         if let Some(size) = self.new_size(volume) {
             self.apply_size(volume, old_size, size);
         }
-        self.write_superblock(volume);
+        // No write may reach the log while the superblock still calls it clean.
+        self.after_superblock(volume, AfterMeta::Attached);
+    }
+
+    /// The superblock says that the disk is in use: it takes part.
+    pub(crate) fn attach_stamped(&mut self, volume: VolumeNr) {
+        if self.state.disk(volume) != DiskState::Attaching {
+            return;
+        }
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };

@@ -133,6 +133,8 @@ pub enum AfterMeta {
     ForcedUuid,
     /// A followed generation is durable; everybody is told.
     SpreadUuids,
+    /// An attach goes on: the superblock does not call the log clean any more.
+    Attached,
     /// A command of this volume is answered with success.
     Answer(CommandId),
     /// The disk is known to be Inconsistent: resync data of this peer may be written.

@@ -1002,6 +1002,7 @@ impl Resource {
             AfterMeta::NewUuid => self.new_uuid_durable(volume),
             AfterMeta::ForcedUuid => self.forced_uuid_durable(volume),
             AfterMeta::SpreadUuids => self.spread_uuids(volume),
+            AfterMeta::Attached => self.attach_stamped(volume),
             AfterMeta::Answer(id) => self.answer(id, Ok(crate::command::Answer::Done)),
             AfterMeta::ResyncStart(peer) => self.resync_target_ready(volume, peer),
             AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
