@@ -1150,8 +1150,9 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
         && h.own.is_primary()
         && h.peer.is_primary()
         && loser.uuids.dirty_bits == 0;
+    // A disk that is just being attached to a Primary is not the data that it serves.
     if !loser.is_primary()
-        || loser.effective_disk() < DiskState::Consistent
+        || loser.disk < DiskState::Consistent
         || verdict.strategy.is_arbitrary()
         || !h.has_dirty_bits()
         || verdict.demote_first

@@ -225,7 +225,10 @@ mod tests {
 
     #[test]
     fn the_fill_target_is_reached_and_the_link_used() {
-        let options = PeerDeviceOptions::default();
+        let options = PeerDeviceOptions {
+            c_fill_target_sectors: 2048,
+            ..PeerDeviceOptions::default()
+        };
         let (done, in_flight) = run(&options, 2000, 200, false);
         assert!(done > 2000 * 180, "{done}");
         let target = u64::from(options.c_fill_target_sectors);

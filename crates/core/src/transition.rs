@@ -708,6 +708,9 @@ impl Resource {
             if before.peer_role == Role::Primary && c.peer_role == Role::Secondary {
                 self.write_all_bitmaps();
             }
+            if before.peer_role != Role::Primary && c.peer_role == Role::Primary {
+                self.look_for_source(*peer, new);
+            }
         }
         // A lost member or an open question whether a Primary is left somewhere (10.7).
         let lost_member = new.connections.iter().any(|(n, c)| {
@@ -751,6 +754,26 @@ impl Resource {
             self.run_handler("quorum-lost", None, None);
         }
         self.admission_changed();
+    }
+
+    /// A Primary is a neighbour now, so that a resync sees all its writes: what an unstable one
+    /// could not finish is tried again (semantics.md, 14.6).
+    fn look_for_source(&mut self, primary: NodeId, new: &State) {
+        for (volume, d) in &new.devices {
+            let behind = matches!(d.disk, DiskState::Inconsistent | DiskState::Outdated);
+            if !behind || d.peers.values().any(|p| p.repl > ReplState::Established) {
+                continue;
+            }
+            let source = d.peers.iter().find(|(peer, p)| {
+                **peer != primary
+                    && p.repl == ReplState::Established
+                    && p.disk == DiskState::UpToDate
+            });
+            if let Some((peer, _)) = source {
+                self.send_uuids(*peer, *volume, UuidFlags::RESYNC);
+                self.compare_now(*peer, *volume);
+            }
+        }
     }
 
     fn after_demotion(&mut self, new: &State) {

@@ -24,6 +24,7 @@ use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, UuidF
 use crate::compare;
 use crate::device::{AfterMeta, Reconcile};
 use crate::event::{MetaOp, Stream};
+use crate::exposed::{Exposed, ExposedPeer};
 use crate::generation::{Generations, LearnContext, Learned, PeerView, Rotation};
 use crate::report::Level;
 use crate::resource::{Pending, Resource};
@@ -50,9 +51,11 @@ enum SpreadStep {
 
 #[derive(Debug)]
 struct Plan {
-    base: Generations,
+    /// The sets before and after; none for a Primary that has no usable disk and labels what it
+    /// exposes.
+    sets: Option<(Generations, Generations)>,
+    uuid: Uuid,
     views: Vec<PeerView>,
-    next: Generations,
     confirm: NodeMask,
     written: bool,
 }
@@ -138,11 +141,24 @@ impl Resource {
             let state = self.state.devices.get(&volume);
             let usable = state.is_some_and(|s| s.have_quorum && s.data_accessible());
             let up_to_date = self.state.disk(volume) == DiskState::UpToDate;
-            if !usable || role != Role::Primary || !up_to_date {
+            if !usable || role != Role::Primary {
                 // Without quorum or data there is nothing to label; the loss will be noticed
                 // again when they return.
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.new_uuid_pending = false;
+                }
+                continue;
+            }
+            if !up_to_date {
+                match self.plan_exposed(volume) {
+                    Some(plan) => {
+                        plans.insert(volume, plan);
+                    }
+                    None => {
+                        if let Some(device) = self.devices.get_mut(&volume) {
+                            device.new_uuid_pending = false;
+                        }
+                    }
                 }
                 continue;
             }
@@ -167,36 +183,26 @@ impl Resource {
                 }
                 continue;
             }
-            let followers: NodeMask = views
-                .iter()
-                .filter(|v| {
-                    v.connected
-                        && matches!(
-                            v.disk,
-                            DiskState::Consistent | DiskState::UpToDate | DiskState::Negotiating
-                        )
-                        && self
-                            .connections
-                            .get(&v.node)
-                            .is_some_and(|c| c.is_lockstep())
-                        && self.is_established(v.node)
-                })
-                .map(|v| v.node)
-                .collect();
+            let confirm = self.followers(&views);
             plans.insert(
                 volume,
                 Plan {
-                    base,
+                    uuid: next.current,
+                    sets: Some((base, next)),
                     views,
-                    next,
-                    confirm: followers,
+                    confirm,
                     written: false,
                 },
             );
         }
         for (volume, plan) in &plans {
-            for peer in plan.confirm.iter() {
-                self.send_planned(*volume, peer, &plan.next);
+            match &plan.sets {
+                Some((_, next)) => {
+                    for peer in plan.confirm.iter() {
+                        self.send_planned(*volume, peer, next);
+                    }
+                }
+                None => self.send_exposed(*volume, plan.uuid),
             }
         }
         if plans.is_empty() {
@@ -211,6 +217,73 @@ impl Resource {
             step: SpreadStep::Confirm,
         });
         self.settle_confirm();
+    }
+
+    /// Lockstep peers that follow and will confirm.
+    fn followers(&self, views: &[PeerView]) -> NodeMask {
+        views
+            .iter()
+            .filter(|v| {
+                v.connected
+                    && matches!(
+                        v.disk,
+                        DiskState::Consistent | DiskState::UpToDate | DiskState::Negotiating
+                    )
+                    && self
+                        .connections
+                        .get(&v.node)
+                        .is_some_and(|c| c.is_lockstep())
+                    && self.is_established(v.node)
+            })
+            .map(|v| v.node)
+            .collect()
+    }
+
+    /// A Primary without a usable disk labels the data that it exposes (semantics.md, 12.6).
+    fn plan_exposed(&mut self, volume: VolumeNr) -> Option<Plan> {
+        let views = self.peer_views(volume);
+        let device = self.devices.get(&volume)?;
+        let peers: Vec<ExposedPeer<'_>> = views
+            .iter()
+            .map(|v| ExposedPeer {
+                node: v.node,
+                connected: v.connected,
+                disk: v.disk,
+                uuids: self.peer_uuids(volume, v.node),
+            })
+            .collect();
+        let exposed = Exposed {
+            node: self.node_id,
+            uuid: device.exposed_uuid,
+            intentionally_diskless: device.intentional_diskless,
+            waits_for_confirmation: false,
+            without_bitmap: views
+                .iter()
+                .filter(|v| !v.has_bitmap)
+                .map(|v| v.node)
+                .collect(),
+        };
+        if !exposed.needs_new_generation(&peers) {
+            return None;
+        }
+        let uuid = Uuid(self.rng.uuid().0 | Uuid::PRIMARY_BIT);
+        let confirm = self.followers(&views);
+        Some(Plan {
+            sets: None,
+            uuid,
+            views,
+            confirm,
+            written: false,
+        })
+    }
+
+    /// Tells everybody what the data are called that this node exposes from now on.
+    fn send_exposed(&mut self, volume: VolumeNr, uuid: Uuid) {
+        let weak_nodes = self.weak_nodes(volume);
+        for peer in self.established_peers().iter() {
+            let packet = CurrentUuid { uuid, weak_nodes };
+            self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
+        }
     }
 
     /// Tells a follower the generation that is coming.
@@ -236,8 +309,11 @@ impl Resource {
         // Whatever changed meanwhile starts it over with a UUID that nobody has.
         let changed = new.plans.iter().any(|(volume, plan)| {
             let disk = self.devices.get(volume).and_then(|d| d.attached());
-            disk.is_none_or(|d| d.generations != plan.base)
-                || self.peer_views(*volume) != plan.views
+            let moved = match &plan.sets {
+                Some((base, _)) => disk.is_none_or(|d| d.generations != *base),
+                None => self.state.disk(*volume) == DiskState::UpToDate,
+            };
+            moved || self.peer_views(*volume) != plan.views
         });
         if changed || self.state.role != Role::Primary {
             self.new_uuid = None;
@@ -251,7 +327,7 @@ impl Resource {
             plan.confirm.iter().any(|peer| {
                 !self
                     .peer_uuids(*volume, peer)
-                    .is_some_and(|u| u.current.same_generation(plan.next.current))
+                    .is_some_and(|u| u.current.same_generation(plan.uuid))
             })
         });
         if waiting {
@@ -266,7 +342,16 @@ impl Resource {
             let Some(plan) = self.new_uuid.as_ref().and_then(|n| n.plans.get(&volume)) else {
                 continue;
             };
-            let next = plan.next.clone();
+            let uuid = plan.uuid;
+            let next = plan.sets.as_ref().map(|(_, next)| next.clone());
+            let Some(next) = next else {
+                // Nothing to write here: the followers have it, and they have the data.
+                if let Some(device) = self.devices.get_mut(&volume) {
+                    device.exposed_uuid = uuid;
+                }
+                self.new_uuid_done(volume);
+                continue;
+            };
             if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
                 disk.generations = next;
             }
@@ -292,6 +377,13 @@ impl Resource {
                 UuidFlags::NEW_DATAGEN
             };
             self.send_uuids(peer, volume, flags);
+        }
+        self.new_uuid_done(volume);
+    }
+
+    fn new_uuid_done(&mut self, volume: VolumeNr) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.new_uuid_pending = false;
         }
         let done = match self.new_uuid.as_mut() {
             Some(new) => {
@@ -541,7 +633,15 @@ impl Resource {
         let mut provisional = NodeMask::EMPTY;
         if lockstep {
             // Nobody counts as following before it said so.
+            let diskless = self.state.peer_device(volume, peer).disk < DiskState::Inconsistent;
+            if diskless {
+                // Its own disk, wherever it is, does not follow.
+                weak.insert(peer);
+            }
             for view in &views {
+                if diskless && view.node == peer {
+                    continue;
+                }
                 let follows = self
                     .peer_uuids(volume, view.node)
                     .is_some_and(|u| u.current.same_generation(set.current));
