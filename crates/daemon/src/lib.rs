@@ -1,8 +1,14 @@
 //! A node: life cycle of the daemon, control socket, what tools are told, handlers.
 
+pub mod board;
 pub mod client;
+mod devices;
+mod handlers;
+pub mod lockstepd;
 pub mod names;
+pub mod node;
 pub mod options;
 pub mod place;
 pub mod protocol;
 pub mod report;
+mod server;

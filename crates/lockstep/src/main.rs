@@ -5,6 +5,7 @@ mod drbdadm;
 mod drbdmeta;
 mod drbdsetup;
 mod inspect;
+mod lockstepd;
 mod proxy;
 
 use std::process::ExitCode;
@@ -17,6 +18,7 @@ Usage: lockstep COMMAND [ARGS]
   drbdmeta   creates, shows and repairs metadata (also by that name)
   drbdsetup  changes and shows the state of this node's resources (also by that name)
   inspect    shows files and traffic in the formats that Lockstep reads and writes
+  lockstepd  runs this node (also by that name)
   proxy      WAN proxy, its control, planning (also drbd-proxy and drbd-proxy-ctl by name)";
 
 fn main() -> ExitCode {
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         ("drbdsetup", args) => drbdsetup::run(args),
         ("drbd-proxy", args) => proxy::run_daemon(args),
         ("drbd-proxy-ctl", args) => proxy::run_ctl(args),
+        ("lockstepd", args) => lockstepd::run(args),
         (_, [command, rest @ ..]) => run(command, rest, &words),
         (_, []) => usage_error("lockstep: say what to do"),
     }
@@ -42,6 +45,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "drbdmeta" => drbdmeta::run(args),
         "bench" => bench::run(args),
         "drbdsetup" => drbdsetup::run(args),
+        "lockstepd" => lockstepd::run(args),
         "inspect" => inspect::run(args),
         "proxy" => proxy::run(args),
         "--help" | "-h" | "help" => {

@@ -1,0 +1,185 @@
+//! The last known report of every resource, and who is told when one changes.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::protocol::Reply;
+use crate::report::{ConnectionReport, DeviceReport, PeerDeviceReport, ResourceReport};
+
+/// Reports and watchers of a node.
+#[derive(Debug, Default)]
+pub struct Board {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    reports: BTreeMap<String, ResourceReport>,
+    watchers: Vec<Watcher>,
+}
+
+#[derive(Debug)]
+struct Watcher {
+    sender: SyncSender<Reply>,
+    resource: Option<String>,
+    statistics: bool,
+}
+
+/// Messages that may wait for one watcher. One that is slower is cut off rather than waited for.
+const WATCHER_BACKLOG: usize = 4096;
+
+impl Board {
+    /// Takes a newer report; `true` if more than counters changed.
+    pub(crate) fn publish(&self, report: ResourceReport) -> bool {
+        let mut inner = self.lock();
+        let old = inner.reports.insert(report.name.clone(), report.clone());
+        if old.as_ref() == Some(&report) {
+            return false;
+        }
+        let state_changed = old.as_ref().map(without_counters) != Some(without_counters(&report));
+        let progress = has_progress(&report);
+        let name = report.name.clone();
+        let message = Reply::Changed {
+            resource: Box::new(report),
+        };
+        inner.tell(&name, &message, |w| {
+            state_changed || progress || w.statistics
+        });
+        state_changed
+    }
+
+    /// A resource has gone.
+    pub(crate) fn remove(&self, name: &str) {
+        let mut inner = self.lock();
+        if inner.reports.remove(name).is_some() {
+            inner.tell(
+                name,
+                &Reply::Removed {
+                    name: name.to_owned(),
+                },
+                |_| true,
+            );
+        }
+    }
+
+    /// A handler starts or has ended.
+    pub(crate) fn helper(&self, message: &Reply) {
+        if let Reply::Helper { resource, .. } = message {
+            self.lock().tell(resource, message, |_| true);
+        }
+    }
+
+    /// The present reports, and every later change without a gap.
+    pub(crate) fn watch(
+        &self,
+        resource: Option<String>,
+        statistics: bool,
+    ) -> (Vec<ResourceReport>, Receiver<Reply>) {
+        let (sender, receiver) = sync_channel(WATCHER_BACKLOG);
+        let mut inner = self.lock();
+        let reports = inner
+            .reports
+            .values()
+            .filter(|report| resource.as_ref().is_none_or(|name| *name == report.name))
+            .cloned()
+            .collect();
+        inner.watchers.push(Watcher {
+            sender,
+            resource,
+            statistics,
+        });
+        (reports, receiver)
+    }
+
+    /// Every watcher's conversation ends.
+    pub(crate) fn close(&self) {
+        self.lock().watchers.clear();
+    }
+
+    /// A resource as last seen.
+    pub fn report(&self, name: &str) -> Option<ResourceReport> {
+        self.lock().reports.get(name).cloned()
+    }
+
+    /// All resources as last seen.
+    pub fn reports(&self) -> Vec<ResourceReport> {
+        self.lock().reports.values().cloned().collect()
+    }
+
+    /// Somebody wants to know counters too.
+    pub(crate) fn wants_statistics(&self) -> bool {
+        self.lock()
+            .watchers
+            .iter()
+            .any(|watcher| watcher.statistics)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn tell(&mut self, resource: &str, message: &Reply, wants: impl Fn(&Watcher) -> bool) {
+        self.watchers.retain(|watcher| {
+            let chosen = watcher
+                .resource
+                .as_deref()
+                .is_none_or(|name| name == resource);
+            if !chosen || !wants(watcher) {
+                return true;
+            }
+            match watcher.sender.try_send(message.clone()) {
+                Ok(()) => true,
+                Err(TrySendError::Full(_)) => {
+                    tracing::warn!(backlog = WATCHER_BACKLOG, "a watcher is too slow, cut off");
+                    false
+                }
+                Err(TrySendError::Disconnected(_)) => false,
+            }
+        });
+    }
+}
+
+/// A resync or verify runs somewhere.
+pub(crate) fn has_progress(report: &ResourceReport) -> bool {
+    report
+        .connections
+        .iter()
+        .flat_map(|connection| &connection.peer_devices)
+        .any(|peer_device| peer_device.resync.is_some())
+}
+
+/// The report with every counter zero: what is left is state and configuration.
+fn without_counters(report: &ResourceReport) -> ResourceReport {
+    let mut report = report.clone();
+    report.devices.iter_mut().for_each(clear_device);
+    report.connections.iter_mut().for_each(clear_connection);
+    report
+}
+
+fn clear_device(d: &mut DeviceReport) {
+    d.read_sectors = 0;
+    d.written_sectors = 0;
+    d.al_writes = 0;
+    d.bm_writes = 0;
+    d.upper_pending = 0;
+    d.lower_pending = 0;
+    d.al_suspended = false;
+}
+
+fn clear_connection(c: &mut ConnectionReport) {
+    c.ap_in_flight_sectors = 0;
+    c.rs_in_flight_sectors = 0;
+    c.peer_devices.iter_mut().for_each(clear_peer_device);
+}
+
+fn clear_peer_device(p: &mut PeerDeviceReport) {
+    p.received_sectors = 0;
+    p.sent_sectors = 0;
+    p.out_of_sync_sectors = 0;
+    p.pending = 0;
+    p.unacked = 0;
+    p.resync = None;
+}

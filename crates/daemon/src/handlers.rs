@@ -1,0 +1,257 @@
+//! Runs handlers of the configuration as child processes (config-and-cli.md, 19).
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use lockstep_core::state::DiskState;
+use lockstep_io::shard::{HandlerCall, HandlerDone, HandlerExecutor};
+
+use crate::board::Board;
+use crate::names::Named;
+use crate::place::Place;
+use crate::protocol::Reply;
+use crate::report::ResourceReport;
+
+/// Every handler that `drbdadm` looks up in the configuration.
+pub(crate) const NAMES: &[&str] = &[
+    "pri-on-incon-degr",
+    "pri-lost-after-sb",
+    "pri-lost",
+    "initial-split-brain",
+    "split-brain",
+    "fence-peer",
+    "unfence-peer",
+    "local-io-error",
+    "before-resync-target",
+    "after-resync-target",
+    "before-resync-source",
+    "out-of-sync",
+    "quorum-lost",
+    "disconnected",
+];
+
+/// Handlers that may run at the same time; more count as lost.
+const MAX_RUNNING: usize = 64;
+
+/// Calls `drbdadm HANDLER RESOURCE`, or what `LOCKSTEP_USERMODE_HELPER` names.
+pub(crate) struct Handlers {
+    board: Arc<Board>,
+    place: Place,
+    running: Arc<AtomicUsize>,
+}
+
+impl Handlers {
+    pub(crate) fn new(board: Arc<Board>, place: Place) -> Handlers {
+        Handlers {
+            board,
+            place,
+            running: Arc::default(),
+        }
+    }
+}
+
+impl HandlerExecutor for Handlers {
+    fn run(&self, call: HandlerCall, done: HandlerDone) {
+        let helper = std::env::var_os("LOCKSTEP_USERMODE_HELPER");
+        if helper.as_ref().is_some_and(|helper| helper == "disabled") {
+            return done.finish(0);
+        }
+        if self.running.fetch_add(1, Ordering::Relaxed) >= MAX_RUNNING {
+            self.running.fetch_sub(1, Ordering::Relaxed);
+            tracing::error!(
+                handler = call.handler,
+                limit = MAX_RUNNING,
+                "too many handlers run"
+            );
+            return;
+        }
+        let (board, place, running) =
+            (self.board.clone(), self.place.clone(), self.running.clone());
+        let spawned = std::thread::Builder::new()
+            .name("handler".into())
+            .spawn(move || {
+                let message = |status| Reply::Helper {
+                    resource: call.resource.clone(),
+                    peer: call.peer.map(|peer| peer.0),
+                    volume: call.volume.map(|volume| volume.0),
+                    helper: call.handler.to_owned(),
+                    status,
+                };
+                board.helper(&message(None));
+                let report = board.report(&call.resource);
+                let exit_code = execute(&call, report.as_ref(), &place, helper.map(PathBuf::from));
+                board.helper(&message(Some(i32::from(exit_code) << 8)));
+                running.fetch_sub(1, Ordering::Relaxed);
+                done.finish(exit_code);
+            });
+        if let Err(error) = spawned {
+            // The closure is gone, and `done` with it, which reports the loss.
+            self.running.fetch_sub(1, Ordering::Relaxed);
+            tracing::error!(%error, "no thread for a handler");
+        }
+    }
+}
+
+/// Runs it to its end.
+fn execute(
+    call: &HandlerCall,
+    report: Option<&ResourceReport>,
+    place: &Place,
+    helper: Option<PathBuf>,
+) -> u8 {
+    let mut command = match (helper, std::env::current_exe()) {
+        (Some(helper), _) => Command::new(helper),
+        (None, Ok(own)) => {
+            let config = place.config_file();
+            if !config.exists() {
+                return 0;
+            }
+            let mut command = Command::new(own);
+            command.arg("drbdadm").arg("-c").arg(config);
+            command
+        }
+        (None, Err(error)) => {
+            tracing::error!(%error, "this program's own path is not known, no handler runs");
+            return HandlerDone::LOST;
+        }
+    };
+    command
+        .arg(call.handler)
+        .arg(&call.resource)
+        .env_clear()
+        .envs(environment(call, report))
+        .env("LOCKSTEP_DIR", place.dir())
+        .stdin(Stdio::null());
+    match command.status() {
+        Ok(status) => {
+            let code = status.code().and_then(|code| u8::try_from(code).ok());
+            tracing::info!(
+                handler = call.handler,
+                resource = call.resource,
+                ?code,
+                "handler ended"
+            );
+            code.unwrap_or(HandlerDone::LOST)
+        }
+        Err(error) => {
+            tracing::error!(handler = call.handler, %error, "handler could not be started");
+            HandlerDone::LOST
+        }
+    }
+}
+
+/// The environment of a handler: a clean one with what it is about.
+fn environment(call: &HandlerCall, report: Option<&ResourceReport>) -> Vec<(String, String)> {
+    let mut env: Vec<(String, String)> = vec![
+        ("HOME".into(), "/".into()),
+        ("TERM".into(), "linux".into()),
+        ("PATH".into(), "/sbin:/usr/sbin:/bin:/usr/bin".into()),
+    ];
+    // Whoever pretends to be another host does so in handlers too.
+    if let Ok(host) = std::env::var("__DRBD_NODE__") {
+        env.push(("__DRBD_NODE__".into(), host));
+    }
+    let Some(report) = report else { return env };
+    let mut set = |key: String, value: String| env.push((key, value));
+    let connection = call
+        .peer
+        .and_then(|peer| report.connections.iter().find(|c| c.peer_node_id == peer.0));
+    for device in &report.devices {
+        let of_call = call.volume.is_some_and(|volume| volume.0 == device.volume);
+        let suffix = if of_call {
+            String::new()
+        } else if call.volume.is_none() && connection.is_some() {
+            format!("_{}", device.volume)
+        } else {
+            continue;
+        };
+        set(format!("DRBD_MINOR{suffix}"), device.minor.to_string());
+        if of_call {
+            set("DRBD_VOLUME".into(), device.volume.to_string());
+        }
+        if let Some(disk) = &device.disk {
+            set(format!("DRBD_BACKING_DEV{suffix}"), disk.data_path.clone());
+        }
+    }
+    if let Some(connection) = connection {
+        set(
+            "DRBD_PEER_NODE_ID".into(),
+            connection.peer_node_id.to_string(),
+        );
+        set("DRBD_CSTATE".into(), connection.state.text().to_owned());
+        if let Some(path) = connection.paths.first() {
+            for (side, address) in [("MY", &path.local), ("PEER", &path.remote)] {
+                if let Some((family, address)) = address_parts(address) {
+                    set(format!("DRBD_{side}_AF"), family);
+                    set(format!("DRBD_{side}_ADDRESS"), address);
+                }
+            }
+        }
+    }
+    if call.handler.contains("fence") {
+        set(
+            "UP_TO_DATE_NODES".into(),
+            format!("0x{:08X}", up_to_date_nodes(report)),
+        );
+    }
+    env
+}
+
+/// Family and address; IPv6 in full.
+fn address_parts(text: &str) -> Option<(String, String)> {
+    let (family, rest) = text.split_once(':')?;
+    let address: std::net::SocketAddr = rest.parse().ok()?;
+    let plain = match address.ip() {
+        std::net::IpAddr::V4(ip) => ip.to_string(),
+        std::net::IpAddr::V6(ip) => ip.segments().map(|group| format!("{group:04x}")).join(":"),
+    };
+    Some((family.to_owned(), plain))
+}
+
+/// Nodes that are UpToDate for every volume.
+fn up_to_date_nodes(report: &ResourceReport) -> u32 {
+    let of_volume = |volume: u16, own: DiskState| {
+        let mut mask = 0u32;
+        if own == DiskState::UpToDate {
+            mask |= 1 << report.node_id;
+        }
+        for connection in &report.connections {
+            for peer in connection
+                .peer_devices
+                .iter()
+                .filter(|p| p.volume == volume)
+            {
+                if peer.disk_state == DiskState::UpToDate {
+                    mask |= 1 << connection.peer_node_id;
+                }
+            }
+        }
+        mask
+    };
+    report
+        .devices
+        .iter()
+        .fold(u32::MAX, |mask, d| mask & of_volume(d.volume, d.disk_state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_split_for_handlers() {
+        assert_eq!(
+            address_parts("ipv6:[fd00::1]:7790"),
+            Some((
+                "ipv6".into(),
+                "fd00:0000:0000:0000:0000:0000:0000:0001".into()
+            ))
+        );
+        assert_eq!(
+            address_parts("ipv4:10.0.0.1:7790"),
+            Some(("ipv4".into(), "10.0.0.1".into()))
+        );
+    }
+}

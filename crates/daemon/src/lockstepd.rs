@@ -1,0 +1,178 @@
+//! The daemon's life: lock, sockets, signals, orderly end.
+
+use std::fs::File;
+use std::io::{Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+
+use anyhow::{Context, bail};
+use lockstep_front::nbd::{
+    ExportDescription, ExportRefusal, Exports, Listen, NbdLimits, NbdServer,
+};
+use lockstep_io::port::{PortSink, VolumePort};
+use rustix::fs::FlockOperation;
+use rustix::mm::MlockAllFlags;
+
+use crate::devices::Silent;
+use crate::node::{Node, NodeConfig};
+use crate::place::Place;
+use crate::server;
+
+/// How the daemon is started.
+#[derive(Clone, Debug)]
+pub struct DaemonConfig {
+    /// The node's directory.
+    pub place: Place,
+    /// Become a session of its own: started in the background by a tool.
+    pub new_session: bool,
+    /// Shards, memory, devices.
+    pub node: NodeConfig,
+}
+
+/// Runs the daemon until SIGTERM, SIGINT or a client's `stop`.
+pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
+    if config.new_session {
+        // It fails only for a leader of a group, which is apart from its starter already.
+        let _ = rustix::process::setsid();
+    }
+    let place = &config.place;
+    make_dir(place.dir())?;
+    let _lock = take_lock(place)?;
+    lock_memory();
+    let (stop, stopped) = sync_channel(1);
+    let mut signals = signal_hook::iterator::Signals::new([
+        signal_hook::consts::SIGTERM,
+        signal_hook::consts::SIGINT,
+    ])
+    .context("taking signals")?;
+    let node = Node::start(place, &config.node).context("starting the node")?;
+    let nbd = NbdServer::start(
+        Arc::new(Volumes(node.clone())),
+        &[Listen::Unix(place.nbd_socket())],
+        NbdLimits::default(),
+    )
+    .context("starting the NBD server")?;
+    let path = place.control_socket();
+    let listener =
+        server::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
+    let (served, by_client) = (node.clone(), stop.clone());
+    std::thread::Builder::new()
+        .name("accept".into())
+        .spawn(move || server::serve(&listener, &served, &by_client))
+        .context("starting a thread")?;
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            for signal in &mut signals {
+                tracing::info!(signal, "asked to end");
+                // Full means that the end has begun.
+                let _ = stop.try_send(());
+            }
+        })
+        .context("starting a thread")?;
+    tracing::info!(dir = %place.dir().display(), pid = std::process::id(), "lockstepd is ready");
+    stopped.recv().context("waiting for the end")?;
+    nbd.stop();
+    node.stop();
+    // Who comes now finds that nobody listens.
+    let _ = std::fs::remove_file(&path);
+    tracing::info!("lockstepd has ended in order");
+    Ok(())
+}
+
+fn make_dir(dir: &Path) -> anyhow::Result<()> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .with_context(|| format!("making the directory {}", dir.display()))
+}
+
+/// One daemon per directory: an advisory lock that ends with the process, however it ends.
+fn take_lock(place: &Place) -> anyhow::Result<File> {
+    let path = place.pid_file();
+    let mut file = File::options()
+        .create(true)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .open(&path)
+        .with_context(|| format!("opening {}", path.display()))?;
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))
+        .with_context(|| format!("protecting {}", path.display()))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            let pid = std::fs::read_to_string(&path).unwrap_or_default();
+            bail!(
+                "another lockstepd (pid {}) runs in {}; stop it with SIGTERM, or choose another \
+                 directory with --dir",
+                pid.trim(),
+                place.dir().display()
+            );
+        }
+        Err(error) => bail!("locking {}: {error}", path.display()),
+    }
+    file.set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| writeln!(file, "{}", std::process::id()))
+        .with_context(|| format!("writing {}", path.display()))?;
+    Ok(file)
+}
+
+/// The daemon may be what write-back waits for, so its memory must not be.
+fn lock_memory() {
+    let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
+    if let Err(error) = rustix::mm::mlockall(flags) {
+        tracing::warn!(
+            %error,
+            "memory is not locked (root or a larger RLIMIT_MEMLOCK is needed); under memory \
+             pressure the machine may wait for itself"
+        );
+    }
+}
+
+/// The node's volumes as NBD exports.
+struct Volumes(Arc<Node>);
+
+impl Volumes {
+    fn port(
+        &self,
+        name: &str,
+        sink: Box<dyn PortSink>,
+    ) -> Result<Box<dyn VolumePort + Send>, ExportRefusal> {
+        let unknown =
+            || ExportRefusal::Unknown(format!("no volume is named '{name}' (RESOURCE/VOLUME)"));
+        let (resource, volume) = name.rsplit_once('/').ok_or_else(unknown)?;
+        let volume = volume.parse().map_err(|_| unknown())?;
+        self.0.open_port(resource, volume, sink).ok_or_else(unknown)
+    }
+}
+
+impl Exports for Volumes {
+    fn names(&self) -> Vec<String> {
+        let reports = self.0.board().reports();
+        reports
+            .iter()
+            .flat_map(|r| r.devices.iter().map(|d| format!("{}/{}", r.name, d.volume)))
+            .collect()
+    }
+
+    fn describe(&self, name: &str) -> Result<ExportDescription, ExportRefusal> {
+        let port = self.port(name, Box::new(Silent))?;
+        Ok(ExportDescription {
+            properties: port.properties(),
+            text: format!("replicated volume {name}"),
+        })
+    }
+
+    fn connect(
+        &self,
+        name: &str,
+        sink: Box<dyn PortSink>,
+    ) -> Result<Box<dyn VolumePort + Send>, ExportRefusal> {
+        self.port(name, sink)
+    }
+}

@@ -1,0 +1,997 @@
+//! A node: its resources on their shards, and every command that changes them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use lockstep_core::command::{Command, CommandError, ErrorCode};
+use lockstep_core::report::{Event, Level};
+use lockstep_core::resource::{Resource, ResourceConfig};
+use lockstep_format::conf::options::Set;
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_io::port::{PortSink, VolumePort};
+use lockstep_io::shard::{ResourceId, ShardConfig, ShardEnv, ShardHandle};
+use lockstep_io::tcp::{Acceptor, Path, PeerNet};
+
+use crate::board::{Board, has_progress};
+use crate::devices::{Devices, OpenPort};
+use crate::handlers::{self, Handlers};
+use crate::options::{self, Moment, OptionError};
+use crate::place::Place;
+use crate::report::{
+    Configured, ConfiguredPeer, ConfiguredVolume, DiskReport, OptionTexts, PathReport,
+    ResourceReport,
+};
+
+/// How a node is made.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    /// Shard threads.
+    pub shards: usize,
+    /// Payload memory of each in bytes.
+    pub pool_bytes: usize,
+    /// Make mountable devices.
+    pub devices: bool,
+}
+
+/// A node.
+pub struct Node {
+    shards: Vec<ShardHandle<Resource>>,
+    resources: Mutex<BTreeMap<String, Arc<Entry>>>,
+    board: Arc<Board>,
+    devices: Mutex<Devices>,
+    touched: Arc<Touched>,
+}
+
+/// A resource of the node.
+struct Entry {
+    shard: usize,
+    id: ResourceId,
+    node_id: u8,
+    /// Held while a report is made and published, so that an older one never follows a newer one.
+    configured: Mutex<State>,
+}
+
+struct State {
+    configured: Configured,
+    /// The resource was removed: nothing is published any more.
+    gone: bool,
+}
+
+/// What a command answers.
+pub type CommandResult = Result<(), CommandError>;
+
+/// Most resources of a node, of volumes and of paths of a resource: bounds what a client can use.
+const MAX_RESOURCES: usize = 16_384;
+const MAX_PATHS: usize = 16;
+const MAX_NAME_BYTES: usize = 127;
+const MAX_MINOR: u32 = (1 << 20) - 1;
+
+fn refuse<T>(code: ErrorCode, text: impl Into<String>) -> Result<T, CommandError> {
+    Err(CommandError {
+        code,
+        text: text.into(),
+    })
+}
+
+impl From<OptionError> for CommandError {
+    fn from(error: OptionError) -> CommandError {
+        CommandError {
+            code: ErrorCode::ERR_INVALID_REQUEST,
+            text: error.to_string(),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Node {
+    /// Starts shards, devices and the thread that keeps reports fresh.
+    pub fn start(place: &Place, config: &NodeConfig) -> std::io::Result<Arc<Node>> {
+        let board = Arc::new(Board::default());
+        let env = ShardEnv {
+            acceptor: Acceptor::new()?,
+            handlers: Arc::new(Handlers::new(board.clone(), place.clone())),
+        };
+        let (wake, woken) = sync_channel(1);
+        let touched = Arc::new(Touched {
+            set: Mutex::default(),
+            wake,
+            names: Mutex::default(),
+        });
+        let mut shards = Vec::new();
+        for index in 0..config.shards {
+            let shard = ShardConfig {
+                pool_bytes: config.pool_bytes,
+                reserve_bytes: config.pool_bytes / 2,
+                ..ShardConfig::default()
+            };
+            let handle = ShardHandle::start(&format!("shard{index}"), shard, env.clone())?;
+            let touched = touched.clone();
+            handle.subscribe(Box::new(move |id, event| touched.event(index, id, event)));
+            shards.push(handle);
+        }
+        let node = Arc::new(Node {
+            shards,
+            resources: Mutex::default(),
+            board: board.clone(),
+            devices: Mutex::new(Devices::none()),
+            touched,
+        });
+        if config.devices {
+            let weak = Arc::downgrade(&node);
+            let open_port: OpenPort = Arc::new(move |resource, volume, sink| {
+                weak.upgrade()?.open_port(resource, volume, sink)
+            });
+            *lock(&node.devices) = Devices::start(board, place.clone(), open_port)?;
+        }
+        let weak = Arc::downgrade(&node);
+        std::thread::Builder::new()
+            .name("reports".into())
+            .spawn(move || {
+                let mut elapsed = std::time::Instant::now();
+                loop {
+                    let tick = wait(&woken, &mut elapsed);
+                    let Some(node) = weak.upgrade() else { return };
+                    node.follow(tick);
+                }
+            })?;
+        Ok(node)
+    }
+
+    /// Reports and watchers.
+    pub fn board(&self) -> &Board {
+        &self.board
+    }
+
+    /// Fresh reports of one resource or all, by name.
+    pub fn reports(&self, resource: Option<&str>) -> Vec<ResourceReport> {
+        let names: Vec<String> = match resource {
+            Some(name) => vec![name.to_owned()],
+            None => lock(&self.resources).keys().cloned().collect(),
+        };
+        for name in &names {
+            self.refresh(name);
+        }
+        names
+            .iter()
+            .filter_map(|name| self.board.report(name))
+            .collect()
+    }
+
+    /// A port of a volume for a front end.
+    pub fn open_port(
+        &self,
+        resource: &str,
+        volume: u16,
+        sink: Box<dyn PortSink>,
+    ) -> Option<Box<dyn VolumePort + Send>> {
+        let entry = self.find(resource).ok()?;
+        let has_volume = lock(&entry.configured)
+            .configured
+            .volumes
+            .contains_key(&volume);
+        if !has_volume {
+            return None;
+        }
+        let shard = &self.shards[entry.shard];
+        let port = shard.open_port(entry.id, VolumeNr(volume), sink).ok()??;
+        Some(Box::new(port))
+    }
+
+    /// Orderly end: everything down, shards stopped.
+    pub fn stop(&self) {
+        let names: Vec<String> = lock(&self.resources).keys().cloned().collect();
+        for name in names {
+            if let Err(error) = self.down(&name) {
+                tracing::warn!(resource = name, %error, "not taken down in order");
+            }
+        }
+        self.devices().end();
+        self.board.close();
+        for shard in &self.shards {
+            if let Err(error) = shard.stop() {
+                tracing::error!(%error, "a shard ended with an error");
+            }
+        }
+    }
+
+    fn devices(&self) -> Devices {
+        lock(&self.devices).clone()
+    }
+
+    fn find(&self, name: &str) -> Result<Arc<Entry>, CommandError> {
+        match lock(&self.resources).get(name) {
+            Some(entry) => Ok(entry.clone()),
+            None => refuse(
+                ErrorCode::ERR_RES_NOT_KNOWN,
+                format!("resource '{name}' is not known to this node; `drbdadm up` creates it"),
+            ),
+        }
+    }
+
+    /// The resource and volume behind a minor number.
+    fn find_minor(&self, minor: u32) -> Result<(String, Arc<Entry>, VolumeNr), CommandError> {
+        for (name, entry) in lock(&self.resources).iter() {
+            let state = lock(&entry.configured);
+            let volume = state
+                .configured
+                .volumes
+                .iter()
+                .find(|(_, v)| v.minor == minor);
+            if let Some((volume, _)) = volume {
+                return Ok((name.clone(), entry.clone(), VolumeNr(*volume)));
+            }
+        }
+        refuse(
+            ErrorCode::ERR_MINOR_INVALID,
+            format!("no volume has minor {minor}"),
+        )
+    }
+
+    /// Runs a command on the core and waits for its answer.
+    fn core(&self, entry: &Entry, command: Command) -> CommandResult {
+        match self.shards[entry.shard].command(entry.id, command).recv() {
+            Ok(result) => result.map(|_| ()),
+            Err(_) => refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending"),
+        }
+    }
+
+    /// Changes what is configured once the core has agreed, and publishes the result.
+    fn done(
+        &self,
+        name: &str,
+        entry: &Entry,
+        result: CommandResult,
+        change: impl FnOnce(&mut Configured),
+    ) -> CommandResult {
+        if result.is_ok() {
+            change(&mut lock(&entry.configured).configured);
+        }
+        self.refresh(name);
+        result
+    }
+
+    /// Publishes a resource as it is now.
+    fn refresh(&self, name: &str) {
+        let Ok(entry) = self.find(name) else { return };
+        let state = lock(&entry.configured);
+        if state.gone {
+            return;
+        }
+        let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id) else {
+            return;
+        };
+        let now = lockstep_io::shard::now();
+        let report = ResourceReport::join(&state.configured, &snapshot, now);
+        if self.board.publish(report) {
+            drop(state);
+            self.devices().look();
+        }
+    }
+
+    /// The thread that keeps reports fresh: what the cores touched, and with the clock what moves.
+    fn follow(&self, tick: bool) {
+        let touched = std::mem::take(&mut *lock(&self.touched.set));
+        let statistics = tick && self.board.wants_statistics();
+        let names: Vec<String> = lock(&self.resources)
+            .iter()
+            .filter(|(name, entry)| {
+                touched.contains(&(entry.shard, entry.id))
+                    || statistics
+                    || (tick && self.board.report(name).as_ref().is_some_and(has_progress))
+            })
+            .map(|(name, _)| name.clone())
+            .collect();
+        for name in names {
+            self.refresh(&name);
+        }
+    }
+
+    // Resources.
+
+    pub(crate) fn new_resource(
+        &self,
+        name: &str,
+        node_id: u32,
+        given: &OptionTexts,
+    ) -> CommandResult {
+        let fine = |c: char| !c.is_whitespace() && !c.is_control() && !"/\"'\\;{}:".contains(c);
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(fine) {
+            return refuse(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!(
+                    "resource name {name:?}: 1 to {MAX_NAME_BYTES} bytes without blanks, quotes, \
+                     slashes, colons, semicolons and braces are needed"
+                ),
+            );
+        }
+        let node_id = node(node_id)?;
+        let texts = options::merged(Set::Resource, &OptionTexts::new(), given, Moment::Creation)?;
+        let config = ResourceConfig {
+            name: name.to_owned(),
+            node_id,
+            options: options::resource(&texts, &handler_names())?,
+        };
+        let seed = random().map_err(|error| CommandError {
+            code: ErrorCode::UNKNOWN_ERROR,
+            text: format!("reading /dev/urandom: {error}"),
+        })?;
+        let mut resources = lock(&self.resources);
+        if resources.contains_key(name) {
+            return refuse(
+                ErrorCode::ERR_ALREADY_EXISTS,
+                format!("resource '{name}' exists already"),
+            );
+        }
+        if resources.len() >= MAX_RESOURCES {
+            return refuse(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!("a node has at most {MAX_RESOURCES} resources"),
+            );
+        }
+        let load = |shard: usize| resources.values().filter(|e| e.shard == shard).count();
+        let shard = (0..self.shards.len())
+            .min_by_key(|shard| load(*shard))
+            .unwrap_or(0);
+        let engine = Resource::new(config, seed);
+        let Ok(id) = self.shards[shard].add_resource(name, engine) else {
+            return refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending");
+        };
+        lock(&self.touched.names).insert((shard, id), name.to_owned());
+        let configured = Configured {
+            name: name.to_owned(),
+            options: texts,
+            ..Configured::default()
+        };
+        let entry = Entry {
+            shard,
+            id,
+            node_id: node_id.0,
+            configured: Mutex::new(State {
+                configured,
+                gone: false,
+            }),
+        };
+        resources.insert(name.to_owned(), Arc::new(entry));
+        drop(resources);
+        self.refresh(name);
+        Ok(())
+    }
+
+    pub(crate) fn resource_options(
+        &self,
+        name: &str,
+        given: &OptionTexts,
+        moment: Moment,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let old = lock(&entry.configured).configured.options.clone();
+        let texts = options::merged(Set::Resource, &old, given, moment)?;
+        let options = options::resource(&texts, &handler_names())?;
+        let result = self.core(&entry, Command::ResourceOptions { options });
+        self.done(name, &entry, result, |c| c.options = texts)
+    }
+
+    pub(crate) fn del_resource(&self, name: &str) -> CommandResult {
+        let entry = self.find(name)?;
+        {
+            let state = lock(&entry.configured);
+            if !state.configured.volumes.is_empty() {
+                return refuse(
+                    ErrorCode::ERR_RES_IN_USE,
+                    format!("resource '{name}' still has volumes; `drbdsetup down` removes all"),
+                );
+            }
+            if !state.configured.peers.is_empty() {
+                return refuse(
+                    ErrorCode::ERR_NET_CONFIGURED,
+                    format!("resource '{name}' still has peers; `drbdsetup down` removes all"),
+                );
+            }
+        }
+        self.remove(name, &entry)
+    }
+
+    fn remove(&self, name: &str, entry: &Entry) -> CommandResult {
+        {
+            let mut state = lock(&entry.configured);
+            state.gone = true;
+            self.board.remove(name);
+        }
+        lock(&self.resources).remove(name);
+        lock(&self.touched.names).remove(&(entry.shard, entry.id));
+        self.devices().resume(name);
+        match self.shards[entry.shard].remove_resource(entry.id) {
+            Ok(_) => Ok(()),
+            Err(_) => refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending"),
+        }
+    }
+
+    /// Secondary, disconnected, detached, gone.
+    pub(crate) fn down(&self, name: &str) -> CommandResult {
+        let entry = self.find(name)?;
+        self.demote(name, &entry, false)?;
+        let result = self.core(&entry, Command::Down);
+        if result.is_err() {
+            self.devices().resume(name);
+            self.refresh(name);
+            return result;
+        }
+        self.remove(name, &entry)
+    }
+
+    pub(crate) fn primary(&self, name: &str, force: bool) -> CommandResult {
+        let entry = self.find(name)?;
+        let result = self.core(&entry, Command::Primary { force });
+        self.refresh(name);
+        if result.is_ok() {
+            // Whoever promotes is going to mount next.
+            self.devices().look_and_wait();
+        }
+        result
+    }
+
+    pub(crate) fn secondary(&self, name: &str, force: bool) -> CommandResult {
+        let entry = self.find(name)?;
+        let result = self.demote(name, &entry, force);
+        self.devices().resume(name);
+        self.refresh(name);
+        result
+    }
+
+    /// Takes the devices away first: the kernel refuses that while somebody uses one.
+    fn demote(&self, name: &str, entry: &Entry, force: bool) -> CommandResult {
+        if let Err(users) = self.devices().release(name, force) {
+            return refuse(ErrorCode::DEVICE_IN_USE, users);
+        }
+        let result = self.core(entry, Command::Secondary { force });
+        if result.is_err() {
+            self.devices().resume(name);
+        }
+        result
+    }
+
+    pub(crate) fn suspend_io(&self, minor: u32) -> CommandResult {
+        let (name, entry, _) = self.find_minor(minor)?;
+        let result = self.core(&entry, Command::SuspendIo);
+        self.done(&name, &entry, result, |_| {})
+    }
+
+    pub(crate) fn resume_io(&self, minor: u32) -> CommandResult {
+        let (name, entry, _) = self.find_minor(minor)?;
+        let result = self.core(&entry, Command::ResumeIo);
+        self.done(&name, &entry, result, |_| {})
+    }
+
+    // Volumes.
+
+    pub(crate) fn new_minor(
+        &self,
+        name: &str,
+        minor: u32,
+        volume: u32,
+        given: &OptionTexts,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let texts = options::merged(Set::Device, &OptionTexts::new(), given, Moment::Creation)?;
+        let volume = volume_nr(volume)?;
+        if minor > MAX_MINOR {
+            return refuse(
+                ErrorCode::ERR_MINOR_INVALID,
+                format!("minor {minor}: the largest is {MAX_MINOR}"),
+            );
+        }
+        if let Ok((owner, _, _)) = self.find_minor(minor) {
+            return refuse(
+                ErrorCode::ERR_MINOR_OR_VOLUME_EXISTS,
+                format!("minor {minor} belongs to resource '{owner}'"),
+            );
+        }
+        let diskless = options::is_diskless(&texts);
+        let result = self.core(
+            &entry,
+            Command::NewVolume {
+                volume,
+                minor,
+                diskless,
+            },
+        );
+        self.done(name, &entry, result, |c| {
+            let new = ConfiguredVolume {
+                minor,
+                device_options: texts,
+                ..ConfiguredVolume::default()
+            };
+            c.volumes.insert(volume.0, new);
+        })
+    }
+
+    pub(crate) fn del_minor(&self, minor: u32) -> CommandResult {
+        let (name, entry, volume) = self.find_minor(minor)?;
+        let result = self.core(&entry, Command::DelVolume { volume });
+        self.done(&name, &entry, result, |c| {
+            c.volumes.remove(&volume.0);
+            for peer in c.peers.values_mut() {
+                peer.peer_device_options.remove(&volume.0);
+            }
+        })
+    }
+
+    pub(crate) fn attach(
+        &self,
+        minor: u32,
+        data_path: String,
+        meta_path: String,
+        meta_index: &str,
+        given: &OptionTexts,
+    ) -> CommandResult {
+        use lockstep_core::command::MetaIndex;
+        let (name, entry, volume) = self.find_minor(minor)?;
+        let texts = options::merged(Set::Disk, &OptionTexts::new(), given, Moment::Creation)?;
+        let disk_options = options::disk(&texts)?;
+        let (index, meta) = match meta_index {
+            "internal" => (MetaIndex::Internal, None),
+            "flexible" => (MetaIndex::FlexExternal, Some(meta_path.clone())),
+            number => match number.parse() {
+                Ok(index) => (MetaIndex::Indexed(index), Some(meta_path.clone())),
+                Err(_) => {
+                    return refuse(
+                        ErrorCode::ERR_INVALID_REQUEST,
+                        format!(
+                            "meta-disk index '{number}': internal, flexible or a number is needed"
+                        ),
+                    );
+                }
+            },
+        };
+        let disk = DiskReport {
+            meta_path: meta.clone().unwrap_or_else(|| data_path.clone()),
+            data_path: data_path.clone(),
+            meta_index: meta_index.to_owned(),
+        };
+        // Reports name the disk while it is being attached.
+        let before = {
+            let mut state = lock(&entry.configured);
+            let slot = state.configured.volumes.get_mut(&volume.0);
+            slot.map(|v| {
+                (
+                    v.disk.replace(disk),
+                    std::mem::replace(&mut v.disk_options, texts),
+                )
+            })
+        };
+        let result = self.core(
+            &entry,
+            Command::Attach {
+                volume,
+                data_path,
+                meta_path: meta,
+                index,
+                options: disk_options,
+            },
+        );
+        if let (Err(_), Some((disk, texts))) = (&result, before)
+            && let Some(v) = lock(&entry.configured)
+                .configured
+                .volumes
+                .get_mut(&volume.0)
+        {
+            v.disk = disk;
+            v.disk_options = texts;
+        }
+        self.refresh(&name);
+        result
+    }
+
+    pub(crate) fn disk_options(
+        &self,
+        minor: u32,
+        given: &OptionTexts,
+        moment: Moment,
+    ) -> CommandResult {
+        let (name, entry, volume) = self.find_minor(minor)?;
+        let old = {
+            let state = lock(&entry.configured);
+            state
+                .configured
+                .volumes
+                .get(&volume.0)
+                .map(|v| v.disk_options.clone())
+        };
+        let texts = options::merged(Set::Disk, &old.unwrap_or_default(), given, moment)?;
+        let options = options::disk(&texts)?;
+        let result = self.core(&entry, Command::DiskOptions { volume, options });
+        self.done(&name, &entry, result, |c| {
+            if let Some(v) = c.volumes.get_mut(&volume.0) {
+                v.disk_options = texts;
+            }
+        })
+    }
+
+    pub(crate) fn detach(&self, minor: u32, force: bool, diskless: bool) -> CommandResult {
+        let (name, entry, volume) = self.find_minor(minor)?;
+        let result = self.core(
+            &entry,
+            Command::Detach {
+                volume,
+                force,
+                diskless,
+            },
+        );
+        self.done(&name, &entry, result, |c| {
+            if let Some(v) = c.volumes.get_mut(&volume.0) {
+                v.disk = None;
+                v.disk_options.clear();
+                if diskless {
+                    v.device_options
+                        .insert("diskless".to_owned(), "yes".to_owned());
+                }
+            }
+        })
+    }
+
+    /// A command about a volume that changes no configuration.
+    pub(crate) fn volume_command(
+        &self,
+        minor: u32,
+        command: impl FnOnce(VolumeNr) -> Result<Command, CommandError>,
+    ) -> CommandResult {
+        let (name, entry, volume) = self.find_minor(minor)?;
+        let result = self.core(&entry, command(volume)?);
+        self.done(&name, &entry, result, |_| {})
+    }
+
+    // Peers.
+
+    pub(crate) fn new_peer(&self, name: &str, peer: u32, given: &OptionTexts) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        if peer.0 == entry.node_id {
+            return refuse(
+                ErrorCode::ERR_INVALID_PEER_NODE_ID,
+                format!("node id {} is this node's own", peer.0),
+            );
+        }
+        let texts = options::merged(Set::Net, &OptionTexts::new(), given, Moment::Creation)?;
+        let net = options::net(&texts)?;
+        let result = self.core(&entry, Command::NewPeer { peer, net });
+        self.done(name, &entry, result, |c| {
+            c.peers.insert(
+                peer.0,
+                ConfiguredPeer {
+                    options: texts,
+                    ..ConfiguredPeer::default()
+                },
+            );
+        })
+    }
+
+    pub(crate) fn del_peer(&self, name: &str, peer: u32, force: bool) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        let disconnected = self.core(&entry, Command::Disconnect { peer, force });
+        match disconnected {
+            Err(error) if error.code != ErrorCode::ALREADY_STANDALONE => return Err(error),
+            Ok(()) | Err(_) => {}
+        }
+        let result = self.core(&entry, Command::DelPeer { peer });
+        self.done(name, &entry, result, |c| {
+            c.peers.remove(&peer.0);
+        })
+    }
+
+    pub(crate) fn net_options(
+        &self,
+        name: &str,
+        peer: u32,
+        given: &OptionTexts,
+        moment: Moment,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        let old = known_peer(&entry, peer)?.options;
+        let texts = options::merged(Set::Net, &old, given, moment)?;
+        let net = options::net(&texts)?;
+        let result = self.core(&entry, Command::NetOptions { peer, net });
+        let result = self.done(name, &entry, result, |c| {
+            if let Some(configured) = c.peers.get_mut(&peer.0) {
+                configured.options = texts;
+            }
+        });
+        self.tell_paths(&entry, peer)?;
+        result
+    }
+
+    pub(crate) fn new_path(
+        &self,
+        name: &str,
+        peer: u32,
+        local: String,
+        remote: String,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        let paths = known_peer(&entry, peer)?.paths;
+        let new = path(&local, &remote)?;
+        if new.local.is_ipv4() != new.peer.is_ipv4() {
+            return refuse(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!("path {local} {remote}: both ends need the same address family"),
+            );
+        }
+        if paths.iter().any(|p| p.local == local && p.remote == remote) {
+            return refuse(
+                ErrorCode::ERR_ALREADY_EXISTS,
+                format!("path {local} {remote} exists already"),
+            );
+        }
+        if paths.len() >= MAX_PATHS {
+            return refuse(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!("a connection has at most {MAX_PATHS} paths"),
+            );
+        }
+        self.done(name, &entry, Ok(()), |c| {
+            if let Some(configured) = c.peers.get_mut(&peer.0) {
+                configured.paths.push(PathReport {
+                    local,
+                    remote,
+                    established: false,
+                });
+            }
+        })?;
+        self.tell_paths(&entry, peer)
+    }
+
+    pub(crate) fn del_path(
+        &self,
+        name: &str,
+        peer: u32,
+        local: &str,
+        remote: &str,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        let paths = known_peer(&entry, peer)?.paths;
+        if !paths.iter().any(|p| p.local == local && p.remote == remote) {
+            return refuse(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!("there is no path {local} {remote}"),
+            );
+        }
+        self.done(name, &entry, Ok(()), |c| {
+            if let Some(configured) = c.peers.get_mut(&peer.0) {
+                configured
+                    .paths
+                    .retain(|p| p.local != local || p.remote != remote);
+            }
+        })?;
+        self.tell_paths(&entry, peer)
+    }
+
+    /// Tells the shard how a peer is reached.
+    fn tell_paths(&self, entry: &Entry, peer: NodeId) -> CommandResult {
+        let configured = known_peer(entry, peer)?;
+        let mut paths = Vec::new();
+        for p in &configured.paths {
+            paths.push(path(&p.local, &p.remote)?);
+        }
+        let mut net = PeerNet::new(paths, &options::net(&configured.options)?);
+        let bytes = |name: &str| {
+            let text = configured.options.get(name);
+            text.and_then(|text| text.parse().ok()).unwrap_or(0)
+        };
+        net.send_buffer_bytes = bytes("sndbuf-size");
+        net.receive_buffer_bytes = bytes("rcvbuf-size");
+        self.shards[entry.shard].set_peer(entry.id, peer, net);
+        Ok(())
+    }
+
+    pub(crate) fn connect(
+        &self,
+        name: &str,
+        peer: u32,
+        discard_my_data: bool,
+        tentative: bool,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        if known_peer(&entry, peer)?.paths.is_empty() {
+            return refuse(
+                ErrorCode::NO_NET_CONFIG,
+                format!("node {} has no path; `drbdsetup new-path` adds one", peer.0),
+            );
+        }
+        let result = self.core(
+            &entry,
+            Command::Connect {
+                peer,
+                discard_my_data,
+                tentative,
+            },
+        );
+        self.done(name, &entry, result, |_| {})
+    }
+
+    /// A command about a peer that changes no configuration.
+    pub(crate) fn peer_command(
+        &self,
+        name: &str,
+        peer: u32,
+        command: impl FnOnce(NodeId) -> Command,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let peer = node(peer)?;
+        let result = self.core(&entry, command(peer));
+        self.done(name, &entry, result, |_| {})
+    }
+
+    /// A command about a volume with a peer that changes no configuration.
+    pub(crate) fn peer_device_command(
+        &self,
+        name: &str,
+        peer: u32,
+        volume: u32,
+        command: impl FnOnce(NodeId, VolumeNr) -> Command,
+    ) -> CommandResult {
+        let volume = volume_nr(volume)?;
+        self.peer_command(name, peer, |peer| command(peer, volume))
+    }
+
+    pub(crate) fn peer_device_options(
+        &self,
+        name: &str,
+        peer: u32,
+        volume: u32,
+        given: &OptionTexts,
+        moment: Moment,
+    ) -> CommandResult {
+        let entry = self.find(name)?;
+        let (peer, volume) = (node(peer)?, volume_nr(volume)?);
+        let known = known_peer(&entry, peer)?;
+        let old = known
+            .peer_device_options
+            .get(&volume.0)
+            .cloned()
+            .unwrap_or_default();
+        let texts = options::merged(Set::PeerDevice, &old, given, moment)?;
+        let options = options::peer_device(&texts)?;
+        let result = self.core(
+            &entry,
+            Command::PeerDeviceOptions {
+                peer,
+                volume,
+                options,
+            },
+        );
+        self.done(name, &entry, result, |c| {
+            if let Some(configured) = c.peers.get_mut(&peer.0) {
+                configured.peer_device_options.insert(volume.0, texts);
+            }
+        })
+    }
+}
+
+fn known_peer(entry: &Entry, peer: NodeId) -> Result<ConfiguredPeer, CommandError> {
+    match lock(&entry.configured).configured.peers.get(&peer.0) {
+        Some(configured) => Ok(configured.clone()),
+        None => refuse(
+            ErrorCode::ERR_INVALID_REQUEST,
+            format!("there is no connection to node {}", peer.0),
+        ),
+    }
+}
+
+/// A node id, checked.
+pub(crate) fn node(id: u32) -> Result<NodeId, CommandError> {
+    match NodeId::new(id) {
+        Some(node) => Ok(node),
+        None => refuse(
+            ErrorCode::ERR_INVALID_PEER_NODE_ID,
+            format!("node id {id}: the largest is {}", NodeId::COUNT - 1),
+        ),
+    }
+}
+
+fn volume_nr(number: u32) -> Result<VolumeNr, CommandError> {
+    match u16::try_from(number).map(VolumeNr) {
+        Ok(volume) if !volume.is_none() => Ok(volume),
+        _ => refuse(
+            ErrorCode::ERR_INVALID_REQUEST,
+            format!("volume {number}: the largest is {}", u16::MAX - 1),
+        ),
+    }
+}
+
+fn path(local: &str, remote: &str) -> Result<Path, CommandError> {
+    Ok(Path {
+        local: socket_address(local)?,
+        peer: socket_address(remote)?,
+    })
+}
+
+fn socket_address(text: &str) -> Result<SocketAddr, CommandError> {
+    let plain = text
+        .strip_prefix("ipv4:")
+        .or_else(|| text.strip_prefix("ipv6:"));
+    match plain.and_then(|plain| plain.parse().ok()) {
+        Some(address) => Ok(address),
+        None => refuse(
+            ErrorCode::ERR_INVALID_REQUEST,
+            format!("'{text}' is not an address: ipv4:ADDRESS:PORT or ipv6:[ADDRESS]:PORT"),
+        ),
+    }
+}
+
+fn handler_names() -> Vec<String> {
+    handlers::NAMES
+        .iter()
+        .map(|name| (*name).to_owned())
+        .collect()
+}
+
+/// A seed that nobody can guess, for UUIDs.
+fn random() -> std::io::Result<u64> {
+    use std::io::Read;
+    let mut bytes = [0; 8];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// What cores touched since it was last looked at.
+struct Touched {
+    set: Mutex<BTreeSet<(usize, ResourceId)>>,
+    wake: SyncSender<()>,
+    /// For the log.
+    names: Mutex<BTreeMap<(usize, ResourceId), String>>,
+}
+
+impl Touched {
+    /// Called on a shard's thread.
+    fn event(&self, shard: usize, id: ResourceId, event: &Event) {
+        if let Event::Log {
+            level,
+            peer,
+            volume,
+            text,
+        } = event
+        {
+            let (peer, volume) = (peer.map(|p| p.0), volume.map(|v| v.0));
+            let names = lock(&self.names);
+            let resource = names.get(&(shard, id));
+            match level {
+                Level::Error => tracing::error!(resource, peer, volume, "{text}"),
+                Level::Warn => tracing::warn!(resource, peer, volume, "{text}"),
+                Level::Info => tracing::info!(resource, peer, volume, "{text}"),
+                Level::Debug => tracing::debug!(resource, peer, volume, "{text}"),
+            }
+            return;
+        }
+        if lock(&self.set).insert((shard, id)) {
+            // Full means that it is going to look anyway.
+            let _ = self.wake.try_send(());
+        }
+    }
+}
+
+/// Waits for something touched or the next second; `true` once a second.
+fn wait(woken: &Receiver<()>, last_tick: &mut std::time::Instant) -> bool {
+    let left = SECOND.saturating_sub(last_tick.elapsed());
+    match woken.recv_timeout(left) {
+        Ok(()) => {}
+        Err(RecvTimeoutError::Timeout) => {}
+        Err(RecvTimeoutError::Disconnected) => std::thread::sleep(left),
+    }
+    let tick = last_tick.elapsed() >= SECOND;
+    if tick {
+        *last_tick = std::time::Instant::now();
+    }
+    tick
+}
+
+const SECOND: Duration = Duration::from_secs(1);

@@ -1,0 +1,475 @@
+//! The control socket: one thread per conversation, one request after the other.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::SyncSender;
+
+use lockstep_core::command::{Command, ErrorCode};
+
+use crate::node::{CommandResult, Node, node};
+use crate::options::Moment;
+use crate::protocol::{MAX_REQUEST_BYTES, Reply, Request, VERSION, parse_request, to_line};
+
+/// Conversations at the same time.
+const MAX_CLIENTS: usize = 256;
+
+/// Binds the control socket, in place of one that a dead daemon left. The caller holds the node's
+/// lock, so nobody alive listens on it.
+pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // The directory's mode protects the moment until the socket has its own.
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Serves until the process ends. `stop` is told when a client asks for the end.
+pub(crate) fn serve(listener: &UnixListener, node: &Arc<Node>, stop: &SyncSender<()>) {
+    let clients = Arc::new(AtomicUsize::new(0));
+    for stream in listener.incoming() {
+        let mut stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::error!(%error, "the control socket takes no connection");
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                continue;
+            }
+        };
+        if clients.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
+            clients.fetch_sub(1, Ordering::Relaxed);
+            let text = format!("{MAX_CLIENTS} clients talk to the daemon, its limit");
+            // A client that does not listen learns it by the end of the conversation.
+            let _ = stream.write_all(&to_line(&Reply::Failed { code: 0, text }));
+            continue;
+        }
+        let (node, stop, count) = (node.clone(), stop.clone(), clients.clone());
+        let spawned = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || {
+                if let Err(error) = converse(stream, &node, &stop) {
+                    tracing::debug!(%error, "a client hung up");
+                }
+                count.fetch_sub(1, Ordering::Relaxed);
+            });
+        if let Err(error) = spawned {
+            clients.fetch_sub(1, Ordering::Relaxed);
+            tracing::error!(%error, "no thread for a client");
+        }
+    }
+}
+
+fn converse(stream: UnixStream, node: &Node, stop: &SyncSender<()>) -> std::io::Result<()> {
+    let mut out = stream.try_clone()?;
+    let mut input = BufReader::new(stream);
+    loop {
+        let mut line = Vec::new();
+        let limit = MAX_REQUEST_BYTES as u64;
+        if input.by_ref().take(limit).read_until(b'\n', &mut line)? == 0 {
+            return Ok(());
+        }
+        if line.last() != Some(&b'\n') {
+            let text = format!("a request is one line of at most {MAX_REQUEST_BYTES} bytes");
+            return out.write_all(&to_line(&Reply::Failed { code: 0, text }));
+        }
+        match parse_request(line.trim_ascii_end()) {
+            Err(text) => out.write_all(&to_line(&Reply::Failed { code: 0, text }))?,
+            Ok(Request::Watch {
+                statistics,
+                resource,
+            }) => {
+                return watch(&mut out, input.get_ref(), node, resource, statistics);
+            }
+            Ok(Request::Stop) => {
+                out.write_all(&to_line(&Reply::Done))?;
+                // Full means that the end has begun.
+                let _ = stop.try_send(());
+            }
+            Ok(request) => out.write_all(&to_line(&answer(node, request)))?,
+        }
+    }
+}
+
+fn watch(
+    out: &mut UnixStream,
+    input: &UnixStream,
+    node: &Node,
+    resource: Option<String>,
+    statistics: bool,
+) -> std::io::Result<()> {
+    let (resources, changes) = node.board().watch(resource, statistics);
+    out.write_all(&to_line(&Reply::Report { resources }))?;
+    input.set_nonblocking(true)?;
+    loop {
+        match changes.recv_timeout(HANG_UP_CHECK) {
+            Ok(reply) => {
+                input.set_nonblocking(false)?;
+                out.write_all(&to_line(&reply))?;
+                input.set_nonblocking(true)?;
+            }
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+                let mut byte = [0];
+                let mut reader = input;
+                match reader.read(&mut byte) {
+                    Ok(0) => return Ok(()),
+                    Ok(_) => {}
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
+}
+
+/// How often an idle watcher's connection is looked at.
+const HANG_UP_CHECK: std::time::Duration = std::time::Duration::from_secs(1);
+
+fn answer(node: &Node, request: Request) -> Reply {
+    match request {
+        Request::Hello { .. } => Reply::Hello {
+            version: VERSION,
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+        },
+        Request::Report { resource } => Reply::Report {
+            resources: node.reports(resource.as_deref()),
+        },
+        other => match execute(node, other) {
+            Ok(()) => Reply::Done,
+            Err(error) => {
+                tracing::info!(code = error.code.0, text = error.text, "command refused");
+                Reply::Failed {
+                    code: error.code.0,
+                    text: error.text,
+                }
+            }
+        },
+    }
+}
+
+fn moment(set_defaults: bool) -> Moment {
+    if set_defaults {
+        Moment::Replace
+    } else {
+        Moment::Change
+    }
+}
+
+fn execute(n: &Node, request: Request) -> CommandResult {
+    match request {
+        Request::NewResource {
+            resource,
+            node_id,
+            options,
+        } => n.new_resource(&resource, node_id, &options),
+        Request::ResourceOptions {
+            resource,
+            options,
+            set_defaults,
+        } => n.resource_options(&resource, &options, moment(set_defaults)),
+        Request::DelResource { resource } => n.del_resource(&resource),
+        Request::Down { resource } => n.down(&resource),
+        Request::NewMinor {
+            resource,
+            minor,
+            volume,
+            options,
+        } => n.new_minor(&resource, minor, volume, &options),
+        Request::DelMinor { minor } => n.del_minor(minor),
+        Request::Attach {
+            minor,
+            data_path,
+            meta_path,
+            meta_index,
+            options,
+        } => n.attach(minor, data_path, meta_path, &meta_index, &options),
+        Request::DiskOptions {
+            minor,
+            options,
+            set_defaults,
+        } => n.disk_options(minor, &options, moment(set_defaults)),
+        Request::Detach {
+            minor,
+            force,
+            diskless,
+        } => n.detach(minor, force, diskless),
+        Request::NewPeer {
+            resource,
+            peer,
+            options,
+        } => n.new_peer(&resource, peer, &options),
+        Request::DelPeer {
+            resource,
+            peer,
+            force,
+        } => n.del_peer(&resource, peer, force),
+        Request::NetOptions {
+            resource,
+            peer,
+            options,
+            set_defaults,
+        } => n.net_options(&resource, peer, &options, moment(set_defaults)),
+        Request::NewPath {
+            resource,
+            peer,
+            local,
+            remote,
+        } => n.new_path(&resource, peer, local, remote),
+        Request::DelPath {
+            resource,
+            peer,
+            local,
+            remote,
+        } => n.del_path(&resource, peer, &local, &remote),
+        Request::Connect {
+            resource,
+            peer,
+            discard_my_data,
+            tentative,
+        } => n.connect(&resource, peer, discard_my_data, tentative),
+        Request::Disconnect {
+            resource,
+            peer,
+            force,
+        } => n.peer_command(&resource, peer, |peer| Command::Disconnect { peer, force }),
+        Request::ForgetPeer { resource, peer } => {
+            n.peer_command(&resource, peer, |peer| Command::ForgetPeer { peer })
+        }
+        Request::PeerDeviceOptions {
+            resource,
+            peer,
+            volume,
+            options,
+            set_defaults,
+        } => n.peer_device_options(&resource, peer, volume, &options, moment(set_defaults)),
+        Request::Primary { resource, force } => n.primary(&resource, force),
+        Request::Secondary { resource, force } => n.secondary(&resource, force),
+        Request::SuspendIo { minor } => n.suspend_io(minor),
+        Request::ResumeIo { minor } => n.resume_io(minor),
+        other => execute_on_volume(n, other),
+    }
+}
+
+fn execute_on_volume(n: &Node, request: Request) -> CommandResult {
+    match request {
+        Request::Outdate { minor } => {
+            n.volume_command(minor, |volume| Ok(Command::Outdate { volume }))
+        }
+        Request::Invalidate {
+            minor,
+            from,
+            reset_bitmap,
+        } => n.volume_command(minor, |volume| {
+            let from = from.map(node).transpose()?;
+            Ok(Command::Invalidate {
+                volume,
+                from,
+                reset_bitmap,
+            })
+        }),
+        Request::NewCurrentUuid {
+            minor,
+            clear_bitmap,
+            force_resync,
+        } => n.volume_command(minor, |volume| {
+            Ok(Command::NewCurrentUuid {
+                volume,
+                clear_bitmap,
+                force_resync,
+            })
+        }),
+        Request::Resize {
+            minor,
+            size_sectors,
+            assume_clean,
+            assume_peer_has_space,
+        } => n.volume_command(minor, |volume| {
+            Ok(Command::Resize {
+                volume,
+                size_sectors,
+                assume_clean,
+                assume_peer_has_space,
+            })
+        }),
+        Request::InvalidateRemote {
+            resource,
+            peer,
+            volume,
+            reset_bitmap,
+        } => n.peer_device_command(&resource, peer, volume, |peer, volume| {
+            Command::InvalidateRemote {
+                peer,
+                volume,
+                reset_bitmap,
+            }
+        }),
+        Request::PauseSync {
+            resource,
+            peer,
+            volume,
+        } => n.peer_device_command(&resource, peer, volume, |peer, volume| Command::PauseSync {
+            peer,
+            volume,
+        }),
+        Request::ResumeSync {
+            resource,
+            peer,
+            volume,
+        } => n.peer_device_command(&resource, peer, volume, |peer, volume| {
+            Command::ResumeSync { peer, volume }
+        }),
+        Request::Verify {
+            resource,
+            peer,
+            volume,
+            start_sector,
+            stop_sector,
+        } => n.peer_device_command(&resource, peer, volume, |peer, volume| Command::Verify {
+            peer,
+            volume,
+            start: start_sector,
+            stop: stop_sector,
+        }),
+        other => Err(lockstep_core::command::CommandError {
+            code: ErrorCode::ERR_INVALID_REQUEST,
+            text: format!("not a command: {other:?}"),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::node::NodeConfig;
+    use crate::place::Place;
+    use std::sync::mpsc::sync_channel;
+
+    /// A node of its own in a new directory, without devices.
+    fn node(dir: &Path) -> Arc<Node> {
+        let config = NodeConfig {
+            shards: 1,
+            pool_bytes: 16 << 20,
+            devices: false,
+        };
+        Node::start(&Place::find(Some(dir)), &config).unwrap()
+    }
+
+    fn converse_with(node: &Arc<Node>, lines: &[&str]) -> Vec<String> {
+        let (here, there) = UnixStream::pair().unwrap();
+        let (stop, _stopped) = sync_channel(1);
+        let (served, mut client) = (node.clone(), here.try_clone().unwrap());
+        let server = std::thread::spawn(move || converse(there, &served, &stop));
+        let input: String = lines.iter().map(|line| format!("{line}\n")).collect();
+        client.write_all(input.as_bytes()).unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        let answers = BufReader::new(here).lines().map_while(Result::ok).collect();
+        server.join().unwrap().unwrap();
+        answers
+    }
+
+    #[test]
+    fn a_bad_request_is_answered_and_changes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let answers = converse_with(
+            &node,
+            &[
+                "not json",
+                r#"{"do":"explode"}"#,
+                r#"{"do":"new-resource","resource":"a/b","node_id":0}"#,
+                r#"{"do":"new-resource","resource":"web","node_id":99}"#,
+                r#"{"do":"new-resource","resource":"web","node_id":0,"options":{"quorum":"x"}}"#,
+                r#"{"do":"new-minor","resource":"web","minor":1,"volume":0}"#,
+                r#"{"do":"report"}"#,
+            ],
+        );
+        assert_eq!(answers.len(), 7);
+        for answer in &answers[..6] {
+            assert!(answer.contains("\"is\":\"failed\""), "{answer}");
+        }
+        assert!(answers[4].contains("quorum"), "{}", answers[4]);
+        assert!(answers[5].contains("158"), "{}", answers[5]);
+        assert_eq!(answers[6], r#"{"is":"report","resources":[]}"#);
+        node.stop();
+    }
+
+    #[test]
+    fn objects_come_and_go_and_minors_are_unique() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let answers = converse_with(
+            &node,
+            &[
+                r#"{"do":"new-resource","resource":"web","node_id":0}"#,
+                r#"{"do":"new-resource","resource":"web","node_id":0}"#,
+                r#"{"do":"new-minor","resource":"web","minor":7,"volume":0}"#,
+                r#"{"do":"new-minor","resource":"web","minor":7,"volume":1}"#,
+                r#"{"do":"new-peer","resource":"web","peer":0}"#,
+                r#"{"do":"new-peer","resource":"web","peer":1,"options":{"_name":"bravo"}}"#,
+                r#"{"do":"connect","resource":"web","peer":1}"#,
+                r#"{"do":"del-resource","resource":"web"}"#,
+                r#"{"do":"primary","resource":"web"}"#,
+            ],
+        );
+        let failed = |answer: &str| answer.contains("\"is\":\"failed\"");
+        let outcome: Vec<bool> = answers.iter().map(|answer| failed(answer)).collect();
+        assert_eq!(
+            outcome,
+            [false, true, false, true, true, false, true, true, true]
+        );
+        assert!(answers[3].contains("161"), "{}", answers[3]);
+        assert!(answers[8].contains("-2"), "{}", answers[8]);
+        let reports = node.reports(None);
+        assert_eq!(reports.len(), 1);
+        assert_eq!(reports[0].devices[0].minor, 7);
+        assert_eq!(reports[0].connections[0].name, "bravo");
+        assert_eq!(
+            converse_with(&node, &[r#"{"do":"down","resource":"web"}"#]),
+            [r#"{"is":"done"}"#]
+        );
+        assert!(node.reports(None).is_empty());
+        node.stop();
+    }
+
+    #[test]
+    fn a_watcher_sees_objects_come_and_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let (reports, changes) = node.board().watch(None, false);
+        assert!(reports.is_empty());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        let next = || {
+            changes
+                .recv_timeout(std::time::Duration::from_secs(10))
+                .unwrap()
+        };
+        assert!(matches!(next(), Reply::Changed { resource } if resource.name == "web"));
+        node.del_resource("web").unwrap();
+        loop {
+            match next() {
+                Reply::Removed { name } => break assert_eq!(name, "web"),
+                Reply::Changed { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        node.stop();
+    }
+
+    #[test]
+    fn a_line_without_end_ends_the_conversation() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let long = "x".repeat(MAX_REQUEST_BYTES + 10);
+        let answers = converse_with(&node, &[&long]);
+        assert_eq!(answers.len(), 1);
+        assert!(answers[0].contains("at most"), "{}", answers[0]);
+        node.stop();
+    }
+}

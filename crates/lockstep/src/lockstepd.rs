@@ -1,0 +1,97 @@
+//! `lockstepd`: the command line of the node's daemon.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use lockstep_daemon::lockstepd::{DaemonConfig, run as run_daemon};
+use lockstep_daemon::node::NodeConfig;
+use lockstep_daemon::place::Place;
+
+const USAGE: &str = "\
+Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device]
+
+  --dir DIR      the node's directory (default: LOCKSTEP_DIR, else /run/lockstep)
+  --shards N     threads that replicate (default: one per processor, at most 2)
+  --pool-mib N   memory for data of each of them in MiB, 16 to 65536 (default 256)
+  --no-device    no mountable devices, only NBD
+
+One daemon runs per directory. SIGTERM ends it in order. Logs go to standard error; LOCKSTEP_LOG
+sets the level (error, warn, info, debug, trace; default info).";
+
+/// Runs `lockstepd ARGS` to the daemon's end.
+pub(crate) fn run(args: &[String]) -> ExitCode {
+    let config = match parse(args) {
+        Ok(Some(config)) => config,
+        Ok(None) => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        Err(problem) => {
+            eprintln!("lockstepd: {problem}\n\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    let level = std::env::var("LOCKSTEP_LOG").unwrap_or_else(|_| "info".to_owned());
+    let filter = tracing_subscriber::EnvFilter::new(level);
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    match run_daemon(&config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lockstepd: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// `None` asks for the help.
+fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut dir = None;
+    let mut new_session = false;
+    let mut node = NodeConfig {
+        shards: processors.min(2),
+        pool_bytes: 256 << 20,
+        devices: rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists(),
+    };
+    let mut args = args.iter();
+    while let Some(word) = args.next() {
+        let (name, mut value) = match word.split_once('=') {
+            Some((name, value)) => (name, Some(value.to_owned())),
+            None => (word.as_str(), None),
+        };
+        let mut needed = || {
+            value
+                .take()
+                .or_else(|| args.next().cloned())
+                .ok_or(format!("{name} needs a value"))
+        };
+        match name {
+            "--dir" => dir = Some(needed()?),
+            "--shards" => node.shards = number(name, &needed()?, 1, 64)?,
+            "--pool-mib" => node.pool_bytes = number(name, &needed()?, 16, 65_536)? << 20,
+            "--no-device" => node.devices = false,
+            "--new-session" => new_session = true,
+            "--help" | "-h" => return Ok(None),
+            other => return Err(format!("unknown option '{other}'")),
+        }
+    }
+    let place = Place::find(dir.as_deref().map(Path::new));
+    Ok(Some(DaemonConfig {
+        place,
+        new_session,
+        node,
+    }))
+}
+
+fn number(name: &str, text: &str, min: usize, max: usize) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if (min..=max).contains(&number) => Ok(number),
+        _ => Err(format!(
+            "{name} {text}: a number from {min} to {max} is needed"
+        )),
+    }
+}
