@@ -12,7 +12,7 @@ use crate::codec::{decode, encode};
 use crate::core::frame::CHUNK_MAX;
 use crate::core::plugin::{Choice, Plugin};
 use crate::core::rng::Rng;
-use crate::{Daemon, Options, Security, generate_secret};
+use crate::{Daemon, Options, Security, generate_secret, random_bytes};
 
 const PLUGINS: [&str; 8] = [
     "none",
@@ -129,17 +129,14 @@ fn whole_path(plugin: &str, data: &[u8]) -> Result<Duration, String> {
         ..Options::default()
     };
     let (a, b) = (Daemon::start(options())?, Daemon::start(options())?);
-    let drbd = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
-    let mut free = Vec::new();
-    for _ in 0..5 {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
-        let addr: SocketAddr = listener.local_addr().map_err(text)?;
-        free.push((listener, addr));
-    }
-    let addrs: Vec<SocketAddr> = free.into_iter().map(|(_, addr)| addr).collect();
+    // A loopback address of our own, so no port is taken.
+    let [x, y, z, ..] = random_bytes()?;
+    let ip = Ipv4Addr::new(127, 1 + x % 60, y, z.clamp(1, 254));
+    let at = |port: u16| SocketAddr::from((ip, port));
+    let drbd = TcpListener::bind(at(7915)).map_err(text)?;
     let drbd_b = drbd.local_addr().map_err(text)?;
     let (inside_a, out_a, inside_b, out_b, drbd_a) =
-        (addrs[0], addrs[1], addrs[2], addrs[3], addrs[4]);
+        (at(7816), at(7715), at(7817), at(7716), at(7914));
     let extra = "--memlimit=512M --max-lag=0";
     for (daemon, commands) in [
         (

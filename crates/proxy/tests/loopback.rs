@@ -501,3 +501,53 @@ fn pinned_keys_work_as_identity() {
     near.write_all(b"hello").unwrap();
     receive(&mut far, b"hello");
 }
+
+#[test]
+fn a_connection_that_stands_still_leaves_room_for_the_others() {
+    let small = || Options {
+        memory_max_bytes: 12 << 20,
+        ..options(secret())
+    };
+    let pair = Pair::up(small(), small(), "--memlimit=512M --max-lag=0");
+    let (hog, _stalled) = pair.open(DATA);
+    let noise = sample(40_000_000, 11);
+    let sender = spawn(move || {
+        let mut hog = hog;
+        // Ends with an error when the test is over.
+        let _ = hog.write_all(&noise);
+    });
+    wait("a full pool", || {
+        connection(&pair.a)["blocked_by"]
+            .as_str()
+            .is_some_and(|reason| !reason.is_empty())
+    });
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    let (inside_a, inside_b, outside_a, outside_b) = (at(7815), at(7815), at(7715), at(7715));
+    let drbd = TcpListener::bind((fresh_ip(), 7915)).unwrap();
+    let drbd_b = drbd.local_addr().unwrap();
+    let drbd_a = at(7915);
+    ok(
+        &pair.b,
+        &format!("add connection r1-a-b {inside_b} {outside_a} {outside_b} {drbd_b} --dial=never"),
+    );
+    ok(
+        &pair.a,
+        &format!("add connection r1-b-a {inside_a} {outside_b} {outside_a} {drbd_a} --dial=always"),
+    );
+    wait("second session", || {
+        pair.a.state()["connections"][1]["bulk_carriers"].as_u64() > Some(0)
+    });
+    let mut near = TcpStream::connect(inside_a).unwrap();
+    near.write_all(&DATA).unwrap();
+    let (mut far, _) = drbd.accept().unwrap();
+    far.set_read_timeout(Some(PATIENCE)).unwrap();
+    receive(&mut far, &DATA);
+    let forth = sample(6_000_000, 12);
+    let second = send(near, forth.clone());
+    receive(&mut far, &forth);
+    second.join().unwrap();
+    // A connection that came when the pool was full may use its guaranteed share.
+    assert!(pair.a.state()["memory_used_bytes"].as_u64() <= Some(14 << 20));
+    drop(pair);
+    sender.join().unwrap();
+}

@@ -442,7 +442,12 @@ impl Engine {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        link.phase = Phase::Resuming { since: now };
+        // `session-hold` runs on until the peer's RESUME is here.
+        let since = match link.phase {
+            Phase::Suspended { since } | Phase::Resuming { since } => since,
+            Phase::Live | Phase::Down => now,
+        };
+        link.phase = Phase::Resuming { since };
         let list: Vec<Ack> = link
             .streams
             .iter_mut()
@@ -662,8 +667,8 @@ impl Engine {
             return;
         };
         let since = match link.phase {
-            Phase::Suspended { since } => since,
-            _ => now,
+            Phase::Suspended { since } | Phase::Resuming { since } => since,
+            Phase::Live | Phase::Down => now,
         };
         let was_live = link.phase == Phase::Live;
         link.phase = Phase::Suspended { since };
@@ -820,8 +825,13 @@ impl Engine {
         let was_busy = link
             .busy_since
             .is_some_and(|since| now.since(since) >= passed);
-        if busy && was_busy {
+        let full = busy && was_busy;
+        // More than was believed is proof enough, even from a link that was not always busy; else
+        // a rate once measured too low would hold reading back and never be corrected.
+        if full || link.drain_rate.is_below(drained, passed) {
             link.drain_rate.sample(drained, passed);
+        }
+        if full || link.wire_rate.is_below(wired, passed) {
             link.wire_rate.sample(wired, passed);
         }
         link.busy_since = busy.then(|| link.busy_since.unwrap_or(now));

@@ -131,6 +131,11 @@ impl Rate {
         self.known = true;
     }
 
+    /// Whether `amount` in `time` is more than the rate believed in; false while none is known.
+    pub(crate) fn is_below(&self, amount: u64, time: Duration) -> bool {
+        self.known && amount as f64 > self.per_second * time.as_secs_f64()
+    }
+
     /// The truth is known to be higher than what was seen.
     pub(crate) fn raise(&mut self, factor: f64) {
         self.per_second *= factor;

@@ -9,6 +9,9 @@ use super::message::Ack;
 use super::time::Instant;
 use super::{CarrierId, SpillRef};
 
+/// Received chunks that may wait for an earlier one. The window bounds their bytes, this their
+/// number.
+const PARTS_MAX: usize = 64 << 10;
 /// Memory that a chunk takes beside its bytes.
 const CHUNK_OVERHEAD: u64 = 160;
 
@@ -468,6 +471,9 @@ impl Rx {
                         || self.parts.range(offset..end).next().is_some();
                     if overlap {
                         return Verdict::Broken("overlap");
+                    }
+                    if self.parts.len() >= PARTS_MAX {
+                        return Verdict::Broken("too many pieces");
                     }
                     self.parts.insert(offset, Part::Decoding(raw_len));
                     verdict = Verdict::New;
