@@ -232,6 +232,7 @@ impl Resource {
                 Timer::ResyncStart(volume, peer) => self.resync_start_timer(volume, peer),
                 Timer::BitmapWrite(volume) => self.bitmap_write_timer(volume),
                 Timer::ResyncFlush(volume) => self.resync_flush_timer(volume),
+                Timer::LeftMarks(volume) => self.left_marks_timer(volume),
             }
             self.settle();
         }

@@ -41,6 +41,8 @@ pub enum Timer {
     BitmapWrite(VolumeNr),
     /// A queued flush of received resync data.
     ResyncFlush(VolumeNr),
+    /// Ask third nodes about marks that a resync with them left behind.
+    LeftMarks(VolumeNr),
 }
 
 /// The running time-outs.

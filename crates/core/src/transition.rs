@@ -230,6 +230,16 @@ impl Resource {
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 self.resync_left(volume, *peer);
             }
+            let equal = (
+                DiskState::UpToDate,
+                DiskState::UpToDate,
+                ReplState::Established,
+            );
+            if (after.disk, p.disk, p.repl) == equal
+                && (old.disk(volume), before.disk, before.repl) != equal
+            {
+                self.watch_left_marks(volume);
+            }
             let lost_primary = new
                 .connections
                 .get(peer)

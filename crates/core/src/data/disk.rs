@@ -60,6 +60,8 @@ pub struct DiskIo {
     flush_next: Vec<FlushWaiter>,
     /// Writes of the bitmap.
     pub bitmap_writes: u64,
+    /// Where the search for marks that a resync left behind goes on.
+    pub(crate) left_marks_cursor: u64,
 }
 
 /// Who waits for a flush of the data device.
@@ -102,6 +104,7 @@ impl DiskIo {
             geometry,
             slots: [None; NodeId::COUNT as usize],
             prepared: None,
+            left_marks_cursor: 0,
             jobs: Vec::new(),
             flushes,
             flushing: None,

@@ -31,6 +31,9 @@ const STEP: Duration = Duration::from_millis(100);
 const FLUSH_DELAY: Duration = Duration::from_millis(10);
 /// How long bits that were cleared may wait to be written.
 const BITMAP_DELAY: Duration = Duration::from_secs(2);
+/// How often third nodes are asked about marks that are left, and how many extents at once.
+const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
+const LEFT_MARKS_EXTENTS: usize = 64;
 /// Largest request in sectors.
 const MOST_SECTORS: u64 = 2048;
 
@@ -886,6 +889,61 @@ impl Resource {
                 self.send(peer, Stream::Control, volume, packet);
             }
         }
+    }
+
+    /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
+    pub(crate) fn watch_left_marks(&mut self, volume: VolumeNr) {
+        let at = self.now + LEFT_MARKS_DELAY;
+        self.timers.set_earliest(Timer::LeftMarks(volume), at);
+    }
+
+    /// `Timer::LeftMarks`: the news of a node in sync is dropped wherever a write is on its way,
+    /// and a mark between two nodes that were both copied from a third would stay for ever. So a
+    /// node with marks towards an UpToDate peer says again who is in sync with it there; a third
+    /// node that knows both of them as equal answers with that.
+    pub(crate) fn left_marks_timer(&mut self, volume: VolumeNr) {
+        if self.state.disk(volume) != DiskState::UpToDate || self.connections.len() < 2 {
+            return;
+        }
+        let peers: Vec<NodeId> = self
+            .established()
+            .into_iter()
+            .filter(|peer| {
+                let p = self.state.peer_device(volume, *peer);
+                p.repl == ReplState::Established && p.disk == DiskState::UpToDate
+            })
+            .collect();
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let bits = io.bitmap.shape().bits();
+        let mut extents = Vec::new();
+        let mut left = false;
+        for slot in peers.iter().filter_map(|peer| io.slot(*peer)) {
+            left |= io.bitmap.count(slot) > 0;
+            let mut next = io.left_marks_cursor;
+            while let Some(bit) = io.bitmap.next_set(slot, next)
+                && extents.len() < LEFT_MARKS_EXTENTS
+            {
+                let extent = Sector(bit * io.bitmap.shape().block().sectors()).al_extent();
+                if !extents.contains(&extent) {
+                    extents.push(extent);
+                }
+                next = io.bitmap.extent_bits(extent).end;
+            }
+        }
+        if !left {
+            return;
+        }
+        // Extents that cannot be settled now do not keep the others from their turn.
+        io.left_marks_cursor = match extents.iter().max() {
+            Some(last) if extents.len() == LEFT_MARKS_EXTENTS => {
+                io.bitmap.extent_bits(*last).end.min(bits)
+            }
+            _ => 0,
+        };
+        self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
+        self.watch_left_marks(volume);
     }
 
     // Flush before the end (semantics.md, 19.6).
