@@ -551,3 +551,12 @@ fn a_connection_that_stands_still_leaves_room_for_the_others() {
     drop(pair);
     sender.join().unwrap();
 }
+
+#[test]
+fn removing_a_connection_ends_it_at_both_ends_at_once() {
+    let pair = Pair::up(options(secret()), options(secret()), "--session-hold=3600");
+    let (mut near, mut far) = pair.open(DATA);
+    ok(&pair.a, "del connection r0-b-a");
+    assert!(is_reset(&mut near) && is_reset(&mut far));
+    assert_eq!(connection(&pair.b)["state"], "Connecting");
+}

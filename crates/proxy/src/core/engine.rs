@@ -178,7 +178,7 @@ impl Engine {
             .find(name)
             .ok_or_else(|| ConfigError::Unknown(name.into()))?;
         if let Some(control) = self.links.get(&id).and_then(|link| link.control) {
-            self.goodbye(control, "the connection was removed at the other end");
+            self.farewell(control, "the connection was removed there");
         }
         self.end_session(now, id, "the connection was removed");
         if let Some(mut link) = self.links.remove(&id) {

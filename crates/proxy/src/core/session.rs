@@ -13,6 +13,8 @@ use super::{CarrierId, CarrierKind, Level, LinkId, Output};
 
 /// Version of the messages that this build speaks.
 const PROTOCOL: u8 = 1;
+/// Code of a GOODBYE that ends the session, not only the carrier.
+const GOODBYE_FINAL: u8 = 1;
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Time between measurements and reports to the peer.
@@ -220,7 +222,8 @@ impl Engine {
         };
         if kind == Kind::Goodbye {
             let text = String::from_utf8_lossy(&frame.payload).into_owned();
-            return self.on_goodbye(now, carrier, id, &text);
+            let last = frame.header.code == GOODBYE_FINAL;
+            return self.on_goodbye(now, carrier, id, &text, last);
         }
         match (entry.kind, entry.state, kind) {
             (CarrierKind::Control, CarrierState::Handshake, Kind::HelloAck) => {
@@ -561,18 +564,33 @@ impl Engine {
         );
     }
 
+    /// Ends the whole session at both ends: waiting for it would be in vain.
+    pub(crate) fn farewell(&mut self, control: CarrierId, text: &str) {
+        let mut frame = Frame::message(Kind::Goodbye, text.as_bytes().to_vec());
+        frame.header.code = GOODBYE_FINAL;
+        self.send(control, frame);
+    }
+
     fn on_goodbye(
         &mut self,
         now: Instant,
         carrier: CarrierId,
         id: LinkId,
         text: &str,
+        last: bool,
     ) -> Result<(), Violation> {
         let shown: String = text.chars().filter(|c| !c.is_control()).take(300).collect();
         let reason = format!("the peer proxy said: {shown}");
         self.log(Level::Warn, id, reason.clone());
         self.out.push_back(Output::CloseCarrier(carrier));
+        let control = self
+            .links
+            .get(&id)
+            .is_some_and(|link| link.control == Some(carrier));
         self.carrier_down(now, carrier, &reason);
+        if last && control {
+            self.end_session(now, id, &reason);
+        }
         Ok(())
     }
 

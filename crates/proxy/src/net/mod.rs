@@ -30,6 +30,8 @@ const TURN_BYTES: usize = 1 << 20;
 const PENDING_MAX: usize = 64;
 /// How long an accepted carrier may take to authenticate.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a listener rests after a failed accept.
+const ACCEPT_REST: Duration = Duration::from_millis(200);
 /// Time between looks at the wall clock.
 const WALL_EVERY: Duration = Duration::from_secs(20);
 
@@ -65,6 +67,8 @@ pub(crate) struct Reactor {
     started: Clock,
     wall_at: Clock,
     stopping: bool,
+    /// Listeners that rest after a failed accept, and until when.
+    resting: Vec<(Source, Clock)>,
 }
 
 impl Reactor {
@@ -96,6 +100,7 @@ impl Reactor {
             started,
             wall_at: started,
             stopping: false,
+            resting: Vec::new(),
         };
         let token = reactor.token(Source::Bell);
         let data = epoll::EventData::new_u64(token);
@@ -135,6 +140,15 @@ impl Reactor {
                 }
             }
             self.clocks();
+        }
+        // The peers learn it at once and need not wait for a session that will not come back.
+        let names: Vec<String> = self
+            .engine
+            .configs()
+            .map(|config| config.name.clone())
+            .collect();
+        for name in names {
+            let _ = self.remove_link(&name);
         }
     }
 
@@ -252,6 +266,9 @@ impl Reactor {
         if !self.pending.is_empty() {
             wait = wait.min(Duration::from_secs(1));
         }
+        if !self.resting.is_empty() {
+            wait = wait.min(ACCEPT_REST);
+        }
         wait
     }
 
@@ -263,6 +280,9 @@ impl Reactor {
         if Clock::now() >= self.wall_at {
             self.look_at_wall();
         }
+        if !self.resting.is_empty() {
+            self.wake_listeners();
+        }
         let late: Vec<u64> = self
             .pending
             .iter()
@@ -271,6 +291,41 @@ impl Reactor {
             .collect();
         for token in late {
             self.drop_pending(token, "no authentication in time");
+        }
+    }
+
+    /// Stops watching a listener for a moment. Without descriptors to accept with, it would stay
+    /// readable and turn the loop into a busy one.
+    fn rest(&mut self, source: Source) {
+        self.set_listener(source, epoll::EventFlags::empty());
+        self.resting.push((source, Clock::now() + ACCEPT_REST));
+    }
+
+    fn wake_listeners(&mut self) {
+        let now = Clock::now();
+        let (due, rest): (Vec<_>, Vec<_>) = std::mem::take(&mut self.resting)
+            .into_iter()
+            .partition(|(_, until)| *until <= now);
+        self.resting = rest;
+        for (source, _) in due {
+            self.set_listener(source, epoll::EventFlags::IN);
+        }
+    }
+
+    fn set_listener(&self, source: Source, interest: epoll::EventFlags) {
+        let found = match source {
+            Source::Inside(id) => self.inside.get(&id).map(|(socket, token)| (socket, *token)),
+            Source::Outside(addr) => self
+                .outside
+                .get(&addr)
+                .map(|(socket, token, _)| (socket, *token)),
+            _ => None,
+        };
+        if let Some((socket, token)) = found {
+            let data = epoll::EventData::new_u64(token);
+            if let Err(error) = epoll::modify(&self.epoll, socket, data, interest) {
+                tracing::error!(%error, "a listener cannot be watched");
+            }
         }
     }
 
@@ -346,6 +401,7 @@ impl Reactor {
                 Accepted::Nothing => return,
                 Accepted::Failed(error) => {
                     tracing::warn!(%error, "accept on an inside address failed");
+                    self.rest(Source::Inside(id));
                     return;
                 }
             }
@@ -367,6 +423,7 @@ impl Reactor {
                 Accepted::Nothing => return,
                 Accepted::Failed(error) => {
                     tracing::warn!(%error, "accept on an outside address failed");
+                    self.rest(Source::Outside(addr));
                     return;
                 }
             }
