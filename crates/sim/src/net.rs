@@ -343,6 +343,16 @@ impl World {
         }
     }
 
+    /// The node has a link to the peer, and the peer did not restart since it came up.
+    pub fn shares_link(&self, node: usize, peer: usize) -> bool {
+        let ends = [node.min(peer), node.max(peer)];
+        self.nodes[node].links.keys().any(|link| {
+            self.links.get(link).is_some_and(|l| {
+                l.ends == ends && (0..2).all(|side| l.lives[side] == self.nodes[ends[side]].life)
+            })
+        })
+    }
+
     /// Nothing of a stream moves for a while.
     pub fn stall(&mut self, from: usize, to: usize, stream: usize, time: u64) {
         let until = self.now + time;

@@ -240,6 +240,8 @@ impl Operator {
     /// Nodes that have everything which this Primary acknowledged.
     fn heirs_of(&self, w: &World, node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
         let mut holders = holders(node, snapshot);
+        // A peer that fell and came back while this node did not notice may have lost something.
+        holders.retain(|peer| *peer == node || w.shares_link(node, *peer));
         if w.config.protocol != Protocol::C && holders.contains(&node) {
             return BTreeSet::from([node]);
         }
