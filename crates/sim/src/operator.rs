@@ -205,7 +205,7 @@ impl Operator {
         let Some(snapshot) = w.snapshot(node) else {
             return;
         };
-        if snapshot.role == Role::Primary {
+        if snapshot.role == Role::Primary || self.primary == Some(node) {
             self.heirs = self.heirs_of(w, node, &snapshot);
             self.primary = None;
             if lose == Lose::Unflushed {
