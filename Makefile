@@ -12,5 +12,8 @@ build: prepare
 test: prepare
 	cargo xtask ci
 
+demo: build
+	target/release/lockstep demo
+
 clean:
 	cargo clean

@@ -1,6 +1,7 @@
 //! The one binary: its name, or else the first argument, selects the role.
 
 mod bench;
+mod demo;
 mod drbdadm;
 mod drbdmeta;
 mod drbdsetup;
@@ -14,6 +15,7 @@ const USAGE: &str = "\
 Usage: lockstep COMMAND [ARGS]
 
   bench      measures Lockstep against the bare minimum on this machine
+  demo       three nodes, a database, and the Primary killed in mid-load
   drbdadm    brings resources to the state of the configuration (also by that name)
   drbdmeta   creates, shows and repairs metadata (also by that name)
   drbdsetup  changes and shows the state of this node's resources (also by that name)
@@ -44,6 +46,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "drbdadm" => drbdadm::run(&words[1..]),
         "drbdmeta" => drbdmeta::run(args),
         "bench" => bench::run(args),
+        "demo" => demo::run(args),
         "drbdsetup" => drbdsetup::run(args),
         "lockstepd" => lockstepd::run(args),
         "inspect" => inspect::run(args),
