@@ -20,6 +20,10 @@
 //! 5. both are Primary and both have marks: no side may lose, split brain;
 //! 6. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
 //!    lost power together, and only flushed writes are promised; or none is, and both have all.)
+//!
+//! Two further differences between Lockstep nodes: a generation found in the other's history
+//! needs no full resync if both slots begin at the same generation, and a node that is target of
+//! another one is asked again later instead of being called unrelated or a split brain.
 
 use alloc::vec::Vec;
 
@@ -757,21 +761,37 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
             fixup,
         );
     }
+    let one_base = is_real(h.own_slot()) && h.own_slot().same_generation(h.peer_slot());
     match (h.peer.uuids.history_has(own), h.own.uuids.history_has(peer)) {
+        // Both bitmaps begin at the same generation: together they hold every difference.
+        (true, false) if one_base && h.is_lockstep() => {
+            return row(Strategy::TargetUseBitmap, Rule::HistoryPeer);
+        }
+        (false, true) if one_base && h.is_lockstep() => {
+            return row(Strategy::SourceUseBitmap, Rule::HistorySelf);
+        }
         (true, false) => return row(Strategy::TargetSetBitmap, Rule::HistoryPeer),
         (false, true) => return row(Strategy::SourceSetBitmap, Rule::HistorySelf),
         (true, true) | (false, false) => {}
     }
-    if is_real(h.own_slot())
-        && is_real(h.peer_slot())
-        && h.own_slot().same_generation(h.peer_slot())
-    {
+    if one_base {
         return row(Strategy::SplitBrainAutoRecover, Rule::BitmapBoth);
     }
-    if h.own.uuids.shares_history(&h.peer.uuids) {
-        return row(Strategy::SplitBrainDisconnect, Rule::HistoryBoth);
+    let rule = if h.own.uuids.shares_history(&h.peer.uuids) {
+        Rule::HistoryBoth
+    } else {
+        Rule::NoRelation
+    };
+    let target = h.own.flag(UuidFlags::SYNC_TARGET) || h.peer.flag(UuidFlags::SYNC_TARGET);
+    if target && h.phase == Phase::Connect && h.is_lockstep() {
+        // A target names its source's generation, but not yet that one's ancestors: it is asked
+        // again, and knows them once it is through.
+        return row(Strategy::RetryConnect, rule);
     }
-    row(Strategy::UnrelatedData, Rule::NoRelation)
+    if rule == Rule::HistoryBoth {
+        return row(Strategy::SplitBrainDisconnect, rule);
+    }
+    row(Strategy::UnrelatedData, rule)
 }
 
 #[derive(Clone, Copy)]

@@ -32,6 +32,11 @@ pub struct Device {
     pub exposed_uuid: Uuid,
     /// A new current UUID is due (semantics.md, 12.4).
     pub new_uuid_pending: bool,
+    /// It became Primary: what it writes gets a generation of its own in any case, because the
+    /// current one may be one that another Primary planned and gave up.
+    pub new_uuid_forced: bool,
+    /// Generations that were told to a peer and given up before anything was written in them.
+    pub abandoned: alloc::vec::Vec<Uuid>,
     /// Openers for reading and for writing.
     pub openers: Openers,
     /// The volume towards each peer; one entry for every connection.
@@ -299,6 +304,8 @@ impl Device {
             disk: None,
             exposed_uuid: Uuid::ZERO,
             new_uuid_pending: false,
+            new_uuid_forced: false,
+            abandoned: alloc::vec::Vec::new(),
             openers: Openers::default(),
             peers: BTreeMap::new(),
             io: DeviceIo::default(),

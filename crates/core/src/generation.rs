@@ -194,6 +194,13 @@ impl Generations {
         Some(self.current)
     }
 
+    /// A new generation although nobody's slot changes: the old one is retired all the same.
+    pub(crate) fn fork(&mut self, role: Role, rng: &mut Rng) {
+        let old = self.current;
+        self.set_current(with_role(rng.uuid(), role));
+        self.push_retired_current(old);
+    }
+
     /// 12.6: a Primary told its new generation, and this node follows it. Not to be called while
     /// this node is sync target of it or Behind. For a diskless sender add it to `rotation.weak`;
     /// `rotation.dagtag` is that of the sender's stream. Gives the slots that changed.
@@ -548,7 +555,7 @@ impl Generations {
     /// Retires an old current UUID, also one that a slot holds: slots that are not sent hold it,
     /// too, and a peer that missed the change must find its generation in what it is sent, else a
     /// later handshake ends in unrelated data (12.6).
-    fn push_retired_current(&mut self, uuid: Uuid) {
+    pub(crate) fn push_retired_current(&mut self, uuid: Uuid) {
         let uuid = uuid.without_primary_bit();
         let known = self.history.contains(&uuid) || uuid.same_generation(self.current);
         if known || !is_real(uuid) || uuid == Uuid::JUST_CREATED {

@@ -150,7 +150,8 @@ impl Resource {
                 continue;
             };
             let accessible = before.data_accessible() || after.data_accessible();
-            let mut due = old.role != Role::Primary && new.role == Role::Primary;
+            let promoted = old.role != Role::Primary && new.role == Role::Primary;
+            let mut due = promoted;
             for (peer, p) in &after.peers {
                 let was = old.peer_device(*volume, *peer);
                 due |= new.role == Role::Primary && accessible && lost_contact(was.disk, p.disk);
@@ -171,9 +172,11 @@ impl Resource {
             if let Some(device) = self.devices.get_mut(volume) {
                 if due {
                     device.new_uuid_pending = true;
+                    device.new_uuid_forced |= promoted;
                 }
                 if demoted {
                     device.new_uuid_pending = false;
+                    device.new_uuid_forced = false;
                 }
             }
         }

@@ -176,12 +176,19 @@ impl Resource {
                 dagtag,
             };
             let made = next.new_current(&rotation, role, &mut rng);
+            let device = self.devices.get(&volume);
+            if made.is_none() && device.is_some_and(|d| d.new_uuid_forced) {
+                next.fork(role, &mut rng);
+            }
             self.rng = rng;
-            if made.is_none() {
+            if next == base {
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.new_uuid_pending = false;
                 }
                 continue;
+            }
+            for uuid in device.iter().flat_map(|d| &d.abandoned) {
+                next.push_retired_current(*uuid);
             }
             let confirm = self.followers(&views);
             plans.insert(
@@ -316,7 +323,9 @@ impl Resource {
             moved || self.peer_views(*volume) != plan.views
         });
         if changed || self.state.role != Role::Primary {
-            self.new_uuid = None;
+            if let Some(new) = self.new_uuid.take() {
+                self.abandon(&new);
+            }
             if self.state.role == Role::Primary {
                 self.new_uuid_wanted = true;
                 self.begin_new_uuid();
@@ -360,10 +369,25 @@ impl Resource {
         self.close_epoch();
     }
 
+    /// Somebody may hold a generation that will never be: it becomes an ancestor of the next one,
+    /// so that its holders count as older and not as another branch.
+    fn abandon(&mut self, new: &NewUuid) {
+        for (volume, plan) in &new.plans {
+            if let Some(device) = self.devices.get_mut(volume)
+                && plan.sets.is_some()
+                && plan.confirm.count() > 0
+            {
+                device.abandoned.push(plan.uuid);
+            }
+        }
+    }
+
     /// The new current UUID is durable on a volume.
     pub(crate) fn new_uuid_durable(&mut self, volume: VolumeNr) {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.new_uuid_pending = false;
+            device.new_uuid_forced = false;
+            device.abandoned.clear();
             device.exposed_uuid = device.current_uuid();
         }
         for peer in self.established_peers().iter() {

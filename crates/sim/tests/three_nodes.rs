@@ -28,3 +28,17 @@ fn marks_between_two_targets_of_one_source_go() {
     holds(43, KILLS_AND_LINKS);
     holds(1, KILLS_AND_LINKS);
 }
+
+/// A Primary told a follower its next generation, lost it before the confirmation, and made
+/// another one: later both looked like branches of a split brain.
+#[test]
+fn a_generation_that_was_given_up_is_no_split_brain() {
+    holds(53, KILLS_AND_LINKS);
+}
+
+/// A resync target names its source's generation; a third node found no relation between that and
+/// its own and disconnected for good.
+#[test]
+fn a_target_of_another_node_is_not_unrelated() {
+    holds(38, KILLS_AND_LINKS);
+}
