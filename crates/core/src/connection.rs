@@ -40,6 +40,8 @@ pub struct Connection {
     pub net: NetOptions,
     /// The established streams, if any.
     pub link: Option<Link>,
+    /// Dialect of the last link: what was sent on it is encoded after the core let go of it.
+    pub last_dialect: Option<wire::Dialect>,
     /// `connect --discard-my-data` is in force.
     pub discard_my_data: bool,
     /// `connect --tentative` is in force.
@@ -115,6 +117,7 @@ impl Connection {
             peer,
             net,
             link: None,
+            last_dialect: None,
             discard_my_data: false,
             tentative: false,
             connecting: false,
@@ -245,10 +248,12 @@ impl Resource {
 
     /// Closes the streams, if any, and starts the cleanup.
     pub(crate) fn lose_link(&mut self, peer: NodeId, flush: bool) {
+        let dialect = self.dialect(peer);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
         if let Some(link) = conn.link.take() {
+            conn.last_dialect = Some(dialect);
             self.output(Output::CloseLink {
                 peer,
                 link: link.id,

@@ -197,10 +197,16 @@ impl Resource {
         self.timers.next()
     }
 
-    /// How packets of this peer's present link are laid out; ask before each decode and encode.
+    /// How packets of this peer's present link are laid out, or of its last one: packets that were
+    /// sent before the core closed it are encoded afterwards. Ask before each decode and encode.
     pub fn dialect(&self, peer: NodeId) -> wire::Dialect {
-        let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
-        self.dialect_of(link)
+        let conn = self.connections.get(&peer);
+        match conn.and_then(|c| c.link.as_ref()) {
+            Some(link) => self.dialect_of(Some(link)),
+            None => conn
+                .and_then(|c| c.last_dialect)
+                .unwrap_or(wire::Dialect::INITIAL),
+        }
     }
 
     /// Its name.

@@ -1,1 +1,403 @@
-//! Placeholder of the crate's root; its modules follow.
+//! Clusters of real daemons on this machine, for end-to-end tests.
+//!
+//! Each node has a directory of its own with its configuration, disks, sockets and log, and an
+//! address of its own on the loopback network. `LOCKSTEP_BIN` names the binary; without it the
+//! one beside the tests' build is taken.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// Bounds every wait; a wait that ends here is a failure, not a pause.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Names of the nodes, by node id.
+pub const NAMES: [&str; 3] = ["alfa", "bravo", "charlie"];
+
+/// Whether this machine has what the test needs. A test that lacks it says so and ends; in CI it
+/// fails.
+pub fn machine_has(what: &str, present: bool) -> bool {
+    if !present {
+        let text = format!("this machine lacks: {what}");
+        assert!(std::env::var_os("CI").is_none(), "{text}");
+        eprintln!("skipped: {text}");
+    }
+    present
+}
+
+/// The test runs as root and the machine has FUSE and loop devices.
+pub fn can_mount() -> bool {
+    machine_has("root", rustix::process::geteuid().is_root())
+        && machine_has("/dev/fuse", Path::new("/dev/fuse").exists())
+        && machine_has("/dev/loop-control", Path::new("/dev/loop-control").exists())
+}
+
+/// A program is on the path.
+pub fn has_program(name: &str) -> bool {
+    let found = std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(name).exists()))
+        || Path::new("/usr/sbin").join(name).exists();
+    machine_has(name, found)
+}
+
+/// Some nodes of one resource `r0`.
+pub struct Cluster {
+    dir: tempfile::TempDir,
+    nodes: Vec<Node>,
+    mounts: Vec<PathBuf>,
+}
+
+struct Node {
+    name: &'static str,
+    dir: PathBuf,
+    daemon: Option<Child>,
+}
+
+/// How a cluster is made.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// Nodes, 2 or 3.
+    pub nodes: usize,
+    /// Volumes.
+    pub volumes: usize,
+    /// Size of each disk in MiB.
+    pub disk_mib: u64,
+    /// Lines for the `net` section.
+    pub net: String,
+    /// A number that no other test uses; makes addresses and minors.
+    pub test: u8,
+}
+
+impl Cluster {
+    /// Starts the daemons and brings the resource up; nothing is Primary yet.
+    pub fn new(setup: &Setup) -> Result<Cluster> {
+        let dir = tempfile::Builder::new().prefix("lockstep-e2e-").tempdir()?;
+        let bin = dir.path().join("bin");
+        fs::create_dir(&bin)?;
+        let binary = binary()?;
+        for name in ["lockstep", "lockstepd", "drbdadm", "drbdsetup", "drbdmeta"] {
+            std::os::unix::fs::symlink(&binary, bin.join(name))?;
+        }
+        let mut cluster = Cluster {
+            nodes: Vec::new(),
+            mounts: Vec::new(),
+            dir,
+        };
+        let conf = cluster.configuration(setup);
+        for name in &NAMES[..setup.nodes] {
+            let node_dir = cluster.dir.path().join(name);
+            fs::create_dir(&node_dir)?;
+            fs::write(node_dir.join("drbd.conf"), &conf)?;
+            fs::write(node_dir.join("node-name"), format!("{name}\n"))?;
+            for volume in 0..setup.volumes {
+                let disk = fs::File::create(node_dir.join(format!("disk{volume}")))?;
+                disk.set_len(setup.disk_mib << 20)?;
+            }
+            cluster.nodes.push(Node {
+                name,
+                dir: node_dir,
+                daemon: None,
+            });
+        }
+        for node in 0..setup.nodes {
+            cluster.start(node)?;
+            cluster.adm(node, &["create-md", "--force", "r0"])?;
+            cluster.adm(node, &["up", "r0"])?;
+        }
+        Ok(cluster)
+    }
+
+    fn configuration(&self, setup: &Setup) -> String {
+        let mut text = String::from("global { usage-count no; }\nresource r0 {\n");
+        text.push_str(&format!("  net {{ {} }}\n", setup.net));
+        for (id, name) in NAMES[..setup.nodes].iter().enumerate() {
+            text.push_str(&format!(
+                "  on {name} {{\n    node-id {id};\n    address ipv4 127.7.{}.{}:7788;\n",
+                setup.test,
+                id + 1
+            ));
+            for volume in 0..setup.volumes {
+                let minor = u32::from(setup.test) * 100 + id as u32 * 10 + volume as u32;
+                text.push_str(&format!(
+                    "    volume {volume} {{ device minor {minor}; disk {}; meta-disk internal; }}\n",
+                    self.dir.path().join(name).join(format!("disk{volume}")).display()
+                ));
+            }
+            text.push_str("  }\n");
+        }
+        text.push_str(&format!(
+            "  connection-mesh {{ hosts {}; }}\n}}\n",
+            NAMES[..setup.nodes].join(" ")
+        ));
+        text
+    }
+
+    /// Starts a node's daemon and waits until it answers.
+    pub fn start(&mut self, node: usize) -> Result<()> {
+        let bin = self.dir.path().join("bin");
+        let n = &mut self.nodes[node];
+        ensure!(n.daemon.is_none(), "{} runs already", n.name);
+        let log = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(n.dir.join("log"))?;
+        let child = Command::new(bin.join("lockstepd"))
+            .env("LOCKSTEP_DIR", &n.dir)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("starting lockstepd")?;
+        n.daemon = Some(child);
+        self.wait("the daemon answers", |c| {
+            Ok(c.setup_raw(node, &["status"])?.status.success())
+        })
+    }
+
+    /// SIGKILL to a node's daemon.
+    pub fn kill(&mut self, node: usize) -> Result<()> {
+        let n = &mut self.nodes[node];
+        let mut child = n.daemon.take().context("the node does not run")?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// A node's directory.
+    pub fn node_dir(&self, node: usize) -> &Path {
+        &self.nodes[node].dir
+    }
+
+    fn tool(&self, node: usize, tool: &str, args: &[&str]) -> Result<Output> {
+        Command::new(self.dir.path().join("bin").join(tool))
+            .args(args)
+            .env("LOCKSTEP_DIR", &self.nodes[node].dir)
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("{tool} {args:?}"))
+    }
+
+    /// `drbdadm`, which must succeed.
+    pub fn adm(&self, node: usize, args: &[&str]) -> Result<String> {
+        let output = self.tool(node, "drbdadm", args)?;
+        if !output.status.success() {
+            bail!(
+                "{}: drbdadm {}: {}\n{}{}",
+                self.nodes[node].name,
+                args.join(" "),
+                output.status,
+                String::from_utf8_lossy(&output.stdout),
+                String::from_utf8_lossy(&output.stderr)
+            );
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// `drbdadm`, however it ends.
+    pub fn adm_raw(&self, node: usize, args: &[&str]) -> Result<Output> {
+        self.tool(node, "drbdadm", args)
+    }
+
+    /// `drbdsetup`, however it ends.
+    pub fn setup_raw(&self, node: usize, args: &[&str]) -> Result<Output> {
+        self.tool(node, "drbdsetup", args)
+    }
+
+    /// `drbdsetup status --json` of the resource.
+    pub fn status(&self, node: usize) -> Result<serde_json::Value> {
+        let output = self.setup_raw(node, &["status", "r0", "--json"])?;
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+        Ok(value[0].clone())
+    }
+
+    /// Waits until the condition holds; fails with every node's status and log after `PATIENCE`.
+    pub fn wait(&self, what: &str, mut condition: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
+        let begin = Instant::now();
+        loop {
+            if condition(self).unwrap_or(false) {
+                return Ok(());
+            }
+            if begin.elapsed() > PATIENCE {
+                let mut text = format!("not within {PATIENCE:?}: {what}\n");
+                for (index, node) in self.nodes.iter().enumerate() {
+                    let status = self.setup_raw(index, &["status", "--verbose", "--statistics"])?;
+                    text.push_str(&format!(
+                        "--- {}\n{}",
+                        node.name,
+                        String::from_utf8_lossy(&status.stdout)
+                    ));
+                    let log = fs::read_to_string(node.dir.join("log")).unwrap_or_default();
+                    let lines: Vec<&str> = log.lines().collect();
+                    let tail = lines.len().saturating_sub(25);
+                    text.push_str(&lines[tail..].join("\n"));
+                    text.push('\n');
+                }
+                bail!(text);
+            }
+            // Polled: the tools are what is tested, and they have no wait for every condition.
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// This node sees itself and every peer UpToDate and nothing to resync.
+    pub fn is_in_sync(&self, node: usize) -> Result<bool> {
+        let status = self.status(node)?;
+        let peers = self.nodes.len() - 1;
+        let devices = status["devices"].as_array().context("devices")?;
+        let connections = status["connections"].as_array().context("connections")?;
+        let own = devices.iter().all(|d| d["disk-state"] == "UpToDate");
+        let connected = connections
+            .iter()
+            .filter(|c| {
+                c["connection-state"] == "Connected"
+                    && c["peer_devices"].as_array().is_some_and(|p| {
+                        !p.is_empty()
+                            && p.iter().all(|p| {
+                                p["peer-disk-state"] == "UpToDate"
+                                    && p["replication-state"] == "Established"
+                            })
+                    })
+            })
+            .count();
+        Ok(own && !devices.is_empty() && connected == peers)
+    }
+
+    /// Waits until every node is in sync with every other.
+    pub fn wait_in_sync(&self) -> Result<()> {
+        for node in 0..self.nodes.len() {
+            self.wait("everything UpToDate", |c| c.is_in_sync(node))?;
+        }
+        Ok(())
+    }
+
+    /// Makes a node the first Primary: its (empty) disks are the truth.
+    pub fn first_primary(&self, node: usize) -> Result<()> {
+        self.wait("connections", |c| {
+            let status = c.status(node)?;
+            let all = status["connections"].as_array().context("connections")?;
+            Ok(all.iter().all(|c| c["connection-state"] == "Connected"))
+        })?;
+        self.adm(node, &["primary", "--force", "r0"])?;
+        self.wait_in_sync()
+    }
+
+    /// The block device of a volume on the node where it is Primary.
+    pub fn device(&self, node: usize, test: u8, volume: usize) -> Result<PathBuf> {
+        let minor = u32::from(test) * 100 + node as u32 * 10 + volume as u32;
+        let link = self.nodes[node]
+            .dir
+            .join("dev")
+            .join(format!("drbd{minor}"));
+        self.wait("the block device", |_| Ok(link.exists()))?;
+        Ok(link.canonicalize()?)
+    }
+
+    /// Mounts a device; it is unmounted at the end at the latest.
+    pub fn mount(&mut self, device: &Path) -> Result<PathBuf> {
+        let point = self.dir.path().join(format!("mnt{}", self.mounts.len()));
+        fs::create_dir_all(&point)?;
+        run(Command::new("mount").arg(device).arg(&point))?;
+        self.mounts.push(point.clone());
+        Ok(point)
+    }
+
+    /// Unmounts; a mount whose daemon is dead goes lazily.
+    pub fn unmount(&mut self, point: &Path) -> Result<()> {
+        self.mounts.retain(|m| m != point);
+        let plain = Command::new("umount")
+            .arg(point)
+            .stderr(Stdio::null())
+            .status()?;
+        if plain.success() {
+            return Ok(());
+        }
+        run(Command::new("umount").arg("-l").arg(point))
+    }
+
+    /// The data areas of a volume are the same on every node. Everything must be Secondary.
+    pub fn check_same_data(&self, volume: usize, mib: u64) -> Result<()> {
+        let mut first: Option<Vec<u8>> = None;
+        for node in &self.nodes {
+            let mut bytes = fs::read(node.dir.join(format!("disk{volume}")))?;
+            // Behind that lies the metadata, which differs by node.
+            bytes.truncate((mib << 20) as usize);
+            match &first {
+                None => first = Some(bytes),
+                Some(expected) => {
+                    let same = expected == &bytes;
+                    ensure!(
+                        same,
+                        "volume {volume} of {} differs from {}",
+                        node.name,
+                        NAMES[0]
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for point in std::mem::take(&mut self.mounts) {
+            // What cannot be unmounted any more is left to the kernel.
+            let _ = Command::new("umount").arg("-l").arg(point).status();
+        }
+        for node in &mut self.nodes {
+            if let Some(mut child) = node.daemon.take() {
+                let _ = rustix::process::kill_process(
+                    rustix::process::Pid::from_child(&child),
+                    rustix::process::Signal::TERM,
+                );
+                let begin = Instant::now();
+                while matches!(child.try_wait(), Ok(None)) {
+                    if begin.elapsed() > Duration::from_secs(10) {
+                        let _ = child.kill();
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            }
+        }
+    }
+}
+
+/// Runs a command that must succeed.
+pub fn run(command: &mut Command) -> Result<()> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("{command:?}"))?;
+    if !output.status.success() {
+        bail!(
+            "{command:?}: {}\n{}{}",
+            output.status,
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    Ok(())
+}
+
+fn binary() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("LOCKSTEP_BIN") {
+        return Ok(PathBuf::from(path));
+    }
+    // target/<profile>/deps/<test> -> target/<profile>/lockstep
+    let test = std::env::current_exe()?;
+    let path = test
+        .ancestors()
+        .nth(2)
+        .context("the test lies in a build directory")?
+        .join("lockstep");
+    ensure!(
+        path.exists(),
+        "{} is missing: cargo build --bin lockstep",
+        path.display()
+    );
+    Ok(path)
+}

@@ -1144,3 +1144,17 @@ fn two_nodes_survive_chaos() {
         chaos(seed, 2);
     }
 }
+
+#[test]
+fn what_was_sent_on_a_closed_link_keeps_its_dialect() {
+    let mut w = clean(31, 2, Setup::default());
+    let before = w.nodes[0].resource.dialect(node_id(1));
+    assert!(before.protocol >= 118);
+    let peer = node_id(1);
+    w.command(0, Command::Disconnect { peer, force: false });
+    w.pass(Duration::from_secs(2));
+    assert_eq!(w.nodes[0].resource.link(peer), None);
+    let after = w.nodes[0].resource.dialect(peer);
+    assert_eq!(before.protocol, after.protocol);
+    assert_eq!(before.features, after.features);
+}
