@@ -349,6 +349,34 @@ impl Resource {
             ));
         }
         let generations = Generations::from_superblock(&superblock, node_id);
+        // Applications saw newer data than these, and nobody is there who could bring them up
+        // to date (semantics.md, 6).
+        let exposed = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+        let current_elsewhere = self.state.devices.get(&volume).is_some_and(|d| {
+            d.peers
+                .values()
+                .any(|p| p.repl > ReplState::Off && p.disk == DiskState::UpToDate)
+        });
+        if self.state.role == lockstep_format::wire::Role::Primary
+            && !exposed.is_zero()
+            && !current_elsewhere
+            && !exposed.same_generation(generations.current)
+        {
+            return Err(error(
+                ErrorCode::ERR_DATA_NOT_CURRENT,
+                format!(
+                    "{path}: holds data of generation {}, but this Primary served generation \
+                     {exposed}; connect a node that has these, or demote this one first",
+                    generations.current
+                ),
+            ));
+        }
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return Ok(());
+        };
         let geometry = layout.geometry();
         let shape = layout.bitmap_shape(superblock.effective_size.0.min(usable));
         disk.io = DiskIo::new(

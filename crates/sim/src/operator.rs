@@ -463,6 +463,21 @@ impl Operator {
         done
     }
 
+    /// Attaches what has no disk, as an operator does who looks at `status`.
+    fn attach_diskless(&mut self, w: &mut World, node: usize) {
+        let Some(snapshot) = w.snapshot(node) else {
+            return;
+        };
+        for device in snapshot.devices {
+            let volume = device.volume.0;
+            if device.disk_state == DiskState::Diskless
+                && !w.nodes[node].disks[usize::from(volume)].open
+            {
+                self.attach(w, node, volume);
+            }
+        }
+    }
+
     /// Throws a Secondary's data away while the Primary has all.
     pub fn invalidate(&mut self, w: &mut World, node: usize, volume: u16, reset: bool) -> bool {
         let Some(primary) = self.primary else {
@@ -524,9 +539,10 @@ impl Operator {
                 );
             }
         }
-        self.reattach(w);
+        self.detached.clear();
         for node in 0..w.nodes.len() {
             if self.is_up(node) {
+                self.attach_diskless(w, node);
                 self.connect_all(w, node);
             }
         }
