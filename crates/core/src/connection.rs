@@ -553,6 +553,12 @@ impl Resource {
         {
             link.ping_outstanding = false;
         }
+        // Whoever said that it had lost this node has lost its own link only.
+        for conn in self.connections.values_mut() {
+            if conn.peer_dagtag.is_some_and(|(lost, _)| lost == peer) {
+                conn.peer_dagtag = None;
+            }
+        }
         self.restart_ping_timer(peer);
         self.pings_progress();
     }

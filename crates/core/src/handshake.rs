@@ -890,6 +890,29 @@ impl Resource {
         if consider {
             self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
         }
+        self.answer_waiting_source(peer, volume, theirs);
+    }
+
+    /// The peer decided to be source and waits for this node's bitmap, but the comparison here
+    /// was made with what was known before the peer's disk state: it is made again.
+    fn answer_waiting_source(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
+        let waits = |resource: &Self| {
+            theirs.repl == ReplState::WfBitmapS
+                && resource.state.peer_device(volume, peer).repl == ReplState::Established
+        };
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if !lockstep || !waits(self) {
+            return;
+        }
+        self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
+        let equal = self.state.role == Role::Secondary
+            && theirs.disk == DiskState::UpToDate
+            && self.state.disk(volume) >= DiskState::Inconsistent
+            && self.same_current(volume, peer);
+        if equal && waits(self) {
+            // In sync by now: following it copies what both have marked, that is nothing.
+            self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapT));
+        }
     }
 
     /// A comparison while Established (semantics.md, 9.6 and 14.2).

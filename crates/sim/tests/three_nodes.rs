@@ -42,3 +42,17 @@ fn a_generation_that_was_given_up_is_no_split_brain() {
 fn a_target_of_another_node_is_not_unrelated() {
     holds(38, KILLS_AND_LINKS);
 }
+
+/// A node compared before it had heard its peer's new disk state, found nothing to do, and the
+/// peer waited for its bitmap for ever.
+#[test]
+fn a_source_that_decided_with_newer_knowledge_is_followed() {
+    holds(10, KILLS_AND_LINKS);
+}
+
+/// One survivor's old word about a Primary that was only cut off from it served for another loss
+/// of that Primary, and only one side began a reconciliation.
+#[test]
+fn an_old_word_about_a_lost_primary_starts_no_reconciliation() {
+    holds(69, KILLS_AND_LINKS);
+}
