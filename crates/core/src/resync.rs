@@ -209,7 +209,9 @@ impl Resource {
                 .map_or(NodeMask::EMPTY, |pd| pd.behind);
             for node in behind.iter() {
                 let q = self.state.peer_device(volume, node);
-                if q.disk >= DiskState::Consistent {
+                // It may have caught up while the superblock was being written.
+                let caught_up = self.same_current(volume, node);
+                if q.disk >= DiskState::Consistent && !caught_up {
                     change = change.peer_disk(volume, node, DiskState::Outdated);
                 }
             }

@@ -661,6 +661,12 @@ impl Resource {
             kind => {
                 let change = self.wish_change(kind, t.reachable).members(members);
                 self.hard_change(change);
+                if let WishKind::Disconnect { peer, .. } = kind
+                    && t.reachable.contains(*peer)
+                {
+                    // Still reachable through others: a Primary there writes on without us.
+                    self.far_primary(t.primary_nodes, incapable);
+                }
             }
         }
         if !local_last {

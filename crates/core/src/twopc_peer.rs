@@ -400,11 +400,19 @@ impl Resource {
         }
         members = members.union(self.state.connected());
         let empty = t.change == StateChange::default();
+        // A Primary that leaves by agreement does not make this node's data old; one that can
+        // still be reached through others does.
+        let disconnects = t.change.mask.has(StateWord::CONN)
+            && t.change.val.conn() == Some(ConnState::Disconnecting);
+        let mut primary_nodes = outcome.primary_nodes;
+        if disconnects && !outcome.reachable_nodes().contains(t.initiator) {
+            primary_nodes.remove(t.initiator);
+        }
         if let Some(peer) = t.handshake {
             let change = self.connect_change(peer).members(members);
             self.connect_committed(peer);
             self.hard_change(change);
-            self.far_primary(outcome.primary_nodes, incapable);
+            self.far_primary(primary_nodes, incapable);
         } else if let Some(change) = self.remote_change(&t) {
             self.hard_change(change.members(members));
         } else {
@@ -414,9 +422,9 @@ impl Resource {
             }
         }
         if empty {
-            self.empty_committed(outcome.primary_nodes, incapable);
+            self.empty_committed(primary_nodes, incapable);
         } else {
-            self.far_primary(outcome.primary_nodes, incapable);
+            self.far_primary(primary_nodes, incapable);
         }
         self.next_wish();
     }
