@@ -207,6 +207,10 @@ impl Resource {
             }
         };
         disk.info = info;
+        if self.state.disk(volume) != DiskState::Attaching {
+            self.attach_taken_back(volume);
+            return;
+        }
         let Some(sector) = layout::superblock_sector(placement(disk.index), info.meta_bytes) else {
             let text = format!(
                 "{}: {} bytes are too few for metadata",
@@ -248,6 +252,12 @@ impl Resource {
         }
         let tag = self.tags.insert(Pending::Close(volume));
         self.output(Output::CloseDisk { tag, volume });
+    }
+
+    /// The disk was detached before it was attached.
+    fn attach_taken_back(&mut self, volume: VolumeNr) {
+        let text = format!("volume {volume}: detached while it was being attached");
+        self.attach_failed(volume, error(ErrorCode::ERR_IO_MD_DISK, text));
     }
 
     /// A metadata operation of an attach is done.
@@ -743,8 +753,16 @@ impl Resource {
             self.hard_change(Change::new().disk(volume, DiskState::Diskless));
             return;
         };
-        if !matches!(disk.phase, DiskPhase::Attached { .. }) || disk.leaving.is_some() {
-            return;
+        match disk.phase {
+            // What is not attached yet needs no leave: the attach fails. While the disk is being
+            // opened there is nothing to close; `disk_opened` looks.
+            DiskPhase::Reading { .. } => {
+                self.attach_taken_back(volume);
+                return;
+            }
+            DiskPhase::Opening { .. } | DiskPhase::Closing { .. } => return,
+            DiskPhase::Attached { .. } if disk.leaving.is_some() => return,
+            DiskPhase::Attached { .. } => {}
         }
         disk.leaving = Some(Leaving::Drain { graceful });
         self.detach_progress(volume);

@@ -1,0 +1,114 @@
+//! Stories with a known end, each in a small world.
+
+use lockstep_core::options::Protocol;
+use lockstep_sim::disk::Lose;
+use lockstep_sim::scenario::{A, B, C, Scenario};
+use lockstep_sim::world::{Config, MS, SECOND};
+
+#[test]
+fn a_full_sync_copies_everything() {
+    let config = Config {
+        blocks: 2048,
+        ..Config::small(1)
+    };
+    let mut s = Scenario::with(config, |_| {}, true);
+    s.write_and_wait(A, 100, 8);
+    s.in_sync();
+}
+
+#[test]
+fn what_was_written_without_the_peer_is_copied_when_it_is_back() {
+    let mut s = Scenario::new(2, 2, Protocol::C);
+    s.cut(A, B, true);
+    s.pass(20 * SECOND);
+    for block in 0..20 {
+        s.write_and_wait(A, block * 700, 2);
+    }
+    s.cut(A, B, false);
+    s.in_sync();
+    s.read(A, 700, 2);
+}
+
+#[test]
+fn a_secondary_that_loses_power_under_writes_gets_what_its_cache_lost() {
+    let mut s = Scenario::new(3, 2, Protocol::C);
+    for block in 0..30 {
+        s.write(A, block * 50, 1);
+        s.pass(MS / 2);
+    }
+    s.crash(B, Lose::Unflushed);
+    s.restart(B);
+    s.in_sync();
+}
+
+#[test]
+fn the_survivor_of_a_primary_has_every_acknowledged_write() {
+    let mut s = Scenario::new(4, 2, Protocol::C);
+    for block in 0..30 {
+        s.write_and_wait(A, block * 50, 1);
+    }
+    s.crash(A, Lose::Unflushed);
+    s.pass(10 * SECOND);
+    s.promote(B);
+    for block in 0..30 {
+        s.read(B, block * 50, 1);
+    }
+    s.write_and_wait(B, 5, 4);
+    s.restart(A);
+    s.in_sync();
+}
+
+#[test]
+fn flushed_writes_survive_a_power_cut_of_everything() {
+    let mut s = Scenario::new(5, 2, Protocol::C);
+    s.write_and_wait(A, 1000, 8);
+    s.flush(A);
+    s.write(A, 2000, 8);
+    s.crash(A, Lose::Unflushed);
+    s.crash(B, Lose::Unflushed);
+    s.restart(A);
+    s.restart(B);
+    s.in_sync();
+    s.promote(A);
+    s.read(A, 1000, 8);
+}
+
+#[test]
+fn roles_can_be_handed_over() {
+    let mut s = Scenario::new(6, 2, Protocol::C);
+    s.write_and_wait(A, 10, 4);
+    s.demote(A);
+    s.promote(B);
+    s.read(B, 10, 4);
+    s.write_and_wait(B, 10, 4);
+    s.in_sync();
+}
+
+#[test]
+fn three_nodes_hold_the_same_data() {
+    let mut s = Scenario::new(7, 3, Protocol::C);
+    for block in 0..20 {
+        s.write_and_wait(A, block * 30, 3);
+    }
+    s.crash(C, Lose::Unflushed);
+    s.write_and_wait(A, 40, 9);
+    s.restart(C);
+    s.in_sync();
+}
+
+/// A detach in the middle of an attach ends both; it left the disk Failed for ever.
+#[test]
+fn a_forced_detach_during_an_attach_leaves_a_disk_that_can_be_attached() {
+    for delay in [0, MS / 10, MS / 2, MS] {
+        let mut s = Scenario::new(8, 2, Protocol::C);
+        s.operator.detach(&mut s.world, B, 0, true);
+        s.pass(SECOND);
+        s.operator.heal(&mut s.world);
+        s.world.run_for(delay);
+        s.operator.detach(&mut s.world, B, 0, true);
+        s.pass(SECOND);
+        s.write_and_wait(A, 10, 4);
+        s.operator.heal(&mut s.world);
+        s.in_sync();
+    }
+}
