@@ -31,6 +31,7 @@ use lockstep_format::units::{Dagtag, NodeId, Uuid};
 use lockstep_format::wire::{DiskState, Features, ReplState, Role, UuidFlags};
 
 use crate::options::{AfterSplitBrain, NetOptions, Protocol};
+pub use crate::rule::Rule;
 use crate::uuids::{PeerUuids, is_real};
 
 /// One side of a handshake, as it told the other.
@@ -303,76 +304,6 @@ impl Strategy {
             Strategy::SyncTargetPrimaryDisconnect => "sync-target-primary-disconnect",
             Strategy::SyncTargetPrimaryReconnect => "sync-target-primary-reconnect",
             Strategy::RetryConnect => "retry-connect",
-        }
-    }
-}
-
-/// The row of the table that decided.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the rows of semantics.md 13.4 by their names")]
-pub enum Rule {
-    JustCreatedBoth,
-    JustCreatedSelf,
-    JustCreatedPeer,
-    SyncSourceMissedFinish,
-    SyncSourcePeerMissedFinish,
-    SyncTargetMissedFinish,
-    SyncTargetPeerMissedFinish,
-    Reconnected,
-    CrashedPrimary,
-    LostQuorum,
-    BothOff,
-    BitmapPeer,
-    BitmapPeerOther,
-    SyncTargetMissedStart,
-    BitmapSelf,
-    BitmapSelfOther,
-    SyncSourceMissedStart,
-    HistoryPeer,
-    HistorySelf,
-    BitmapBoth,
-    HistoryBoth,
-    NoRelation,
-    /// Both sides say that they are the older one: no true pair of sets does.
-    Contradiction,
-    /// Equal-UUID reconcile, direction by marks on one side only.
-    ReconcileOneSided,
-    /// Equal-UUID reconcile, direction by dagtag or node id.
-    ReconcileDagtag,
-    /// Lockstep's own rule, see the module's head.
-    MarkedBlocks,
-}
-
-impl Rule {
-    /// Name as logged.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Rule::JustCreatedBoth => "just-created-both",
-            Rule::JustCreatedSelf => "just-created-self",
-            Rule::JustCreatedPeer => "just-created-peer",
-            Rule::SyncSourceMissedFinish => "sync-source-missed-finish",
-            Rule::SyncSourcePeerMissedFinish => "sync-source-peer-missed-finish",
-            Rule::SyncTargetMissedFinish => "sync-target-missed-finish",
-            Rule::SyncTargetPeerMissedFinish => "sync-target-peer-missed-finish",
-            Rule::Reconnected => "reconnected",
-            Rule::CrashedPrimary => "crashed-primary",
-            Rule::LostQuorum => "lost-quorum",
-            Rule::BothOff => "both-off",
-            Rule::BitmapPeer => "bitmap-peer",
-            Rule::BitmapPeerOther => "bitmap-peer-other",
-            Rule::SyncTargetMissedStart => "sync-target-missed-start",
-            Rule::BitmapSelf => "bitmap-self",
-            Rule::BitmapSelfOther => "bitmap-self-other",
-            Rule::SyncSourceMissedStart => "sync-source-missed-start",
-            Rule::HistoryPeer => "history-peer",
-            Rule::HistorySelf => "history-self",
-            Rule::BitmapBoth => "bitmap-both",
-            Rule::HistoryBoth => "history-both",
-            Rule::NoRelation => "unrelated-data",
-            Rule::Contradiction => "contradiction",
-            Rule::ReconcileOneSided => "reconcile-one-sided",
-            Rule::ReconcileDagtag => "reconcile-dagtag",
-            Rule::MarkedBlocks => "marked-blocks",
         }
     }
 }
@@ -1000,6 +931,11 @@ fn apply_split_brain(h: &Handshake<'_>, verdict: &mut Verdict) {
         verdict.strategy = Strategy::NoSync;
         return;
     }
+    if auto && let Some(direction) = without_changes(h) {
+        verdict.split_brain = false;
+        verdict.strategy = direction.use_bitmap();
+        return;
+    }
     verdict.handlers.push(Handler::InitialSplitBrain);
     let decision = if auto || h.net.always_asbp {
         by_quorum(h).or_else(|| by_policies(h, verdict))
@@ -1014,6 +950,22 @@ fn apply_split_brain(h: &Handshake<'_>, verdict: &mut Verdict) {
             verdict.strategy = Strategy::SplitBrainDisconnect;
             verdict.handlers.push(Handler::SplitBrain);
         }
+    }
+}
+
+/// Between two Lockstep nodes: both left the same generation, but one of them has changed no block
+/// since, and no application uses it. Its generation is a name only (a Primary died while it
+/// announced one), so that following the other loses nothing.
+fn without_changes(h: &Handshake<'_>) -> Option<Direction> {
+    if !h.is_lockstep() {
+        return None;
+    }
+    let unchanged = |side: &Side| side.uuids.dirty_bits == 0 && !side.is_primary();
+    match (unchanged(h.own), unchanged(h.peer)) {
+        (true, true) if h.own.node < h.peer.node => Some(Direction::Source),
+        (true, _) => Some(Direction::Target),
+        (false, true) => Some(Direction::Source),
+        (false, false) => None,
     }
 }
 

@@ -30,6 +30,7 @@ pub mod report;
 pub mod resource;
 pub mod resync;
 pub mod rng;
+pub mod rule;
 pub mod sanitize;
 pub mod snapshot;
 pub mod state;

@@ -270,7 +270,8 @@ impl Resource {
                 .map(|v| v.node)
                 .collect(),
         };
-        if !exposed.needs_new_generation(&peers) {
+        // A disk that was merely detached comes back: it must not look like a follower.
+        if device.intentional_diskless && !exposed.needs_new_generation(&peers) {
             return None;
         }
         let uuid = Uuid(self.rng.uuid().0 | Uuid::PRIMARY_BIT);
@@ -737,6 +738,7 @@ impl Resource {
         {
             disk.generations.retire_slot(peer);
             self.write_superblock(volume);
+            self.send_uuids(peer, volume, UuidFlags::empty());
         }
     }
 
