@@ -56,7 +56,10 @@ impl Exposed {
             let skipped = node == sender
                 || self.without_bitmap.contains(node)
                 || (self.intentionally_diskless && node == self.node);
-            !skipped && set.slot(node).is_zero()
+            // The slot of this node may be set provisionally (`PeerDevice::provisional`): whoever
+            // is on the exposed generation sits on it all the same.
+            let follows = node == self.node && set.current.same_generation(self.uuid);
+            !skipped && (set.slot(node).is_zero() || follows)
         })
     }
 

@@ -112,3 +112,23 @@ fn a_forced_detach_during_an_attach_leaves_a_disk_that_can_be_attached() {
         s.in_sync();
     }
 }
+
+/// The new Primary's disk went away; what it wrote to the peer since then is a generation of its
+/// own, so that the returning disk is the one that gets synced, not the one that is believed.
+#[test]
+fn the_disk_that_a_new_primary_had_lost_is_brought_up_to_date() {
+    for seed in 0..8 {
+        let mut s = Scenario::new(seed, 2, Protocol::C);
+        s.write_and_wait(A, 10, 4);
+        s.demote(A);
+        s.promote(B);
+        s.write_and_wait(B, 10, 4);
+        s.operator.detach(&mut s.world, B, 0, false);
+        s.pass(SECOND);
+        s.write_and_wait(B, 10, 4);
+        s.read(B, 10, 4);
+        s.operator.heal(&mut s.world);
+        s.in_sync();
+        s.read(B, 10, 4);
+    }
+}
