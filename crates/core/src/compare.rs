@@ -705,19 +705,21 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
         (false, true) => return row(Strategy::SourceSetBitmap, Rule::HistorySelf),
         (true, true) | (false, false) => {}
     }
-    if one_base {
-        return row(Strategy::SplitBrainAutoRecover, Rule::BitmapBoth);
-    }
-    let rule = if h.own.uuids.shares_history(&h.peer.uuids) {
+    let rule = if one_base {
+        Rule::BitmapBoth
+    } else if h.own.uuids.shares_history(&h.peer.uuids) {
         Rule::HistoryBoth
     } else {
         Rule::NoRelation
     };
     let target = h.own.flag(UuidFlags::SYNC_TARGET) || h.peer.flag(UuidFlags::SYNC_TARGET);
     if target && h.phase == Phase::Connect && h.is_lockstep() {
-        // A target names its source's generation, but not yet that one's ancestors: it is asked
-        // again, and knows them once it is through.
+        // A target names its source's generation, but not yet that one's ancestors, and its slots
+        // say when its resync began: it is asked again, and knows them once it is through.
         return row(Strategy::RetryConnect, rule);
+    }
+    if rule == Rule::BitmapBoth {
+        return row(Strategy::SplitBrainAutoRecover, rule);
     }
     if rule == Rule::HistoryBoth {
         return row(Strategy::SplitBrainDisconnect, rule);

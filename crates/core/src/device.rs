@@ -35,8 +35,6 @@ pub struct Device {
     /// It became Primary: what it writes gets a generation of its own in any case, because the
     /// current one may be one that another Primary planned and gave up.
     pub new_uuid_forced: bool,
-    /// Generations that were told to a peer and given up before anything was written in them.
-    pub abandoned: alloc::vec::Vec<Uuid>,
     /// Openers for reading and for writing.
     pub openers: Openers,
     /// The volume towards each peer; one entry for every connection.
@@ -134,6 +132,8 @@ pub struct MetaWriter {
 pub enum AfterMeta {
     /// A new current UUID is durable on this volume; requests that wait for it go on.
     NewUuid,
+    /// A generation that followers will be told is noted: if it is given up, it is an ancestor.
+    PlannedUuid,
     /// The generation of a forced promotion is durable.
     ForcedUuid,
     /// A followed generation is durable; everybody is told.
@@ -175,6 +175,8 @@ pub struct PeerDevice {
     pub quorate: bool,
     /// This node sent its part of the handshake on this link.
     pub sent_handshake: bool,
+    /// This node's disk state as sent with it: the comparison goes by what both know.
+    pub sent_disk: lockstep_format::wire::DiskState,
     /// Result of the attach handshake with this peer; none while it is negotiating.
     pub negotiation: Option<Option<ReplState>>,
     /// Flags that go with the next UUIDs.
@@ -276,6 +278,7 @@ impl PeerDevice {
             peer_was_target: false,
             quorate: false,
             sent_handshake: false,
+            sent_disk: lockstep_format::wire::DiskState::Diskless,
             negotiation: None,
             uuid_flags: UuidFlags::empty(),
             consider_resync: false,
@@ -305,7 +308,6 @@ impl Device {
             exposed_uuid: Uuid::ZERO,
             new_uuid_pending: false,
             new_uuid_forced: false,
-            abandoned: alloc::vec::Vec::new(),
             openers: Openers::default(),
             peers: BTreeMap::new(),
             io: DeviceIo::default(),

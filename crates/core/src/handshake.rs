@@ -198,8 +198,10 @@ impl Resource {
         }
         self.send_sizes(peer, volume);
         self.send_uuids(peer, volume, UuidFlags::empty());
+        let disk = self.state.disk(volume);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.sent_handshake = true;
+            pd.sent_disk = disk;
         }
         let state = self.state.clone();
         self.send_state(peer, volume, &state);
@@ -548,7 +550,10 @@ impl Resource {
                 Some(sent) => sent,
                 None => self.own_uuids(peer, volume, UuidFlags::empty())?,
             },
-            disk: self.state.disk(volume),
+            disk: match phase {
+                compare::Phase::Connect => pd.sent_disk,
+                compare::Phase::Attach | compare::Phase::AfterUnstable => self.state.disk(volume),
+            },
             role: self.state.role,
             quorate: self
                 .state
@@ -890,14 +895,14 @@ impl Resource {
         if consider {
             self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
         }
-        self.answer_waiting_source(peer, volume, theirs);
+        self.answer_waiting_peer(peer, volume, theirs);
     }
 
-    /// The peer decided to be source and waits for this node's bitmap, but the comparison here
-    /// was made with what was known before the peer's disk state: it is made again.
-    fn answer_waiting_source(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
+    /// The peer decided to resync and waits for this node's bitmap, but the comparison here was
+    /// made with an older disk state of the peer: it is made again.
+    fn answer_waiting_peer(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
         let waits = |resource: &Self| {
-            theirs.repl == ReplState::WfBitmapS
+            matches!(theirs.repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
                 && resource.state.peer_device(volume, peer).repl == ReplState::Established
         };
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
@@ -905,13 +910,19 @@ impl Resource {
             return;
         }
         self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
-        let equal = self.state.role == Role::Secondary
+        if !waits(self) || !self.same_current(volume, peer) {
+            return;
+        }
+        // One generation: the peer's choice of a direction is as good as this node's.
+        let own = self.state.disk(volume);
+        if theirs.repl == ReplState::WfBitmapS
+            && self.state.role == Role::Secondary
             && theirs.disk == DiskState::UpToDate
-            && self.state.disk(volume) >= DiskState::Inconsistent
-            && self.same_current(volume, peer);
-        if equal && waits(self) {
-            // In sync by now: following it copies what both have marked, that is nothing.
+            && own >= DiskState::Inconsistent
+        {
             self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapT));
+        } else if theirs.repl == ReplState::WfBitmapT && own == DiskState::UpToDate {
+            self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapS));
         }
     }
 

@@ -7,7 +7,7 @@ use alloc::format;
 
 use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState};
+use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
 
 use crate::data::BitmapThen;
 use crate::device::{AfterMeta, Reconcile};
@@ -129,6 +129,7 @@ impl Resource {
                 "resync ended, but its source was not stable; waiting for a stable one".into(),
             );
             self.end_resync(volume, peer, None);
+            self.seek_stable_source(volume);
             return;
         }
         let Some(source) = self.peer_uuids(volume, peer).cloned() else {
@@ -170,6 +171,21 @@ impl Resource {
             pd.resync_ready = false;
         }
         self.after_superblock(volume, AfterMeta::ResyncEnd(peer));
+    }
+
+    /// A stable source may have been there before the unstable resync ended.
+    fn seek_stable_source(&mut self, volume: VolumeNr) {
+        for peer in self.established_peers().iter() {
+            let p = self.state.peer_device(volume, peer);
+            let stable = self
+                .peer_uuids(volume, peer)
+                .is_some_and(|u| self.is_stable_set(u));
+            if p.repl == ReplState::Established && p.disk == DiskState::UpToDate && stable {
+                self.send_uuids(peer, volume, UuidFlags::RESYNC);
+                self.compare_now(peer, volume);
+                return;
+            }
+        }
     }
 
     /// The new UUIDs are durable: now the state may say so.
@@ -243,7 +259,7 @@ impl Resource {
         if disk.is_some() {
             self.run_handler("after-resync-target", Some(volume), Some(peer));
         }
-        self.resync_over(volume, peer);
+        self.resync_over(volume, peer, true);
     }
 
     /// The peer's state says that it is through (this node is source).
@@ -257,17 +273,20 @@ impl Resource {
             .repl(volume, peer, ReplState::Established)
             .peer_disk(volume, peer, disk);
         self.hard_change(change);
-        self.resync_over(volume, peer);
+        self.resync_over(volume, peer, false);
     }
 
-    fn resync_over(&mut self, volume: VolumeNr, peer: NodeId) {
+    fn resync_over(&mut self, volume: VolumeNr, peer: NodeId, was_target: bool) {
         self.write_bitmap(volume, BitmapThen::Nothing);
         let again = self.peer_device_mut(volume, peer).is_some_and(|pd| {
             let again = pd.resync_again > 0;
             pd.resync_again = 0;
             again
         });
-        if again {
+        // The acks of the last blocks may still be on their way to a source, on the other stream:
+        // it would compare with marks that are none. A Lockstep target compares and says so.
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if again && (was_target || !lockstep) {
             self.compare_now(peer, volume);
         }
         self.reconcile_settled();

@@ -194,6 +194,16 @@ impl Resource {
                 for device in self.devices.values_mut() {
                     if let Some(pd) = device.peers.get_mut(peer) {
                         pd.reconnect = true;
+                        // Its word about a lost Primary will not come any more.
+                        pd.reconcile = Reconcile::No;
+                    }
+                }
+            }
+            if before.conn < ConnState::Connected && c.conn == ConnState::Connected {
+                // A Primary that was lost is back: its handshake decides.
+                for pd in self.devices.values_mut().flat_map(|d| d.peers.values_mut()) {
+                    if pd.reconcile == (Reconcile::Pending { lost: *peer }) {
+                        pd.reconcile = Reconcile::No;
                     }
                 }
             }
@@ -584,6 +594,7 @@ impl Resource {
             let _ = graceful_end;
         }
         self.notify_lost_primary(peer);
+        self.reconcile_settled();
     }
 
     fn after_disk(&mut self, volume: VolumeNr, old: &State, new: &State) {

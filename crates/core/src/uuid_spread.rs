@@ -5,7 +5,8 @@
 //! generations that look unrelated:
 //!
 //! 1. Requests are held; every connected peer answers a ping, or is dropped.
-//! 2. Lockstep peers that follow are told, write it, and confirm with their own UUIDs. Until a
+//! 2. It is noted in the history here, as an ancestor of whatever comes if it is given up.
+//!    Lockstep peers that follow are told, write it, and confirm with their own UUIDs. Until a
 //!    node has heard the new UUID from another one it keeps the old one in that node's slot.
 //! 3. It becomes durable here. Kernel peers, who would not confirm, are told now.
 //! 4. Requests go on.
@@ -45,6 +46,7 @@ pub struct NewUuid {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SpreadStep {
     Pings,
+    Noting,
     Confirm,
     Writing,
 }
@@ -57,6 +59,7 @@ struct Plan {
     uuid: Uuid,
     views: Vec<PeerView>,
     confirm: NodeMask,
+    noted: bool,
     written: bool,
 }
 
@@ -93,6 +96,7 @@ impl Resource {
         };
         match new.step {
             SpreadStep::Pings => self.settle_pings(),
+            SpreadStep::Noting => self.settle_noted(),
             SpreadStep::Confirm => self.settle_confirm(),
             SpreadStep::Writing => {}
         }
@@ -187,10 +191,19 @@ impl Resource {
                 }
                 continue;
             }
-            for uuid in device.iter().flat_map(|d| &d.abandoned) {
-                next.push_retired_current(*uuid);
-            }
             let confirm = self.followers(&views);
+            let mut base = base;
+            let mut noted = true;
+            if confirm.count() > 0 {
+                // Given up after it was told, also by a crash, it must count as an ancestor of
+                // the next one, not as another branch.
+                noted = false;
+                base.push_retired_current(next.current);
+                if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+                    disk.generations = base.clone();
+                }
+                self.after_superblock(volume, AfterMeta::PlannedUuid);
+            }
             plans.insert(
                 volume,
                 Plan {
@@ -198,19 +211,10 @@ impl Resource {
                     sets: Some((base, next)),
                     views,
                     confirm,
+                    noted,
                     written: false,
                 },
             );
-        }
-        for (volume, plan) in &plans {
-            match &plan.sets {
-                Some((_, next)) => {
-                    for peer in plan.confirm.iter() {
-                        self.send_planned(*volume, peer, next);
-                    }
-                }
-                None => self.send_exposed(*volume, plan.uuid),
-            }
         }
         if plans.is_empty() {
             self.new_uuid = None;
@@ -221,9 +225,52 @@ impl Resource {
         self.new_uuid = Some(NewUuid {
             pings: NodeMask::EMPTY,
             plans,
-            step: SpreadStep::Confirm,
+            step: SpreadStep::Noting,
         });
+        self.settle_noted();
+    }
+
+    /// The plans are noted on disk: the followers hear of them.
+    fn settle_noted(&mut self) {
+        let noted = self.new_uuid.as_ref().is_some_and(|new| {
+            new.step == SpreadStep::Noting
+                && new.plans.iter().all(|(volume, plan)| {
+                    plan.noted
+                        || self
+                            .devices
+                            .get(volume)
+                            .is_none_or(|d| d.attached().is_none())
+                })
+        });
+        let Some(mut new) = self.new_uuid.take_if(|_| noted) else {
+            return;
+        };
+        new.step = SpreadStep::Confirm;
+        if self.state.role == Role::Primary {
+            for (volume, plan) in &new.plans {
+                match &plan.sets {
+                    Some((_, next)) => {
+                        for peer in plan.confirm.iter() {
+                            self.send_planned(*volume, peer, next);
+                        }
+                    }
+                    None => self.send_exposed(*volume, plan.uuid),
+                }
+            }
+        }
+        self.new_uuid = Some(new);
         self.settle_confirm();
+    }
+
+    fn planned_uuid_durable(&mut self, volume: VolumeNr) {
+        if let Some(plan) = self
+            .new_uuid
+            .as_mut()
+            .and_then(|new| new.plans.get_mut(&volume))
+        {
+            plan.noted = true;
+        }
+        self.settle_noted();
     }
 
     /// Lockstep peers that follow and will confirm.
@@ -281,6 +328,7 @@ impl Resource {
             uuid,
             views,
             confirm,
+            noted: true,
             written: false,
         })
     }
@@ -324,9 +372,7 @@ impl Resource {
             moved || self.peer_views(*volume) != plan.views
         });
         if changed || self.state.role != Role::Primary {
-            if let Some(new) = self.new_uuid.take() {
-                self.abandon(&new);
-            }
+            self.new_uuid = None;
             if self.state.role == Role::Primary {
                 self.new_uuid_wanted = true;
                 self.begin_new_uuid();
@@ -370,25 +416,11 @@ impl Resource {
         self.close_epoch();
     }
 
-    /// Somebody may hold a generation that will never be: it becomes an ancestor of the next one,
-    /// so that its holders count as older and not as another branch.
-    fn abandon(&mut self, new: &NewUuid) {
-        for (volume, plan) in &new.plans {
-            if let Some(device) = self.devices.get_mut(volume)
-                && plan.sets.is_some()
-                && plan.confirm.count() > 0
-            {
-                device.abandoned.push(plan.uuid);
-            }
-        }
-    }
-
     /// The new current UUID is durable on a volume.
     pub(crate) fn new_uuid_durable(&mut self, volume: VolumeNr) {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.new_uuid_pending = false;
             device.new_uuid_forced = false;
-            device.abandoned.clear();
             device.exposed_uuid = device.current_uuid();
         }
         for peer in self.established_peers().iter() {
@@ -1126,6 +1158,7 @@ impl Resource {
     fn meta_durable(&mut self, volume: VolumeNr, then: AfterMeta) {
         match then {
             AfterMeta::NewUuid => self.new_uuid_durable(volume),
+            AfterMeta::PlannedUuid => self.planned_uuid_durable(volume),
             AfterMeta::ForcedUuid => self.forced_uuid_durable(volume),
             AfterMeta::SpreadUuids => self.spread_uuids(volume),
             AfterMeta::Attached => self.attach_stamped(volume),
