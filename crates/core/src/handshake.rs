@@ -906,6 +906,18 @@ impl Resource {
                 && resource.state.peer_device(volume, peer).repl == ReplState::Established
         };
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        let is_source = |repl: ReplState| repl.is_sync_source() || repl == ReplState::WfBitmapS;
+        if lockstep
+            && is_source(theirs.repl)
+            && is_source(self.state.peer_device(volume, peer).repl)
+        {
+            // Both chose to be source, each with an older disk state of the other, and no block
+            // has moved: a new handshake decides for both.
+            let text = "both nodes want to be the source of a resync; connecting again";
+            self.log(Level::Warn, Some(peer), Some(volume), text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
         if !lockstep || !waits(self) {
             return;
         }

@@ -623,6 +623,18 @@ impl Resource {
     /// The other end is stable now, or wants a comparison (semantics.md, 14.2).
     fn stable_news(&mut self, peer: NodeId, volume: VolumeNr, flags: UuidFlags) {
         let mine = self.state.peer_device(volume, peer);
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if lockstep
+            && mine.repl == ReplState::Established
+            && mine.disk == DiskState::Inconsistent
+            && !flags.contains(UuidFlags::INCONSISTENT)
+        {
+            // Its disk state is on the way behind the UUIDs; the comparison waits for it.
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.consider_resync = true;
+            }
+            return;
+        }
         if flags.contains(UuidFlags::GOT_STABLE)
             && mine.repl == ReplState::Established
             && self.state.stable()

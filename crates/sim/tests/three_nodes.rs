@@ -92,3 +92,10 @@ fn two_targets_that_end_together_see_each_other_as_equal() {
     holds(105, KILLS_AND_LINKS);
     holds(50, KILLS_AND_LINKS);
 }
+
+/// Two nodes compared at the same time, each with an older disk state of the other, and both became
+/// source.
+#[test]
+fn two_that_choose_to_be_source_decide_again() {
+    holds(47, KILLS_AND_LINKS);
+}
