@@ -27,6 +27,8 @@ pub enum Origin {
     ResyncTarget(NodeId),
     /// A read for the resync of a peer, held until the peer has written it.
     ResyncSource(NodeId),
+    /// A read for a peer's application. It waits for what this node has received of the range.
+    RemoteRead,
 }
 
 /// How far a range is.
@@ -294,8 +296,12 @@ fn class(start: u64, end: u64) -> usize {
 
 /// Whether an `earlier` range in `phase` makes a `later` one wait that is not submitted or sent.
 fn blocks(earlier: Origin, phase: Phase, later: Origin) -> bool {
-    use Origin::{LocalWrite, PeerWrite, ResyncSource, ResyncTarget};
+    use Origin::{LocalWrite, PeerWrite, RemoteRead, ResyncSource, ResyncTarget};
     match (earlier, later) {
+        // Protocol A and B promise a write that is received; a read has to find it.
+        (PeerWrite(_), RemoteRead) => phase != Phase::DiskDone,
+        // The reader orders its own writes behind its reads.
+        (RemoteRead, _) | (_, RemoteRead) => false,
         // Completed to the application, so that overlapping writes have one replicated order.
         (LocalWrite, LocalWrite) => true,
         (LocalWrite | PeerWrite(_), LocalWrite | PeerWrite(_)) => phase != Phase::DiskDone,
@@ -321,6 +327,22 @@ mod tests {
 
     fn table() -> Intervals<u32> {
         Intervals::default()
+    }
+
+    #[test]
+    fn a_remote_read_waits_for_received_writes_and_keeps_none_waiting() {
+        let mut t = table();
+        let mut ready = Vec::new();
+        let (write, _) = t.insert(Origin::PeerWrite(A), Sector(8), 4096, 1);
+        let (read, go) = t.insert(Origin::RemoteRead, Sector(8), 4096, 2);
+        assert!(!go);
+        let (later, go) = t.insert(Origin::PeerWrite(A), Sector(8), 4096, 3);
+        assert!(!go, "it waits for the first write only");
+        t.remove(write, &mut ready);
+        assert_eq!(ready, [2, 3]);
+        t.remove(read, &mut ready);
+        t.remove(later, &mut ready);
+        assert!(t.is_empty());
     }
 
     #[test]

@@ -72,6 +72,8 @@ pub(crate) enum Owner {
     Target(NodeId, Key),
     /// A resync request of the peer.
     Source(NodeId, Key),
+    /// A read for a peer.
+    Serve(Key),
 }
 
 /// Something that may go on.
@@ -126,6 +128,8 @@ pub(crate) struct Serving {
     pub(crate) link: crate::event::LinkId,
     pub(crate) volume: VolumeNr,
     pub(crate) request: lockstep_format::wire::packet::BlockRequest,
+    /// Holds the read back behind received writes.
+    pub(crate) range: Option<crate::interval::RangeId>,
 }
 
 /// The data path's part of a volume.
@@ -317,6 +321,7 @@ impl Resource {
             Wake::Range(volume, Owner::Target(peer, key)) => {
                 self.target_range_clear(volume, peer, key);
             }
+            Wake::Range(_, Owner::Serve(key)) => self.serve_start(key),
             Wake::Range(volume, Owner::Source(peer, key)) => {
                 self.source_range_clear(volume, peer, key);
             }

@@ -10,10 +10,11 @@ use lockstep_format::wire::{BIO_LEN_MAX, DISCARD_LEN_MAX, DiskState, Packet, Rep
 use super::disk::FlushWaiter;
 use super::slab::Key;
 use super::write::{AppRequest, Local};
-use super::{DataOp, DiskFault, Serving};
+use super::{DataOp, DiskFault, Owner, Serving};
 use crate::event::{
     DiskError, DiskOp, Output, Payload, Request, RequestError, RequestKind, Stream,
 };
+use crate::interval::Origin;
 use crate::options::{OnLoss, Protocol};
 use crate::resource::Resource;
 
@@ -394,7 +395,44 @@ impl Resource {
             link,
             volume,
             request,
+            range: None,
         });
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let (range, clear) = device.io.ranges.insert(
+            Origin::RemoteRead,
+            request.sector,
+            request.size_bytes,
+            Owner::Serve(key),
+        );
+        if let Some(serving) = self.io.serving.get_mut(key) {
+            serving.range = Some(range);
+        }
+        if clear {
+            self.serve_start(key);
+        }
+    }
+
+    /// Everything received of the range is on disk: read.
+    pub(crate) fn serve_start(&mut self, key: Key) {
+        let Some(serving) = self.io.serving.get(key).copied() else {
+            return;
+        };
+        let Serving {
+            volume, request, ..
+        } = serving;
+        let has_disk = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.attached().is_some());
+        if self.state.disk(volume) != DiskState::UpToDate || !has_disk {
+            self.serve_over(key);
+            if self.link(serving.peer) == Some(serving.link) {
+                self.refuse_read(serving.peer, volume, &request);
+            }
+            return;
+        }
         let op = DiskOp::ReadNew {
             sector: request.sector,
             len: request.size_bytes,
@@ -402,14 +440,27 @@ impl Resource {
         self.disk_op(volume, op, DataOp::Serve(key));
     }
 
+    /// Takes a read for a peer out of the tables.
+    fn serve_over(&mut self, key: Key) -> Option<Serving> {
+        let serving = self.io.serving.remove(key)?;
+        if let (Some(range), Some(device)) = (serving.range, self.devices.get_mut(&serving.volume))
+        {
+            let mut ready = Vec::new();
+            device.io.ranges.remove(range, &mut ready);
+            self.wake_ranges(serving.volume, ready);
+        }
+        Some(serving)
+    }
+
     pub(crate) fn serve_done(&mut self, key: Key, result: Result<Option<Payload>, DiskError>) {
-        let serving = self.io.serving.remove(key);
+        let serving = self.serve_over(key);
         let payload = result.ok().flatten();
         let Some(Serving {
             peer,
             link,
             volume,
             request,
+            ..
         }) = serving
         else {
             if let Some(payload) = payload {
