@@ -19,7 +19,12 @@ fn fio(directory: &Path) -> Result<()> {
             "--iodepth=16",
             "--fsync=64",
         ])
-        .args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1"])
+        .args([
+            "--verify=crc32c",
+            "--do_verify=1",
+            "--verify_fatal=1",
+            "--verify_state_save=0",
+        ])
         .arg(format!("--directory={}", directory.display())))
 }
 
