@@ -92,6 +92,24 @@ pub enum OnLoss {
     SuspendIo,
 }
 
+/// `read-balancing`: which replica serves a read that the local disk could serve
+/// (semantics.md, 16.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadBalancing {
+    /// The local disk.
+    PreferLocal,
+    /// A peer.
+    PreferRemote,
+    /// In turn.
+    RoundRobin,
+    /// Where fewer requests wait.
+    LeastPending,
+    /// A peer if the local disk has a queue and the peer is expected to answer sooner.
+    WhenCongestedRemote,
+    /// By stripes of 2 to the power of so many bytes, 15 to 20.
+    Striping(u8),
+}
+
 /// `net` section, one set per connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetOptions {
@@ -201,6 +219,8 @@ pub struct DiskOptions {
     pub disk_timeout_tenths: u32,
     /// `rs-discard-granularity` in bytes, default 0.
     pub rs_discard_granularity_bytes: u32,
+    /// `read-balancing`, default prefer-local.
+    pub read_balancing: ReadBalancing,
 }
 
 impl Default for DiskOptions {
@@ -217,6 +237,7 @@ impl Default for DiskOptions {
             disable_write_same: false,
             disk_timeout_tenths: 0,
             rs_discard_granularity_bytes: 0,
+            read_balancing: ReadBalancing::PreferLocal,
         }
     }
 }

@@ -155,6 +155,19 @@ pub fn disk(texts: &OptionTexts) -> Result<core::DiskOptions, OptionError> {
         disable_write_same: t.disable_write_same,
         disk_timeout_tenths: t.disk_timeout_tenths_s,
         rs_discard_granularity_bytes: t.rs_discard_granularity_bytes,
+        read_balancing: match t.read_balancing {
+            table::ReadBalancing::PreferLocal => core::ReadBalancing::PreferLocal,
+            table::ReadBalancing::PreferRemote => core::ReadBalancing::PreferRemote,
+            table::ReadBalancing::RoundRobin => core::ReadBalancing::RoundRobin,
+            table::ReadBalancing::LeastPending => core::ReadBalancing::LeastPending,
+            table::ReadBalancing::WhenCongestedRemote => core::ReadBalancing::WhenCongestedRemote,
+            table::ReadBalancing::Striping32K => core::ReadBalancing::Striping(15),
+            table::ReadBalancing::Striping64K => core::ReadBalancing::Striping(16),
+            table::ReadBalancing::Striping128K => core::ReadBalancing::Striping(17),
+            table::ReadBalancing::Striping256K => core::ReadBalancing::Striping(18),
+            table::ReadBalancing::Striping512K => core::ReadBalancing::Striping(19),
+            table::ReadBalancing::Striping1M => core::ReadBalancing::Striping(20),
+        },
     })
 }
 

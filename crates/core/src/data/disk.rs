@@ -397,6 +397,7 @@ impl Resource {
     pub(crate) fn data_disk_gone(&mut self, volume: VolumeNr) {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.io.disk_serial += 1;
+            device.io.local_reads = super::balance::ReadPath::default();
         }
         let Some(io) = self
             .devices

@@ -9,6 +9,7 @@
 //! Wake-ups never nest: whoever may go on is queued in `ResourceIo::wakes` and runs from
 //! `settle_data`.
 
+mod balance;
 mod disk;
 mod exchange;
 mod peer_write;
@@ -24,6 +25,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, Packet};
 
+use balance::ReadPath;
 pub use disk::{BitmapThen, DiskIo, DiskIoGeometry};
 
 use crate::event::{DiskError, DiskOp, Output, Payload, Request, Stream};
@@ -142,6 +144,11 @@ pub struct DeviceIo {
     pub(crate) disk_serial: u64,
     /// Peer that served the last remote read.
     pub(crate) last_read_peer: Option<NodeId>,
+    /// `round-robin`: the next read that may go either way goes to a peer.
+    pub(crate) read_turn: bool,
+    /// Reads of front ends on the local disk and at the peers.
+    pub(crate) local_reads: ReadPath,
+    pub(crate) read_paths: BTreeMap<NodeId, ReadPath>,
     /// Front-end requests admitted and not completed.
     pub upper_pending: u64,
     /// Local disk operations in flight.

@@ -7,6 +7,7 @@ use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockId, BlockRequest, Data};
 use lockstep_format::wire::{BIO_LEN_MAX, DISCARD_LEN_MAX, DiskState, Packet, ReplState, Role};
 
+use super::balance::ReadPath;
 use super::disk::FlushWaiter;
 use super::slab::Key;
 use super::write::{AppRequest, Local};
@@ -186,11 +187,35 @@ impl Resource {
             return;
         };
         let (volume, sector, size, tried) = (req.volume, req.sector, req.size_bytes, req.sent);
-        let local = req.local != Local::Failed && self.reads_locally(volume, sector, size);
+        let payload = req.payload;
+        let mut local = req.local != Local::Failed && self.reads_locally(volume, sector, size);
+        let balances = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.balances_reads());
+        let peer = if local && !balances {
+            None
+        } else {
+            self.read_peer(volume, tried)
+        };
+        if let Some(peer) = peer {
+            // The turn passes on even if the read stays here.
+            if let Some(device) = self.devices.get_mut(&volume) {
+                device.io.last_read_peer = Some(peer);
+            }
+            local = local && !self.reads_at_peer(volume, peer, sector);
+        }
         if local {
-            let Some(payload) = req.payload else { return };
+            let Some(payload) = payload else { return };
+            let now = self.now;
+            let depth = self
+                .devices
+                .get_mut(&volume)
+                .map_or(0, |d| d.io.local_reads.issue());
             if let Some(req) = self.io.requests.get_mut(key) {
                 req.local = Local::Pending;
+                req.submitted_at = now;
+                req.depth = depth;
             }
             self.disk_op(
                 volume,
@@ -199,13 +224,17 @@ impl Resource {
             );
             return;
         }
-        if let Some(peer) = self.read_peer(volume, tried) {
+        if let Some(peer) = peer {
+            let now = self.now;
+            let depth = self
+                .devices
+                .get_mut(&volume)
+                .map_or(0, |d| d.io.read_paths.entry(peer).or_default().issue());
             if let Some(req) = self.io.requests.get_mut(key) {
                 req.sent.insert(peer);
                 req.pending = NodeMask::of(peer);
-            }
-            if let Some(device) = self.devices.get_mut(&volume) {
-                device.io.last_read_peer = Some(peer);
+                req.submitted_at = now;
+                req.depth = depth;
             }
             let request = BlockRequest {
                 sector,
@@ -284,6 +313,10 @@ impl Resource {
             return;
         };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
+        let (issued, depth, now) = (req.submitted_at, req.depth, self.now);
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.local_reads.answered(issued, depth, now);
+        }
         if result.is_ok() {
             if let Some(device) = self.devices.get_mut(&volume) {
                 device.io.read_sectors += u64::from(size) / Sector::SIZE;
@@ -291,6 +324,9 @@ impl Resource {
             self.finish_read(key);
             return;
         }
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
         req.local = Local::Failed;
         // Nobody knows what this block holds here: it is out of sync towards everybody.
         self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
@@ -321,7 +357,13 @@ impl Resource {
                 && req.size_bytes == data.payload_len
                 && req.pending.contains(peer)
         });
+        let timing = wanted.map(|req| (req.submitted_at, req.depth));
         let into = wanted.and_then(|req| req.payload);
+        let now = self.now;
+        let path = self.read_path(volume, peer);
+        if let (Some((issued, depth)), Some(path)) = (timing, path) {
+            path.answered(issued, depth, now);
+        }
         match (into, payload) {
             (Some(to), Some(from)) => {
                 self.output(Output::Copy { from, to });
@@ -345,12 +387,23 @@ impl Resource {
         };
         if req.kind == RequestKind::Read && req.volume == volume && req.pending.contains(peer) {
             req.pending = NodeMask::EMPTY;
+            if let Some(path) = self.read_path(volume, peer) {
+                path.forget();
+            }
             self.start_read(key);
         }
     }
 
+    fn read_path(&mut self, volume: VolumeNr, peer: NodeId) -> Option<&mut ReadPath> {
+        let device = self.devices.get_mut(&volume)?;
+        device.io.read_paths.get_mut(&peer)
+    }
+
     /// Reads that waited for a lost peer go another way.
     pub(crate) fn lose_reads(&mut self, peer: NodeId) {
+        for device in self.devices.values_mut() {
+            device.io.read_paths.remove(&peer);
+        }
         for key in self.io.requests.keys() {
             let waits = self
                 .io

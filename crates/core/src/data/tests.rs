@@ -23,6 +23,8 @@ use crate::report::Event;
 use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
+mod balancing;
+
 const VOLUME: VolumeNr = VolumeNr(0);
 const SIZE: u64 = 16 << 20;
 const META: u64 = 1 << 20;
@@ -748,6 +750,7 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::PeerAck(_) => "peer ack",
         Packet::RsDagtagReq(_) => "resync request",
         Packet::OutOfSync(_) => "out of sync",
+        Packet::DataRequest(_) => "data request",
         Packet::ConfirmStable(_) => "confirm stable",
         _ => "other",
     }

@@ -44,6 +44,8 @@ pub(crate) struct AppRequest {
     pub(crate) al: Option<u64>,
     pub(crate) submitted: bool,
     pub(crate) submitted_at: Instant,
+    /// For a read: reads in flight on its path when it left, itself included.
+    pub(crate) depth: u32,
     pub(crate) dagtag: Dagtag,
     pub(crate) epoch: u32,
     /// Peers that it was sent to. For a read: peers that were tried.
@@ -124,6 +126,7 @@ impl AppRequest {
             al: None,
             submitted: false,
             submitted_at: Instant(0),
+            depth: 0,
             dagtag: Dagtag(0),
             epoch: 0,
             sent: NodeMask::EMPTY,
