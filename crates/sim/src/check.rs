@@ -63,11 +63,16 @@ pub fn differences_are_marked(w: &mut World) {
 
 /// At most one node is Primary.
 pub fn one_primary(w: &mut World) {
-    let primaries: Vec<char> = (0..w.nodes.len())
-        .filter(|n| w.snapshot(*n).is_some_and(|s| s.role == Role::Primary))
-        .map(name)
-        .collect();
-    if primaries.len() > 1 {
+    let is_primary = |w: &mut World, n: usize| w.view(n).is_some_and(|v| v.role == Role::Primary);
+    let mut count = 0;
+    for node in 0..w.nodes.len() {
+        count += usize::from(is_primary(w, node));
+    }
+    if count > 1 {
+        let primaries: Vec<char> = (0..w.nodes.len())
+            .filter(|n| is_primary(w, *n))
+            .map(name)
+            .collect();
         w.fail(format!("several Primaries: {primaries:?}"));
     }
 }
@@ -94,6 +99,12 @@ pub fn not_converged(w: &World) -> Option<String> {
         }
     }
     None
+}
+
+/// It is plain at first sight that the cluster is not at rest; spares making the reason's text.
+pub fn is_busy(w: &World) -> bool {
+    (0..w.nodes.len())
+        .any(|n| !w.is_up(n) || !w.nodes[n].requests.is_empty() || !w.nodes[n].commands.is_empty())
 }
 
 fn node_not_converged(snapshot: &Snapshot) -> Option<String> {

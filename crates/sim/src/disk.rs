@@ -1,7 +1,7 @@
 //! Simulated disks. Data is one version number per 4 KiB block behind a volatile cache; metadata
 //! is bytes, durable at completion.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use lockstep_core::event::Tag;
 use lockstep_format::disk::BLOCK_BYTES;
@@ -87,13 +87,22 @@ pub enum MetaOp {
     },
 }
 
+/// A completed write of one block that a power cut may take back.
+#[derive(Clone, Copy, Debug)]
+struct Volatile {
+    sequence: u64,
+    block: u64,
+    old: u64,
+    new: u64,
+}
+
 /// One volume's disk on one node. It outlives the node's crashes.
 #[derive(Debug)]
 pub struct Disk {
     /// What reads see.
     pub content: Vec<u64>,
-    /// Blocks with values since the last durable one: the durable value first, the visible last.
-    unflushed: BTreeMap<u64, Vec<(u64, u64)>>,
+    /// Completed writes that no flush made durable yet, oldest first.
+    unflushed: VecDeque<Volatile>,
     sequence: u64,
     /// The metadata device.
     pub meta: Vec<u8>,
@@ -135,7 +144,7 @@ impl Disk {
         }
         Disk {
             content: vec![0; blocks as usize],
-            unflushed: BTreeMap::new(),
+            unflushed: VecDeque::new(),
             sequence: 0,
             meta,
             layout,
@@ -156,36 +165,28 @@ impl Disk {
         self.sequence += 1;
         let old = std::mem::replace(&mut self.content[block as usize], value);
         if durable {
-            self.unflushed.remove(&block);
+            self.unflushed.retain(|v| v.block != block);
         } else {
-            self.unflushed
-                .entry(block)
-                .or_insert_with(|| vec![(0, old)])
-                .push((self.sequence, value));
+            self.unflushed.push_back(Volatile {
+                sequence: self.sequence,
+                block,
+                old,
+                new: value,
+            });
         }
     }
 
     /// Everything up to this sequence number is durable.
     pub fn flushed(&mut self, upto: u64) {
-        self.unflushed.retain(|_, values| {
-            let keep = values.iter().rposition(|(seq, _)| *seq <= upto);
-            values.drain(..keep.unwrap_or(0));
-            values.len() > 1
-        });
+        while self.unflushed.front().is_some_and(|v| v.sequence <= upto) {
+            self.unflushed.pop_front();
+        }
     }
 
     /// A write completes.
     pub fn write(&mut self, block: u64, content: &[u64], fua: bool) {
         for (i, value) in content.iter().enumerate() {
             self.store(block + i as u64, *value, fua);
-        }
-    }
-
-    /// The value that survives a power cut for certain, if the visible one may be lost.
-    pub fn durable(&self, block: u64) -> u64 {
-        match self.unflushed.get(&block) {
-            Some(values) => values[0].1,
-            None => self.content[block as usize],
         }
     }
 
@@ -210,13 +211,19 @@ impl Disk {
         }
         if lose == Lose::Unflushed {
             let all = rng.below(3);
-            for (block, values) in std::mem::take(&mut self.unflushed) {
+            let mut lost: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
+            for v in std::mem::take(&mut self.unflushed) {
+                lost.entry(v.block)
+                    .or_insert_with(|| vec![v.old])
+                    .push(v.new);
+            }
+            for (block, values) in lost {
                 let pick = match all {
                     0 => 0,
                     1 => values.len() - 1,
                     _ => rng.below(values.len() as u64) as usize,
                 };
-                self.content[block as usize] = values[pick].1;
+                self.content[block as usize] = values[pick];
             }
         }
         self.open = false;

@@ -5,8 +5,6 @@
 //! which a later write is known to have taken effect; a read that starts after that must not
 //! return it.
 
-use std::collections::BTreeMap;
-
 const NEVER: u64 = u64::MAX;
 
 /// A write to one block.
@@ -30,12 +28,39 @@ struct Version {
 #[derive(Clone, Debug)]
 struct Register {
     versions: Vec<Version>,
+    /// It is in its volume's list of those that a flush may change.
+    is_soft: bool,
+}
+
+/// One volume: where each block's register is, and which of them a flush may change.
+#[derive(Clone, Debug, Default)]
+struct Volume {
+    /// By block: index into `registers` plus one; 0 is none.
+    index: Vec<u32>,
+    registers: Vec<Register>,
+    /// Registers with versions that ended and are not known to be durable.
+    soft: Vec<u32>,
 }
 
 /// All blocks of all volumes.
 #[derive(Clone, Debug, Default)]
 pub struct History {
-    blocks: BTreeMap<(u16, u64), Register>,
+    volumes: Vec<Volume>,
+}
+
+impl Volume {
+    fn number(&mut self, block: u64) -> u32 {
+        let block = block as usize;
+        if block >= self.index.len() {
+            let len = (block + 1).next_power_of_two().max(1024);
+            self.index.resize(len, 0);
+        }
+        if self.index[block] == 0 {
+            self.registers.push(Register::default());
+            self.index[block] = self.registers.len() as u32;
+        }
+        self.index[block] - 1
+    }
 }
 
 impl Default for Register {
@@ -52,6 +77,7 @@ impl Default for Register {
                 superseded: NEVER,
                 superseded_hard: NEVER,
             }],
+            is_soft: false,
         }
     }
 }
@@ -92,8 +118,18 @@ impl Register {
 }
 
 impl History {
+    fn volume(&mut self, volume: u16) -> &mut Volume {
+        let volume = usize::from(volume);
+        if volume >= self.volumes.len() {
+            self.volumes.resize_with(volume + 1, Volume::default);
+        }
+        &mut self.volumes[volume]
+    }
+
     fn register(&mut self, volume: u16, block: u64) -> &mut Register {
-        self.blocks.entry((volume, block)).or_default()
+        let volume = self.volume(volume);
+        let number = volume.number(block);
+        &mut volume.registers[number as usize]
     }
 
     /// A write of this value begins. Values other than 0 are unique.
@@ -114,7 +150,7 @@ impl History {
         self.register(volume, block)
             .versions
             .iter_mut()
-            .find(|v| v.value == value && v.start == start)
+            .rfind(|v| v.value == value && v.start == start)
     }
 
     /// The write was acknowledged. `hard`: it is durable.
@@ -127,11 +163,13 @@ impl History {
         now: u64,
         hard: bool,
     ) {
-        let register = self.register(volume, block);
+        let volume = self.volume(volume);
+        let number = volume.number(block);
+        let register = &mut volume.registers[number as usize];
         let Some(index) = register
             .versions
             .iter()
-            .position(|v| v.value == value && v.start == start)
+            .rposition(|v| v.value == value && v.start == start)
         else {
             return;
         };
@@ -139,6 +177,10 @@ impl History {
         version.end = version.end.min(now);
         version.hard = hard;
         register.ended(index);
+        if !hard && !register.is_soft {
+            register.is_soft = true;
+            volume.soft.push(number);
+        }
     }
 
     /// Nobody waits for this write any more; it may have had an effect or not.
@@ -150,25 +192,33 @@ impl History {
 
     /// A flush that was issued at `issued` has succeeded on this volume.
     pub fn flushed(&mut self, volume: u16, issued: u64, oldest_read: u64) {
-        for (_, register) in self.blocks.range_mut((volume, 0)..=(volume, u64::MAX)) {
-            let newly: Vec<usize> = register
-                .versions
-                .iter()
-                .enumerate()
-                .filter(|(_, v)| !v.hard && v.end <= issued)
-                .map(|(i, _)| i)
-                .collect();
-            for index in newly {
-                register.versions[index].hard = true;
+        let volume = self.volume(volume);
+        let mut soft = std::mem::take(&mut volume.soft);
+        soft.retain(|number| {
+            let register = &mut volume.registers[*number as usize];
+            let mut remain = false;
+            for index in 0..register.versions.len() {
+                let v = &mut register.versions[index];
+                if v.hard || v.end == NEVER {
+                    continue;
+                }
+                if v.end > issued {
+                    remain = true;
+                    continue;
+                }
+                v.hard = true;
                 register.ended(index);
             }
             register.prune(oldest_read);
-        }
+            register.is_soft = remain;
+            remain
+        });
+        volume.soft = soft;
     }
 
     /// Writes that were not flushed may be lost.
     pub fn unflushed_may_be_lost(&mut self, now: u64) {
-        for register in self.blocks.values_mut() {
+        for register in self.volumes.iter_mut().flat_map(|v| &mut v.registers) {
             for v in &mut register.versions {
                 v.superseded = v.superseded_hard;
                 if !v.hard {
@@ -188,26 +238,34 @@ impl History {
         start: u64,
         end: u64,
     ) -> Result<(), String> {
-        let register = self.register(volume, block);
-        let fits: Vec<usize> = register
+        let state = self.volume(volume);
+        let number = state.number(block);
+        let register = &mut state.registers[number as usize];
+        let mut fits = register
             .allowed(start, end)
-            .filter(|i| register.versions[*i].value == value)
-            .collect();
-        if fits.is_empty() {
+            .filter(|i| register.versions[*i].value == value);
+        let (first, second) = (fits.next(), fits.next());
+        drop(fits);
+        let Some(only) = first else {
             return Err(format!(
                 "volume {volume} block {block}: read {value} at {start}..{end}; {}",
                 self.describe(volume, block)
             ));
-        }
-        if let [only] = fits[..] {
+        };
+        if second.is_none() {
             let version = &mut register.versions[only];
             version.end = version.end.min(end);
+            let is_soft = !version.hard;
             register.ended(only);
             for (i, v) in register.versions.iter_mut().enumerate() {
                 let is_older = v.end < start || v.end == NEVER && v.dead < start;
                 if i != only && is_older {
                     v.superseded = v.superseded.min(end);
                 }
+            }
+            if is_soft && !register.is_soft {
+                register.is_soft = true;
+                state.soft.push(number);
             }
         }
         Ok(())
@@ -216,7 +274,11 @@ impl History {
     /// The versions of a block in words.
     pub fn describe(&self, volume: u16, block: u64) -> String {
         let mut text = String::from("history:");
-        if let Some(register) = self.blocks.get(&(volume, block)) {
+        let found = self.volumes.get(usize::from(volume)).and_then(|v| {
+            let number = v.index.get(block as usize)?.checked_sub(1)?;
+            v.registers.get(number as usize)
+        });
+        if let Some(register) = found {
             for v in register.versions.iter().rev().take(6) {
                 let time = |t: u64| {
                     if t == NEVER {
@@ -241,9 +303,13 @@ impl History {
 
     /// Blocks of a volume that were ever written or read.
     pub fn touched(&self, volume: u16) -> Vec<u64> {
-        self.blocks
-            .range((volume, 0)..=(volume, u64::MAX))
-            .map(|((_, block), _)| *block)
+        let Some(volume) = self.volumes.get(usize::from(volume)) else {
+            return Vec::new();
+        };
+        let blocks = volume.index.iter().enumerate();
+        blocks
+            .filter(|(_, number)| **number != 0)
+            .map(|(block, _)| block as u64)
             .collect()
     }
 }

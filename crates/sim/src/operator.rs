@@ -73,6 +73,8 @@ pub struct Operator {
     /// Nodes that have all data and may become Primary.
     pub heirs: BTreeSet<usize>,
     holders: BTreeSet<usize>,
+    /// The mask that `holders` was made of last; 0 if it may be older.
+    seen: u32,
     /// A Primary without power: what it did not flush may be lost if it comes back first.
     pending_loss: Option<usize>,
     /// Peer pairs that the operator keeps apart.
@@ -100,6 +102,7 @@ impl Operator {
             demoting: None,
             heirs: (0..nodes).collect(),
             holders: BTreeSet::new(),
+            seen: 0,
             pending_loss: None,
             apart: BTreeSet::new(),
             paused: BTreeSet::new(),
@@ -239,7 +242,7 @@ impl Operator {
 
     /// Nodes that have everything which this Primary acknowledged.
     fn heirs_of(&self, w: &World, node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
-        let mut holders = holders(node, snapshot);
+        let mut holders = members(holders(node, snapshot));
         // A peer that fell and came back while this node did not notice may have lost something.
         holders.retain(|peer| *peer == node || w.shares_link(node, *peer));
         if w.config.protocol != Protocol::C && holders.contains(&node) {
@@ -300,9 +303,9 @@ impl Operator {
         {
             self.demoting = None;
             if answer.is_ok()
-                && let Some(snapshot) = w.snapshot(node)
+                && let Some(view) = w.view(node)
             {
-                self.heirs = holders(node, &snapshot);
+                self.heirs = members(view.holders);
                 if self.heirs.is_empty() {
                     self.heirs = self.holders.clone();
                 }
@@ -313,31 +316,32 @@ impl Operator {
     }
 
     /// Keeps the sets of nodes with all data up to date.
-    fn learn(&mut self, w: &World) {
+    fn learn(&mut self, w: &mut World) {
         if let Some(primary) = self.primary {
-            if let Some(snapshot) = w.snapshot(primary) {
-                let now = holders(primary, &snapshot);
-                if !now.is_empty() {
-                    self.holders = now;
-                }
+            if let Some(view) = w.view(primary)
+                && view.holders != 0
+                && self.seen != view.holders
+            {
+                self.seen = view.holders;
+                self.holders = members(view.holders);
             }
         } else if self.promoting.is_none() {
+            self.seen = 0;
             for heir in self.heirs.clone() {
-                if let Some(snapshot) = w.snapshot(heir) {
-                    let now = holders(heir, &snapshot);
-                    if !now.contains(&heir) {
+                if let Some(view) = w.view(heir) {
+                    if view.holders & 1 << heir == 0 {
                         continue;
                     }
-                    for peer in now {
-                        let mutual = w
-                            .snapshot(peer)
-                            .is_some_and(|s| holders(peer, &s).contains(&heir));
+                    for peer in members(view.holders) {
+                        let mutual = w.view(peer).is_some_and(|v| v.holders & 1 << heir != 0);
                         if mutual || peer == heir {
                             self.heirs.insert(peer);
                         }
                     }
                 }
             }
+        } else {
+            self.seen = 0;
         }
     }
 
@@ -549,16 +553,21 @@ impl Operator {
     }
 }
 
-/// Nodes that have all data according to this one: itself if UpToDate, and the UpToDate peers to
+/// The members of a mask of nodes.
+fn members(mask: u32) -> BTreeSet<usize> {
+    (0..32).filter(|n| mask & 1 << n != 0).collect()
+}
+
+/// Nodes that have all data according to this one, a bit each: itself if UpToDate, and the UpToDate peers to
 /// which it replicates, on all volumes.
-pub fn holders(node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
-    let mut found = BTreeSet::new();
+pub fn holders(node: usize, snapshot: &Snapshot) -> u32 {
+    let mut found = 0;
     if snapshot
         .devices
         .iter()
         .all(|d| d.disk_state == DiskState::UpToDate)
     {
-        found.insert(node);
+        found |= 1 << node;
     }
     for connection in &snapshot.connections {
         let all = connection.state == ConnState::Connected
@@ -574,7 +583,7 @@ pub fn holders(node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
                     )
             });
         if all {
-            found.insert(usize::from(connection.peer.0));
+            found |= 1 << connection.peer.0;
         }
     }
     found
