@@ -21,9 +21,10 @@
 //! 6. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
 //!    lost power together, and only flushed writes are promised; or none is, and both have all.)
 //!
-//! Two further differences between Lockstep nodes: a generation found in the other's history
-//! needs no full resync if both slots begin at the same generation, and a node that is target of
-//! another one is asked again later instead of being called unrelated or a split brain.
+//! Further differences between Lockstep nodes: a generation found in the other's history needs no
+//! full resync if both slots begin at the same generation; a node that is target of another one is
+//! asked again later instead of being called unrelated or a split brain; an Inconsistent disk is
+//! no branch of a split brain.
 
 use alloc::vec::Vec;
 
@@ -445,6 +446,7 @@ pub fn compare(handshake: &Handshake<'_>) -> Verdict {
     };
     apply_disk_states(handshake, &mut verdict);
     apply_marks(handshake, &mut verdict);
+    apply_inconsistent(handshake, &mut verdict);
     apply_split_brain(handshake, &mut verdict);
     apply_discard_my_data(handshake, &mut verdict);
     apply_primary_conflict(handshake, &mut verdict);
@@ -703,7 +705,34 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
         }
         (true, false) => return row(Strategy::TargetSetBitmap, Rule::HistoryPeer),
         (false, true) => return row(Strategy::SourceSetBitmap, Rule::HistorySelf),
+        (true, true) if h.is_lockstep() => {
+            // The one that only announced the other's generation never left its own.
+            let noted = (
+                h.own.uuids.history_notes(peer),
+                h.peer.uuids.history_notes(own),
+            );
+            let direction = match noted {
+                (true, false) => Some((Direction::Target, Rule::HistoryPeer)),
+                (false, true) => Some((Direction::Source, Rule::HistorySelf)),
+                (true, true) | (false, false) => None,
+            };
+            match direction {
+                Some((direction, rule)) if one_base => return row(direction.use_bitmap(), rule),
+                Some((direction, rule)) => return row(direction.set_bitmap(), rule),
+                None => {}
+            }
+        }
         (true, true) | (false, false) => {}
+    }
+    let target = h.own.flag(UuidFlags::SYNC_TARGET) || h.peer.flag(UuidFlags::SYNC_TARGET);
+    if target && h.is_lockstep() {
+        // A target names its source's generation, but not yet that one's ancestors, and its slots
+        // say when its resync began: it is asked again, and knows them once it is through.
+        let strategy = match h.phase {
+            Phase::Connect => Strategy::RetryConnect,
+            Phase::Attach | Phase::AfterUnstable => Strategy::NoSync,
+        };
+        return row(strategy, Rule::TargetOfAnother);
     }
     let rule = if one_base {
         Rule::BitmapBoth
@@ -712,12 +741,6 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
     } else {
         Rule::NoRelation
     };
-    let target = h.own.flag(UuidFlags::SYNC_TARGET) || h.peer.flag(UuidFlags::SYNC_TARGET);
-    if target && h.phase == Phase::Connect && h.is_lockstep() {
-        // A target names its source's generation, but not yet that one's ancestors, and its slots
-        // say when its resync began: it is asked again, and knows them once it is through.
-        return row(Strategy::RetryConnect, rule);
-    }
     if rule == Rule::BitmapBoth {
         return row(Strategy::SplitBrainAutoRecover, rule);
     }
@@ -775,7 +798,9 @@ fn apply_disk_states(h: &Handshake<'_>, verdict: &mut Verdict) {
         return;
     }
     let one_inconsistent = own == DiskState::Inconsistent || peer == DiskState::Inconsistent;
-    let no_sync = verdict.strategy == Strategy::NoSync && one_inconsistent;
+    let no_sync = verdict.strategy == Strategy::NoSync
+        && verdict.rule != Rule::TargetOfAnother
+        && one_inconsistent;
     let applies = if h.protocol_version >= 119 {
         let by_rule = matches!(
             verdict.rule,
@@ -818,6 +843,28 @@ fn bitmap_choice(
         (Some(SlotOf::Other(node)), Direction::Target) => Strategy::TargetClearBitmap(node),
         (None, _) => direction.set_bitmap(),
     }
+}
+
+/// Between two Lockstep nodes: an Inconsistent disk under no application holds no data that could
+/// be a branch of their own. It gets the other's; two of them wait for somebody who has any.
+fn apply_inconsistent(h: &Handshake<'_>, verdict: &mut Verdict) {
+    if !h.is_lockstep() || !verdict.strategy.is_split_brain() {
+        return;
+    }
+    let inconsistent = |side: &Side| side.effective_disk() == DiskState::Inconsistent;
+    let direction = match (inconsistent(h.own), inconsistent(h.peer)) {
+        (true, true) => {
+            verdict.strategy = Strategy::NoSync;
+            return;
+        }
+        (true, false) if !h.own.is_primary() => Direction::Target,
+        (false, true) if !h.peer.is_primary() => Direction::Source,
+        _ => return,
+    };
+    verdict.strategy = match verdict.rule {
+        Rule::BitmapBoth => direction.use_bitmap(),
+        _ => direction.set_bitmap(),
+    };
 }
 
 /// Equal UUIDs and both UpToDate, but marked blocks: reconcile (13.5) or the rule marked-blocks.

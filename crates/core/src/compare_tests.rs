@@ -268,6 +268,37 @@ fn common_ancestors_are_a_split_brain_and_none_are_unrelated() {
 }
 
 #[test]
+fn who_only_announced_a_generation_follows_the_one_that_took_it() {
+    let mut c = Case::new(0x10, 0x20);
+    c.features = Features::LOCKSTEP;
+    c.a.uuids.history[0] = Uuid(0x21);
+    c.b.uuids.history[0] = Uuid(0x10);
+    c.expect(Strategy::TargetSetBitmap, Rule::HistoryPeer);
+    slot(&mut c.a, B, 0x50);
+    slot(&mut c.b, A, 0x50);
+    c.expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
+}
+
+#[test]
+fn an_inconsistent_disk_is_no_branch_of_a_split_brain() {
+    let mut c = Case::new(0x10, 0x20);
+    c.features = Features::LOCKSTEP;
+    slot(&mut c.a, B, 0x50);
+    slot(&mut c.b, A, 0x50);
+    c.a.uuids.dirty_bits = 3;
+    c.b.uuids.dirty_bits = 4;
+    c.expect(Strategy::SplitBrainDisconnect, Rule::BitmapBoth);
+    c.a.disk = DiskState::Inconsistent;
+    c.expect(Strategy::TargetUseBitmap, Rule::BitmapBoth);
+    c.b.disk = DiskState::Inconsistent;
+    c.expect(Strategy::NoSync, Rule::BitmapBoth);
+    flag(&mut c.a, UuidFlags::SYNC_TARGET);
+    c.expect(Strategy::RetryConnect, Rule::TargetOfAnother);
+    c.phase = Phase::AfterUnstable;
+    c.expect(Strategy::NoSync, Rule::TargetOfAnother);
+}
+
+#[test]
 fn sets_that_contradict_each_other_never_make_both_sides_target() {
     let c = Case::new(0x10, 0x20).with(|c| {
         slot(&mut c.a, B, 0x20);

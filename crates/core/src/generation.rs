@@ -22,7 +22,8 @@ pub struct Generations {
     pub max_peers: u8,
     /// Generation of the data here; bit 0 is set while Primary.
     pub current: Uuid,
-    /// Retired generations, newest first, zeros at the end, primary bit clear.
+    /// Retired generations, newest first, zeros at the end, primary bit clear. Set, it marks one
+    /// that was announced as the next and perhaps never made (see [`Generations::note_planned`]).
     pub history: [Uuid; UUID_SLOTS],
     /// Entry of each node id; the own one stays empty but for NODE_EXISTS.
     pub slots: [Peer; UUID_SLOTS],
@@ -162,11 +163,33 @@ impl Generations {
         let in_slot = self
             .others()
             .any(|node| self.slot(node).bitmap_uuid.same_generation(uuid));
-        if in_slot || self.history.contains(&uuid) {
+        if in_slot || self.has_retired(uuid) {
             return;
         }
         self.history.rotate_right(1);
         self.history[0] = uuid;
+    }
+
+    /// Whether the history has the generation. One that was only noted there is an ancestor from
+    /// now on.
+    fn has_retired(&mut self, uuid: Uuid) -> bool {
+        let found = self.history.iter_mut().find(|e| e.same_generation(uuid));
+        if let Some(entry) = found {
+            *entry = entry.without_primary_bit();
+            return true;
+        }
+        false
+    }
+
+    /// Notes a generation that is going to be announced: given up after a follower took it, also
+    /// by a crash, it counts as an ancestor of the next one. The mark tells that the follower is
+    /// the newer of the two as long as this node has not moved on.
+    pub(crate) fn note_planned(&mut self, uuid: Uuid) {
+        if self.history.iter().any(|e| e.same_generation(uuid)) {
+            return;
+        }
+        self.history.rotate_right(1);
+        self.history[0] = Uuid(uuid.0 | Uuid::PRIMARY_BIT);
     }
 
     /// 12.6: the current data becomes a new generation. Gives the new UUID, or none if everybody
@@ -292,7 +315,9 @@ impl Generations {
     /// durable. After an interruption it continues by bitmap.
     pub fn full_resync_starts_as_source(&mut self, peer: NodeId, peer_current: Uuid) {
         let initialised = |uuid: Uuid| is_real(uuid) && uuid != Uuid::JUST_CREATED;
-        if !initialised(peer_current) || !initialised(self.current) {
+        // A target of another node goes by that one's generation: it says nothing about its data.
+        let own = peer_current.same_generation(self.current);
+        if !initialised(peer_current) || !initialised(self.current) || own {
             return;
         }
         let old = self.slot(peer).bitmap_uuid;
@@ -322,7 +347,13 @@ impl Generations {
             })
             .collect();
         let usable_start = is_real(start) && start != Uuid::JUST_CREATED;
+        // Within one generation the slots go on from where they began.
+        let same = start.same_generation(source.current);
         for node in known {
+            let slot = self.slot(node).bitmap_uuid;
+            if same && behind.contains(node) && is_real(slot) {
+                continue;
+            }
             retired.push(self.slot(node).bitmap_uuid);
             if behind.contains(node) && usable_start {
                 self.slot_mut(node).bitmap_uuid = start.without_primary_bit();
@@ -557,7 +588,7 @@ impl Generations {
     /// later handshake ends in unrelated data (12.6).
     pub(crate) fn push_retired_current(&mut self, uuid: Uuid) {
         let uuid = uuid.without_primary_bit();
-        let known = self.history.contains(&uuid) || uuid.same_generation(self.current);
+        let known = self.has_retired(uuid) || uuid.same_generation(self.current);
         if known || !is_real(uuid) || uuid == Uuid::JUST_CREATED {
             return;
         }

@@ -690,3 +690,25 @@ fn two_nodes_keep_the_invariants_over_random_histories() {
         );
     }
 }
+
+#[test]
+fn a_resync_within_one_generation_keeps_the_slots_of_those_left_behind() {
+    let mut set = set();
+    set.slots[2].bitmap_uuid = Uuid(0x60);
+    let start = set.current;
+    let source = named(0x100, &[(ME, 0), (C, 0x50)]);
+    let behind = set.resync_ends_as_target(B, &source, start, NodeMask::EMPTY);
+    assert!(behind.contains(C));
+    assert_eq!(set.slot(C).bitmap_uuid, Uuid(0x60));
+    assert_eq!(set.slot(B).bitmap_uuid, Uuid::ZERO);
+}
+
+#[test]
+fn a_noted_generation_becomes_an_ancestor_when_it_is_retired_elsewhere() {
+    let mut set = set();
+    set.note_planned(Uuid(0x200));
+    assert_eq!(set.history[0], Uuid(0x201));
+    set.note_planned(Uuid(0x200));
+    set.push_history(Uuid(0x200));
+    assert_eq!(set.history[..2], [Uuid(0x200), Uuid::ZERO]);
+}

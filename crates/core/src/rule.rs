@@ -26,6 +26,8 @@ pub enum Rule {
     BitmapBoth,
     HistoryBoth,
     NoRelation,
+    /// Lockstep's own rule: a resync target of another node is asked again when it is through.
+    TargetOfAnother,
     /// Both sides say that they are the older one: no true pair of sets does.
     Contradiction,
     /// Equal-UUID reconcile, direction by marks on one side only.
@@ -62,6 +64,7 @@ impl Rule {
             Rule::BitmapBoth => "bitmap-both",
             Rule::HistoryBoth => "history-both",
             Rule::NoRelation => "unrelated-data",
+            Rule::TargetOfAnother => "target-of-another",
             Rule::Contradiction => "contradiction",
             Rule::ReconcileOneSided => "reconcile-one-sided",
             Rule::ReconcileDagtag => "reconcile-dagtag",

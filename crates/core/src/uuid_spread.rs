@@ -198,7 +198,7 @@ impl Resource {
                 // Given up after it was told, also by a crash, it must count as an ancestor of
                 // the next one, not as another branch.
                 noted = false;
-                base.push_retired_current(next.current);
+                base.note_planned(next.current);
                 if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
                     disk.generations = base.clone();
                 }

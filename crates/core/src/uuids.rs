@@ -136,6 +136,16 @@ impl PeerUuids {
         is_real(uuid) && self.history.iter().any(|entry| entry.same_generation(uuid))
     }
 
+    /// Whether the history has it only as announced and perhaps never made.
+    pub fn history_notes(&self, uuid: Uuid) -> bool {
+        let noted = |entry: &Uuid| entry.0 & Uuid::PRIMARY_BIT != 0;
+        is_real(uuid)
+            && self
+                .history
+                .iter()
+                .any(|e| noted(e) && e.same_generation(uuid))
+    }
+
     /// Whether both histories have an entry in common.
     pub fn shares_history(&self, other: &PeerUuids) -> bool {
         self.history.iter().any(|entry| other.history_has(*entry))

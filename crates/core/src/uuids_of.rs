@@ -308,14 +308,20 @@ impl Resource {
             .filter(|(n, p)| p.repl.is_sync_target() && !self.same_current(volume, **n))
             .map(|(n, _)| *n)
             .collect();
-        Some(disk.generations.to_send(&SendContext {
+        let mut set = disk.generations.to_send(&SendContext {
             receiver: peer,
             resolved_current: resolved,
             target_of,
             dirty_bits: self.out_of_sync_blocks(volume, peer),
             flags,
             node_mask,
-        }))
+        });
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if !lockstep {
+            // Only Lockstep knows the mark of a noted generation.
+            set.history = set.history.map(Uuid::without_primary_bit);
+        }
+        Some(set)
     }
 
     /// A Primary that both this node and the peer lost: what this node has of its stream.
