@@ -1,5 +1,5 @@
 # The two commands of the README. Each installs first what the machine lacks.
-.PHONY: all prepare build test demo bench clean
+.PHONY: all prepare build test test-guest demo bench clean
 
 all: build
 
@@ -11,6 +11,11 @@ build: prepare
 
 test: prepare
 	cargo xtask ci
+
+# Tests against real kernels in emulated machines; `make test` runs them too.
+test-guest: build
+	LOCKSTEP_BIN=$(CURDIR)/target/release/lockstep \
+	    cargo test -p lockstep-e2e --locked --test 'guest_*' -- --test-threads=1
 
 demo: build
 	target/release/lockstep demo

@@ -4,6 +4,10 @@
 //! address of its own on the loopback network. `LOCKSTEP_BIN` names the binary; without it the
 //! one beside the tests' build is taken.
 
+pub mod guest;
+mod guest_base64;
+pub mod guest_image;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
