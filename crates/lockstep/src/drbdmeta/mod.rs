@@ -17,6 +17,10 @@ mod tests;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::process::ExitCode;
 
+use lockstep_core::state::DiskState;
+use lockstep_daemon::client::Client;
+use lockstep_daemon::place::Place;
+use lockstep_daemon::protocol::{Reply, Request};
 use lockstep_format::disk::any::{AnySuperBlock, Format};
 use lockstep_format::disk::layout::{Layout, Placement, superblock_sector};
 use lockstep_format::disk::store::{self, Store};
@@ -27,12 +31,40 @@ use options::{CommandLine, Failure};
 
 /// Runs the tool; `args` are the words behind the program's name.
 pub(crate) fn run(args: &[String]) -> ExitCode {
+    if let Some(minor) = options::parse(args)
+        .ok()
+        .and_then(|line| changed_minor(&line))
+        && is_attached(minor)
+    {
+        eprintln!("Device '{minor}' is configured!");
+        return ExitCode::from(20);
+    }
     let mut out = io::BufWriter::new(io::stdout().lock());
     let code = execute(args, &mut out, &mut io::stderr(), terminal_answer);
     match out.flush() {
         Ok(()) => ExitCode::from(code),
         Err(_) => ExitCode::from(10),
     }
+}
+
+/// The minor whose metadata a command changes, if it names one.
+fn changed_minor(line: &CommandLine) -> Option<u32> {
+    line.target.minor.filter(|_| line.command.modifies)
+}
+
+/// The daemon of this node has a disk attached to this minor. Without a daemon nothing is; one
+/// that does not answer still holds its disks by locks on them.
+fn is_attached(minor: u32) -> bool {
+    let place = Place::find(None);
+    let request = Request::Report { resource: None };
+    let reply = Client::connect(&place).and_then(|mut client| client.call(&request));
+    let Ok(Reply::Report { resources }) = reply else {
+        return false;
+    };
+    resources
+        .iter()
+        .flat_map(|resource| &resource.devices)
+        .any(|device| device.minor == minor && device.disk_state != DiskState::Diskless)
 }
 
 /// Asks on the terminal; `None` if there is none.

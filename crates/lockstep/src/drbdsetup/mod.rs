@@ -2,6 +2,7 @@
 
 mod args;
 mod codes;
+mod dialect;
 mod events;
 mod gi;
 mod paint;
@@ -135,6 +136,7 @@ fn change(place: &Place, parsed: Parsed) -> u8 {
         }
         Err(error) => return lost(&object, &error),
     };
+    let registered = registered(&mut client, &request);
     let mut pause = Duration::from_millis(1000 / 16);
     loop {
         match client.call(&request) {
@@ -149,11 +151,46 @@ fn change(place: &Place, parsed: Parsed) -> u8 {
                 code: UNKNOWN_RESOURCE,
                 ..
             }) if name == "down" => return 0,
-            Ok(reply) => return answered(&object, reply),
+            Ok(reply) => {
+                if reply == Reply::Done {
+                    forget(&registered);
+                }
+                return answered(&object, reply);
+            }
             Err(error) => return lost(&object, &error),
         }
     }
 }
+
+/// The links by which drbdadm finds the configuration of what is going to be removed.
+fn registered(client: &mut Client, request: &Request) -> Vec<String> {
+    match request {
+        Request::DelMinor { minor } => vec![format!("drbd-minor-{minor}.conf")],
+        Request::DelResource { resource } => vec![format!("drbd-resource-{resource}.conf")],
+        Request::Down { resource } => {
+            let mut links = vec![format!("drbd-resource-{resource}.conf")];
+            let one = Request::Report {
+                resource: Some(resource.clone()),
+            };
+            if let Ok(Reply::Report { resources }) = client.call(&one) {
+                let devices = resources.iter().flat_map(|resource| &resource.devices);
+                links.extend(devices.map(|device| format!("drbd-minor-{}.conf", device.minor)));
+            }
+            links
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Removes such links. One that was never made is as good as removed.
+fn forget(links: &[String]) {
+    for link in links {
+        let _ = std::fs::remove_file(std::path::Path::new(REGISTRY).join(link));
+    }
+}
+
+/// Where drbdadm keeps them.
+const REGISTRY: &str = "/var/run/drbd";
 
 /// `SS_IN_TRANSIENT_STATE`: the same request is sent again.
 const IN_TRANSIENT_STATE: i32 = -18;
@@ -300,12 +337,7 @@ fn show(place: &Place, parsed: &Parsed) -> u8 {
         } else {
             show::Defaults::Hidden
         };
-        // drbdadm runs this with its own environment and no option of ours.
-        let dialect = match std::env::var("LOCKSTEP_SHOW_DIALECT").as_deref() {
-            Ok("9.22") => show::Dialect::V922,
-            _ => show::Dialect::Current,
-        };
-        show::text(&resources, defaults, dialect)
+        show::text(&resources, defaults, dialect::of_reader())
     };
     print(&text).err().unwrap_or(0)
 }

@@ -1,0 +1,148 @@
+//! Debian's drbdadm, unchanged, drives our drbdsetup and drbdmeta.
+
+use anyhow::{Result, ensure};
+
+use crate::nodes::{Nodes, Setup, can_run_stock_tools};
+
+#[test]
+fn debians_drbdadm_drives_a_resource_through_its_life() -> Result<()> {
+    if !can_run_stock_tools() {
+        return Ok(());
+    }
+    let nodes = Nodes::new(&Setup {
+        nodes: 3,
+        lines: "net { protocol C; }",
+        test: 1,
+        daemon: &["--no-device"],
+    })?;
+    nodes.bring_up()?;
+    let is = |args: &[&str], wanted: &str| -> Result<()> {
+        let found = nodes.stock(0, args)?;
+        ensure!(found.trim() == wanted, "drbdadm {args:?}: {found}");
+        Ok(())
+    };
+    is(&["role", "r0"], "Primary")?;
+    is(&["cstate", "r0:bravo"], "Connected")?;
+    is(&["dstate", "r0"], "UpToDate/UpToDate/UpToDate")?;
+    ensure!(
+        nodes.stock(0, &["status"])?
+            == "r0 role:Primary\n  disk:UpToDate open:no\n  bravo role:Secondary\n    \
+                peer-disk:UpToDate\n  charlie role:Secondary\n    peer-disk:UpToDate\n\n",
+        "{}",
+        nodes.stock(0, &["status"])?
+    );
+    // What runs is what is configured: its `show` reader takes ours without a difference.
+    ensure!(nodes.stock(0, &["-d", "adjust", "r0"])?.is_empty(), "{}", {
+        nodes.stock(0, &["-d", "adjust", "r0"])?
+    });
+    nodes.configure(
+        "net { protocol C; ping-int 7; }\n options { quorum majority; }\n disk { c-max-rate 50M; }",
+    )?;
+    let planned = nodes.stock(0, &["-d", "adjust", "r0"])?;
+    for call in [
+        "drbdsetup resource-options r0 --set-defaults --quorum=majority",
+        "drbdsetup net-options r0 1 --set-defaults --_name=bravo --ping-int=7 --protocol=C",
+        "drbdsetup peer-device-options r0 2 0 --set-defaults --c-max-rate=50M",
+    ] {
+        ensure!(planned.contains(call), "{call}\nis not in\n{planned}");
+    }
+    for node in 0..3 {
+        nodes.stock(node, &["adjust", "r0"])?;
+        let left = nodes.stock(node, &["-d", "adjust", "r0"])?;
+        ensure!(left.is_empty(), "after adjust there is still: {left}");
+    }
+    let shown = nodes.asked(0, &["show", "r0"])?;
+    ensure!(shown.contains("ping-int        \t7;"), "{shown}");
+    nodes.wait_in_sync()
+}
+
+#[test]
+fn debians_drbdadm_moves_connections_disks_and_roles() -> Result<()> {
+    if !can_run_stock_tools() {
+        return Ok(());
+    }
+    let nodes = Nodes::new(&Setup {
+        nodes: 2,
+        lines: "net { protocol C; }",
+        test: 2,
+        daemon: &["--no-device"],
+    })?;
+    nodes.bring_up()?;
+    // The role moves.
+    nodes.stock(0, &["secondary", "r0"])?;
+    nodes.stock(1, &["primary", "r0"])?;
+    let refused = nodes.stock_raw(0, &["primary", "r0"])?;
+    ensure!(refused.status.code() == Some(11), "{refused:?}");
+    nodes.stock(1, &["secondary", "r0"])?;
+    // The connection goes and comes.
+    nodes.stock(0, &["disconnect", "r0"])?;
+    ensure!(nodes.stock(0, &["cstate", "r0"])?.trim() == "StandAlone");
+    nodes.stock(0, &["connect", "r0"])?;
+    nodes.stock(0, &["wait-connect", "r0"])?;
+    // The disk goes and comes: drbdadm lets drbdmeta apply the activity log first.
+    nodes.stock(0, &["detach", "r0"])?;
+    ensure!(nodes.stock(0, &["dstate", "r0"])?.trim() == "Diskless/UpToDate");
+    nodes.stock(0, &["attach", "r0"])?;
+    nodes.wait_in_sync()?;
+    // Data is replaced by the peer's.
+    nodes.stock(0, &["invalidate", "r0"])?;
+    nodes.wait_in_sync()?;
+    nodes.stock(0, &["wait-sync", "r0"])?;
+    nodes.stock(0, &["pause-sync", "r0"])?;
+    nodes.stock(0, &["resume-sync", "r0"])?;
+    nodes.stock(0, &["suspend-io", "r0"])?;
+    nodes.stock(0, &["resume-io", "r0"])?;
+    let gi = nodes.stock(0, &["get-gi", "r0"])?;
+    ensure!(gi.trim().split(':').count() == 16, "{gi}");
+    let registered = nodes.node_dir(0).join("run/drbd-resource-r0.conf");
+    ensure!(
+        registered.is_symlink(),
+        "drbdadm registers what it brings up"
+    );
+    nodes.stock(0, &["down", "r0"])?;
+    ensure!(!registered.is_symlink(), "still registered");
+    ensure!(nodes.asked(0, &["status"])? == "# No currently configured DRBD found.\n");
+    // Without a daemon's object the tools ask the metadata on the disk.
+    let gi_of_disk = nodes.stock(0, &["get-gi", "r0"])?;
+    ensure!(gi_of_disk.trim().split(':').count() == 16, "{gi_of_disk}");
+    nodes.stock(0, &["up", "r0"])?;
+    nodes.wait_in_sync()?;
+    nodes.stock(0, &["down", "all"])?;
+    nodes.stock(1, &["down", "all"])?;
+    Ok(())
+}
+
+#[test]
+fn what_the_core_refuses_is_refused_with_exit_code_and_name() -> Result<()> {
+    if !can_run_stock_tools() {
+        return Ok(());
+    }
+    let nodes = Nodes::new(&Setup {
+        nodes: 2,
+        lines: "net { protocol C; }",
+        test: 3,
+        daemon: &["--no-device"],
+    })?;
+    // Without metadata the original's hint appears.
+    let failed = nodes.stock_raw(0, &["up", "r0"])?;
+    ensure!(!failed.status.success(), "{failed:?}");
+    nodes.stock(0, &["down", "r0"])?;
+    nodes.stock(0, &["create-md", "--force", "r0"])?;
+    nodes.stock(0, &["up", "r0"])?;
+    // Inconsistent data is not promoted: exit code 17.
+    let refused = nodes.stock_raw(0, &["primary", "r0"])?;
+    ensure!(refused.status.code() == Some(17), "{refused:?}");
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure!(
+        text.contains("State change failed: (-2) Need access to UpToDate data"),
+        "{text}"
+    );
+    // A disk in use keeps its metadata.
+    let refused = nodes.stock_raw(0, &["create-md", "--force", "r0"])?;
+    ensure!(refused.status.code() == Some(20), "{refused:?}");
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure!(text.contains("is configured!"), "{text}");
+    ensure!(nodes.asked(0, &["role", "r0"])?.trim() == "Secondary");
+    nodes.stock(0, &["down", "r0"])?;
+    Ok(())
+}
