@@ -572,7 +572,9 @@ const fn resolver_is(h: &Handshake<'_>, direction: Direction) -> Direction {
 /// Rows 5 and 6: one side did not hear that the resync had ended (12.11).
 fn missed_finish(h: &Handshake<'_>) -> Option<Row> {
     let any_target = h.own.flag(UuidFlags::SYNC_TARGET) || h.peer.flag(UuidFlags::SYNC_TARGET);
-    if h.phase != Phase::Connect || any_target {
+    // Between two Lockstep nodes the marks tell who has what the other lacks, and the sets are
+    // learned anyway: a slot may be left over from a generation that was being announced as well.
+    if h.phase != Phase::Connect || any_target || h.is_lockstep() {
         return None;
     }
     let current = h.own.uuids.current;

@@ -142,7 +142,7 @@ impl Resource {
 
     /// When a new current UUID becomes due (semantics.md, 12.4).
     fn finish_uuid_triggers(&mut self, old: &State, new: &State) {
-        if old.susp_uuid {
+        if old.susp_uuid && !self.is_writing_new_uuid() {
             return;
         }
         for (volume, after) in &new.devices {

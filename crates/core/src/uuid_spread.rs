@@ -98,7 +98,34 @@ impl Resource {
             SpreadStep::Pings => self.settle_pings(),
             SpreadStep::Noting => self.settle_noted(),
             SpreadStep::Confirm => self.settle_confirm(),
-            SpreadStep::Writing => {}
+            SpreadStep::Writing => self.settle_writing(),
+        }
+    }
+
+    /// The new generation is on its way to the disk: who is lost now is in it, but will miss what
+    /// is written under it, so that another one becomes due.
+    pub(crate) fn is_writing_new_uuid(&self) -> bool {
+        self.new_uuid
+            .as_ref()
+            .is_some_and(|new| new.step == SpreadStep::Writing)
+    }
+
+    /// A disk that failed meanwhile writes nothing any more.
+    fn settle_writing(&mut self) {
+        let gone: Vec<VolumeNr> = self
+            .new_uuid
+            .iter()
+            .flat_map(|new| &new.plans)
+            .filter(|(_, plan)| !plan.written)
+            .map(|(volume, _)| *volume)
+            .filter(|volume| {
+                self.devices
+                    .get(volume)
+                    .is_none_or(|d| d.attached().is_none())
+            })
+            .collect();
+        for volume in gone {
+            self.new_uuid_done(volume);
         }
     }
 
@@ -404,10 +431,16 @@ impl Resource {
                 // Nothing to write here: the followers have it, and they have the data.
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.exposed_uuid = uuid;
+                    device.new_uuid_pending = false;
                 }
                 self.new_uuid_done(volume);
                 continue;
             };
+            if let Some(device) = self.devices.get_mut(&volume) {
+                // From here on a loss makes another one due.
+                device.new_uuid_pending = false;
+                device.new_uuid_forced = false;
+            }
             if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
                 disk.generations = next;
             }
@@ -419,8 +452,6 @@ impl Resource {
     /// The new current UUID is durable on a volume.
     pub(crate) fn new_uuid_durable(&mut self, volume: VolumeNr) {
         if let Some(device) = self.devices.get_mut(&volume) {
-            device.new_uuid_pending = false;
-            device.new_uuid_forced = false;
             device.exposed_uuid = device.current_uuid();
         }
         for peer in self.established_peers().iter() {
@@ -439,9 +470,6 @@ impl Resource {
     }
 
     fn new_uuid_done(&mut self, volume: VolumeNr) {
-        if let Some(device) = self.devices.get_mut(&volume) {
-            device.new_uuid_pending = false;
-        }
         let done = match self.new_uuid.as_mut() {
             Some(new) => {
                 if let Some(plan) = new.plans.get_mut(&volume) {

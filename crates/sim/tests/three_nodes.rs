@@ -124,3 +124,13 @@ fn an_interrupted_target_of_two_sources_is_no_split_brain() {
 fn two_inconsistent_nodes_are_no_split_brain() {
     holds(66, ALL);
 }
+
+/// A follower was lost while the new generation was being written, and what was written after that
+/// had no generation of its own; and a slot left over from an announced generation looked like a
+/// resync whose end was missed, so that the follower became the source.
+#[test]
+fn a_follower_lost_while_a_generation_is_written_misses_what_comes() {
+    holds(2060, ALL);
+    holds(2021, KILLS_AND_LINKS);
+    holds(1425, KILLS_AND_LINKS);
+}
