@@ -20,7 +20,11 @@ struct Version {
     hard: bool,
     /// A discard: it leaves what was there as well.
     weak: bool,
+    /// It was acknowledged, or read when nobody drove it any more: it stays.
+    settled: bool,
     superseded: u64,
+    /// The same, by settled versions only.
+    superseded_settled: u64,
     superseded_hard: u64,
 }
 
@@ -74,7 +78,9 @@ impl Default for Register {
                 dead: NEVER,
                 hard: true,
                 weak: false,
+                settled: true,
                 superseded: NEVER,
+                superseded_settled: NEVER,
                 superseded_hard: NEVER,
             }],
             is_soft: false,
@@ -95,13 +101,16 @@ impl Register {
     /// What version `index` supersedes, now that its end is known.
     fn ended(&mut self, index: usize) {
         let (start, end) = (self.versions[index].start, self.versions[index].end);
-        let hard = self.versions[index].hard;
+        let (hard, settled) = (self.versions[index].hard, self.versions[index].settled);
         if self.versions[index].weak {
             return;
         }
         for (i, v) in self.versions.iter_mut().enumerate() {
             if i != index && v.end < start {
                 v.superseded = v.superseded.min(end);
+                if settled {
+                    v.superseded_settled = v.superseded_settled.min(end);
+                }
                 if hard {
                     v.superseded_hard = v.superseded_hard.min(end);
                 }
@@ -141,7 +150,9 @@ impl History {
             dead: NEVER,
             hard: false,
             weak,
+            settled: false,
             superseded: NEVER,
+            superseded_settled: NEVER,
             superseded_hard: NEVER,
         });
     }
@@ -175,6 +186,7 @@ impl History {
         };
         let version = &mut register.versions[index];
         version.end = version.end.min(now);
+        version.settled = true;
         version.hard = hard;
         register.ended(index);
         if !hard && !register.is_soft {
@@ -185,8 +197,15 @@ impl History {
 
     /// Nobody waits for this write any more; it may have had an effect or not.
     pub fn write_dies(&mut self, volume: u16, block: u64, value: u64, start: u64, now: u64) {
-        if let Some(v) = self.find(volume, block, value, start) {
-            v.dead = now;
+        let Some(v) = self.find(volume, block, value, start) else {
+            return;
+        };
+        v.dead = now;
+        if !v.settled && v.end != NEVER {
+            v.end = NEVER;
+            for v in &mut self.register(volume, block).versions {
+                v.superseded = v.superseded_settled;
+            }
         }
     }
 
@@ -221,7 +240,9 @@ impl History {
         for register in self.volumes.iter_mut().flat_map(|v| &mut v.registers) {
             for v in &mut register.versions {
                 v.superseded = v.superseded_hard;
+                v.superseded_settled = v.superseded_hard;
                 if !v.hard {
+                    v.settled = false;
                     v.end = NEVER;
                     v.dead = v.dead.min(now);
                 }
@@ -311,5 +332,27 @@ impl History {
             .filter(|(_, number)| **number != 0)
             .map(|(block, _)| block as u64)
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_read_before_its_ack_may_go_with_the_node_but_nothing_acknowledged() {
+        let mut h = History::default();
+        h.write_starts(0, 1, 7, 10, false);
+        h.write_ends(0, 1, 7, 10, 20, false);
+        h.write_starts(0, 1, 8, 30, false);
+        assert!(h.read(0, 1, 8, 40, 50).is_ok());
+        assert!(h.read(0, 1, 7, 60, 70).is_err());
+        h.write_dies(0, 1, 8, 30, 80);
+        assert!(h.clone().read(0, 1, 0, 90, 99).is_err());
+        let mut kept = h.clone();
+        assert!(kept.read(0, 1, 8, 90, 99).is_ok());
+        assert!(kept.read(0, 1, 7, 100, 110).is_err());
+        assert!(h.read(0, 1, 7, 90, 99).is_ok());
+        assert!(h.read(0, 1, 8, 100, 110).is_err());
     }
 }

@@ -134,3 +134,10 @@ fn a_follower_lost_while_a_generation_is_written_misses_what_comes() {
     holds(2021, KILLS_AND_LINKS);
     holds(1425, KILLS_AND_LINKS);
 }
+
+/// The checker took a block that was read before its write was acknowledged for durable. (Power is
+/// not cut, so that nothing else excuses what the survivor lacks.)
+#[test]
+fn a_read_of_an_unacknowledged_write_binds_no_survivor() {
+    holds(2215, KILLS_AND_LINKS);
+}
