@@ -6,7 +6,9 @@
 
 pub mod guest;
 mod guest_base64;
+pub mod guest_drbd;
 pub mod guest_image;
+pub mod guest_line;
 
 use std::fs;
 use std::path::{Path, PathBuf};
