@@ -147,6 +147,12 @@ impl Connection {
         self.features().contains(Features::LOCKSTEP)
     }
 
+    /// The link speaks a dialect of 8.x (protocol below 110).
+    pub fn is_legacy(&self) -> bool {
+        let protocol = self.protocol();
+        protocol != 0 && protocol < 110
+    }
+
     /// The time-out of one ping.
     pub fn ping_timeout(&self) -> Duration {
         Duration::from_tenths(u64::from(self.net.ping_timeout_tenths))

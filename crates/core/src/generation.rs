@@ -351,7 +351,9 @@ impl Generations {
         let same = start.same_generation(source.current);
         for node in known {
             let slot = self.slot(node).bitmap_uuid;
-            if same && behind.contains(node) && is_real(slot) {
+            // An unallocated slot tracks what changed since the generation that it names.
+            let nobodys = self.slot(node).bitmap_index.is_none();
+            if nobodys || (same && behind.contains(node) && is_real(slot)) {
                 continue;
             }
             retired.push(self.slot(node).bitmap_uuid);

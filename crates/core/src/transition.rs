@@ -8,7 +8,7 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, Packet, PeerState, ReplState, Role, UuidFlags};
 
 pub use crate::change::Change;
 use crate::device::Reconcile;
@@ -704,6 +704,9 @@ impl Resource {
                     let skip = target_of || (became_stable && demoted);
                     if !skip {
                         uuids = Some(UuidFlags::GOT_STABLE);
+                    } else if became_stable && !self.is_lockstep(*peer) {
+                        // The one that was Primary is told all the same, without the question.
+                        uuids = Some(UuidFlags::empty());
                     }
                 } else if has_disk && became_unstable {
                     uuids = Some(uuids.unwrap_or(UuidFlags::empty()));
@@ -726,6 +729,10 @@ impl Resource {
         }
         if old.role != Role::Primary && new.role == Role::Primary {
             self.set_primary_bit(true);
+            // The commit says it already; a kernel tells it all the same.
+            for peer in self.kernel_peers() {
+                self.send_role(peer, new);
+            }
         }
         for (peer, c) in &new.connections {
             let before = old.connections.get(peer).copied().unwrap_or_default();
@@ -803,6 +810,16 @@ impl Resource {
     fn after_demotion(&mut self, new: &State) {
         self.set_primary_bit(false);
         self.write_all_bitmaps();
+        for peer in self.kernel_peers() {
+            if self.connections.get(&peer).is_some_and(|c| !c.is_legacy()) {
+                self.send(
+                    peer,
+                    Stream::Data,
+                    VolumeNr::NONE,
+                    Packet::State(role_only(Role::Secondary)),
+                );
+            }
+        }
         for peer in new.connected().iter() {
             if self.is_established(peer) {
                 self.send_role(peer, new);
@@ -810,10 +827,42 @@ impl Resource {
         }
     }
 
+    /// Connected peers that are no Lockstep nodes.
+    fn kernel_peers(&self) -> Vec<NodeId> {
+        self.established_peers()
+            .iter()
+            .filter(|peer| !self.is_lockstep(*peer))
+            .collect()
+    }
+
+    /// The other end of the present link is a Lockstep node.
+    pub(crate) fn is_lockstep(&self, peer: NodeId) -> bool {
+        self.connections.get(&peer).is_some_and(|c| c.is_lockstep())
+    }
+
     /// Sends this node's state for a volume as `state` has it (semantics.md, 5.2).
     pub(crate) fn send_state(&mut self, peer: NodeId, volume: VolumeNr, state: &State) {
         let packet = self.state_packet(peer, volume, state);
         self.send(peer, Stream::Data, volume, Packet::State(packet));
+    }
+}
+
+/// The state word without a volume (wire.md, 4.2): only the role means something.
+fn role_only(role: Role) -> PeerState {
+    PeerState {
+        role,
+        peer: Role::Unknown,
+        conn: ConnState::StandAlone,
+        repl: ReplState::Off,
+        disk: DiskState::Diskless,
+        pdsk: DiskState::Diskless,
+        susp: false,
+        susp_nod: false,
+        susp_fen: false,
+        aftr_isp: false,
+        peer_isp: false,
+        user_isp: false,
+        quorum: false,
     }
 }
 

@@ -661,10 +661,8 @@ impl Resource {
             kind => {
                 let change = self.wish_change(kind, t.reachable).members(members);
                 self.hard_change(change);
-                if let WishKind::Disconnect { peer, .. } = kind
-                    && t.reachable.contains(*peer)
-                {
-                    // Still reachable through others: a Primary there writes on without us.
+                if matches!(kind, WishKind::Disconnect { .. }) {
+                    // A Primary on the other side, near or far, writes on without us.
                     self.far_primary(t.primary_nodes, incapable);
                 }
             }
@@ -700,10 +698,11 @@ impl Resource {
 
     pub(crate) fn abort(&mut self, t: &Transaction) {
         let head = self.head(t, t.children.with(self.node_id).complement());
+        // Nothing was decided about who is where.
         let outcome = TwopcOutcome {
             head,
-            primary_nodes: t.primary_nodes,
-            word: t.reachable.0,
+            primary_nodes: NodeMask::EMPTY,
+            word: 0,
         };
         for peer in t.children.iter() {
             self.send(peer, Stream::Data, t.volume, Packet::TwopcAbort(outcome));

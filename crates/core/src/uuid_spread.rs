@@ -208,7 +208,12 @@ impl Resource {
             };
             let made = next.new_current(&rotation, role, &mut rng);
             let device = self.devices.get(&volume);
-            if made.is_none() && device.is_some_and(|d| d.new_uuid_forced) {
+            let may_be_planned = self.connections.values().any(|c| {
+                // A kernel that is connected plans nothing that it gives up.
+                !self.is_established(c.peer) || c.is_lockstep()
+            });
+            let forced = device.is_some_and(|d| d.new_uuid_forced) && may_be_planned;
+            if made.is_none() && forced {
                 next.fork(role, &mut rng);
             }
             self.rng = rng;
@@ -540,7 +545,12 @@ impl Resource {
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.consider_resync = true;
             }
-            self.send_uuids(peer, volume, UuidFlags::RESYNC);
+            // A kernel peer compares when it reads the state.
+            let flags = match self.connections.get(&peer) {
+                Some(c) if c.is_lockstep() => UuidFlags::RESYNC,
+                _ => UuidFlags::empty(),
+            };
+            self.send_uuids(peer, volume, flags);
             let state = self.state.clone();
             self.send_state(peer, volume, &state);
             self.compare_now(peer, volume);

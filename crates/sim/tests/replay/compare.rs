@@ -1,0 +1,859 @@
+//! Feeds the stand-in and compares what it sends with what the kernel sent.
+//!
+//! Free are: the timing of pings, hints, the ids of blocks, transactions and epochs, UUIDs that the
+//! node itself made (each captured one must always stand for the same one here), the pace and the
+//! cut of resync requests, and when peer acks are sent.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use lockstep_core::command::Command;
+use lockstep_core::event::{RequestKind, Stream};
+use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
+use lockstep_core::report::Snapshot;
+use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
+use lockstep_format::wire::packet::{
+    BarrierAck, BlockId, CompressedBitmap, Data, PeerAck, RunKind, Trim,
+};
+use lockstep_format::wire::vli::RleDecoder;
+use lockstep_format::wire::{self, DataFlags, Packet, PeerState, UuidFlags};
+
+use crate::capture::{Item, Seen, What};
+use crate::stand_in::{Sent, StandIn};
+
+/// How the captured node was configured.
+pub(crate) struct Setup {
+    pub(crate) peers: u8,
+    pub(crate) net: NetOptions,
+    pub(crate) disk: DiskOptions,
+    pub(crate) peer_disk: PeerDeviceOptions,
+    pub(crate) options: ResourceOptions,
+}
+
+/// A replay under way.
+pub(crate) struct Replay<'a> {
+    node: StandIn,
+    me: NodeId,
+    peers: Vec<NodeId>,
+    setup: &'a Setup,
+    /// Captured UUID, without the Primary bit, to the one that the core made instead.
+    uuids: BTreeMap<u64, u64>,
+    blocks: BTreeMap<u64, u64>,
+    tids: BTreeMap<u32, u32>,
+    /// Content of the peers' disks as far as resyncs showed it, by sector.
+    image: BTreeMap<u64, Vec<u8>>,
+    /// Resync requests of the core that wait for the capture's replies to come as far.
+    requests: VecDeque<Sent>,
+    credit: u64,
+    epochs: BTreeMap<NodeId, Epochs>,
+    /// Last peer ack of the kernel and of the core.
+    peer_acks: [Option<PeerAck>; 2],
+    /// What the kernel announced last, by kind of packet: it likes to repeat itself.
+    announced: BTreeMap<(NodeId, u16), Packet>,
+    differences: Vec<String>,
+}
+
+/// Epochs of the core that a peer has not acked.
+#[derive(Default)]
+struct Epochs {
+    /// Writes of the open epoch and those without an answer of theirs.
+    writes: u32,
+    unanswered: Vec<u64>,
+    /// Closed ones: number, writes, and those without an answer.
+    closed: VecDeque<(u32, u32, Vec<u64>)>,
+}
+
+/// How long the core may take longer than the kernel did.
+const PATIENCE_NS: u64 = 400_000_000;
+
+impl<'a> Replay<'a> {
+    /// Replays everything; returns what differs.
+    pub(crate) fn run(items: &[Item], me: NodeId, setup: &'a Setup) -> Vec<String> {
+        let mut peers: Vec<NodeId> = items
+            .iter()
+            .filter_map(|item| match &item.what {
+                What::Up { nodes, .. } if nodes.contains(&me) => {
+                    nodes.iter().copied().find(|n| *n != me)
+                }
+                _ => None,
+            })
+            .collect();
+        peers.sort();
+        peers.dedup();
+        let start = items[0].time_ns;
+        let node = StandIn::new(me, 0, setup.peers, setup.options.clone());
+        let mut replay = Replay {
+            node,
+            me,
+            peers,
+            setup,
+            uuids: BTreeMap::new(),
+            blocks: BTreeMap::new(),
+            tids: BTreeMap::new(),
+            image: BTreeMap::new(),
+            requests: VecDeque::new(),
+            credit: 0,
+            epochs: BTreeMap::new(),
+            peer_acks: [None; 2],
+            announced: BTreeMap::new(),
+            differences: Vec::new(),
+        };
+        replay.images(items);
+        for (index, item) in items.iter().enumerate() {
+            let now = item.time_ns - start;
+            replay.node.advance(now);
+            replay.serve();
+            match &item.what {
+                What::Command { node, text } if *node == me => {
+                    replay.operator(text, &items[index..]);
+                }
+                What::Up {
+                    nodes, acceptor, ..
+                } if nodes.contains(&me) => replay.up(*nodes, *acceptor),
+                What::Down { nodes, .. } if nodes.contains(&me) => {
+                    if let Some(peer) = nodes.iter().find(|n| **n != me) {
+                        replay.down(*peer);
+                    }
+                }
+                What::Packet(seen) if seen.to == me => replay.feed(seen, &items[index..]),
+                What::Packet(seen) if seen.from == me => replay.expect(seen, now),
+                _ => {}
+            }
+            replay.serve();
+        }
+        replay.leftovers("the end");
+        replay.differences
+    }
+
+    /// Collects what resyncs of the capture show of disks that were not written before.
+    fn images(&mut self, items: &[Item]) {
+        let mut written: Vec<(u64, u64)> = Vec::new();
+        for item in items {
+            let What::Packet(seen) = &item.what else {
+                continue;
+            };
+            match &seen.packet {
+                Packet::RsDataReply(data) if seen.to == self.me => {
+                    for (i, block) in seen.payload.chunks(512).enumerate() {
+                        self.image.insert(data.sector.0 + i as u64, block.to_vec());
+                    }
+                }
+                Packet::RsDataReply(data) if seen.from == self.me => {
+                    let (from, to) = (data.sector.0, data.sector.end_of(data.payload_len).0);
+                    let dirty = written.iter().any(|(a, b)| *a < to && from < *b);
+                    if !dirty {
+                        let at = (from * 512) as usize;
+                        self.node.data[at..at + seen.payload.len()].copy_from_slice(&seen.payload);
+                    }
+                }
+                Packet::Data(data) => {
+                    let (from, to) = (data.sector.0, data.sector.end_of(data.payload_len).0);
+                    written.push((from, to));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn differ(&mut self, text: String) {
+        let ms = self.node.now / 1_000_000;
+        self.differences
+            .push(format!("{:3}.{:03} {text}", ms / 1000, ms % 1000));
+    }
+
+    fn operator(&mut self, text: &str, ahead: &[Item]) {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let volume = VolumeNr(0);
+        match words[..] {
+            ["drbdadm", "up", ..] => {
+                let setup = self.setup;
+                let peers = self.peers.clone();
+                self.node
+                    .up(&peers, &setup.net, &setup.disk, &setup.peer_disk);
+            }
+            ["drbdadm", "primary", ref rest @ ..] => {
+                let force = rest.contains(&"--force");
+                self.node.command(Command::Primary { force });
+            }
+            ["drbdadm", "secondary", ..] => {
+                self.node.command(Command::Secondary { force: false });
+            }
+            ["drbdadm", "down", ..] => {
+                self.node.command(Command::Down);
+            }
+            ["drbdadm", "disconnect", ..] => {
+                for peer in self.peers.clone() {
+                    self.node
+                        .command(Command::Disconnect { peer, force: false });
+                }
+            }
+            ["drbdadm", "connect", ref rest @ ..] => {
+                let discard = rest.contains(&"--discard-my-data");
+                for peer in self.peers.clone() {
+                    self.node.connect(peer, discard);
+                }
+            }
+            ["drbdadm", "new-current-uuid", ref rest @ ..] => {
+                self.node.command(Command::NewCurrentUuid {
+                    volume,
+                    clear_bitmap: rest.contains(&"--clear-bitmap"),
+                    force_resync: false,
+                });
+            }
+            ["drbdadm", "detach", ..] => {
+                self.node.command(Command::Detach {
+                    volume,
+                    force: false,
+                    diskless: false,
+                });
+            }
+            ["drbdadm", "attach", ..] => self.node.attach(&self.setup.disk.clone()),
+            ["drbdadm", "invalidate", ..] => {
+                self.node.command(Command::Invalidate {
+                    volume,
+                    from: None,
+                    reset_bitmap: true,
+                });
+            }
+            ["drbdadm", "outdate", ..] => {
+                self.node.command(Command::Outdate { volume });
+            }
+            ["drbdadm", "pause-sync", ..] => {
+                for peer in self.peers.clone() {
+                    self.node.command(Command::PauseSync { peer, volume });
+                }
+            }
+            ["drbdadm", "resume-sync", ..] => {
+                for peer in self.peers.clone() {
+                    self.node.command(Command::ResumeSync { peer, volume });
+                }
+            }
+            ref words
+                if self.node.links.is_empty()
+                    && (words.contains(&"randw") || words.contains(&"seqw")) =>
+            {
+                self.write_alone(ahead);
+            }
+            // Reads, checksums and reports do nothing that is on the wire; writes come with the
+            // packets that they caused.
+            _ => {}
+        }
+    }
+
+    /// Writes without a connection: where they went is in the bitmap that the node sends next,
+    /// and what was written in the resync, if the node is its source.
+    fn write_alone(&mut self, ahead: &[Item]) {
+        let mut theirs = Vec::new();
+        let mut mine = None;
+        for (index, item) in ahead.iter().enumerate() {
+            let What::Packet(seen) = &item.what else {
+                continue;
+            };
+            match &seen.packet {
+                Packet::CompressedBitmap(code) if seen.to == self.me => theirs = set_runs(code),
+                Packet::CompressedBitmap(code) if seen.from == self.me => {
+                    mine = Some((set_runs(code), &ahead[index..]));
+                    break;
+                }
+                _ => {}
+            }
+        }
+        let Some((mine, after)) = mine else { return };
+        // A target's bitmap is both together.
+        let bits = mine.into_iter().filter(|bit| !theirs.contains(bit));
+        for bit in bits {
+            let from = (bit * 4096) as usize;
+            let mut bytes = self.node.data[from..from + 4096].to_vec();
+            let shown = after.iter().find_map(|item| match &item.what {
+                What::Packet(seen) if seen.from == self.me => match &seen.packet {
+                    Packet::RsDataReply(data)
+                        if data.sector.0 <= bit * 8
+                            && bit * 8 < data.sector.end_of(data.payload_len).0 =>
+                    {
+                        let at = ((bit * 8 - data.sector.0) * 512) as usize;
+                        Some(seen.payload[at..at + 4096].to_vec())
+                    }
+                    _ => None,
+                },
+                _ => None,
+            });
+            if let Some(shown) = shown {
+                bytes = shown;
+            }
+            self.node.write(Sector(bit * 8), bytes, false);
+        }
+    }
+
+    fn up(&mut self, nodes: [NodeId; 2], acceptor: NodeId) {
+        let Some(peer) = nodes.iter().copied().find(|n| *n != self.me) else {
+            return;
+        };
+        let until = self.node.now + 3_000_000_000;
+        while self.node.connecting.get(&peer) != Some(&true) {
+            if !self.node.step(until) {
+                self.differ(format!("does not want to connect to node {peer}"));
+                return;
+            }
+        }
+        self.node.link_up(peer, acceptor == self.me);
+    }
+
+    fn down(&mut self, peer: NodeId) {
+        self.leftovers("the end of the connection");
+        self.node.link_down(peer);
+        self.requests.retain(|r| r.to != peer);
+        self.credit = 0;
+        self.epochs.remove(&peer);
+        let [kernel, core] = std::mem::take(&mut self.peer_acks);
+        if kernel != core {
+            self.differ(format!("last peer ack {core:?} instead of {kernel:?}"));
+        }
+    }
+
+    /// Sends of the core that the kernel did not send.
+    fn leftovers(&mut self, at: &str) {
+        self.serve();
+        for sent in std::mem::take(&mut self.node.sent) {
+            // A state more than the kernel tells is information, never a command.
+            let asks = UuidFlags::NEW_DATAGEN
+                | UuidFlags::GOT_STABLE
+                | UuidFlags::RESYNC
+                | UuidFlags::SKIP_INITIAL_SYNC;
+            let told = match &sent.packet {
+                Packet::State(_) => true,
+                Packet::Uuids110(uuids) => !uuids.flags.intersects(asks),
+                _ => false,
+            };
+            if !is_free(&sent.packet) && !told {
+                let text = format!("extra at {at}: {:?} {}", sent.stream, show(&sent.packet));
+                self.differ(text);
+            }
+        }
+    }
+
+    /// Answers what the peer answers by itself: barriers, and resync requests at the pace of the
+    /// capture.
+    fn serve(&mut self) {
+        loop {
+            let mut again = false;
+            let sent = std::mem::take(&mut self.node.sent);
+            let mut rest = Vec::new();
+            for packet in sent {
+                match packet.packet {
+                    Packet::RsDataRequest(_) | Packet::RsDagtagReq(_) => {
+                        self.requests.push_back(packet);
+                    }
+                    Packet::RsWriteAck(_) if self.is_target() => {}
+                    Packet::PeerAck(ack) => self.peer_acks[1] = Some(ack),
+                    Packet::Barrier(barrier) => {
+                        let epochs = self.epochs.entry(packet.to).or_default();
+                        let open = std::mem::take(&mut epochs.writes);
+                        let unanswered = std::mem::take(&mut epochs.unanswered);
+                        epochs.closed.push_back((barrier.barrier, open, unanswered));
+                        again |= self.ack_epochs(packet.to);
+                    }
+                    Packet::Data(Data {
+                        block_id, flags, ..
+                    })
+                    | Packet::Trim(Trim {
+                        block_id, flags, ..
+                    })
+                    | Packet::Zeroes(Trim {
+                        block_id, flags, ..
+                    }) if !packet.counted => {
+                        let epochs = self.epochs.entry(packet.to).or_default();
+                        epochs.writes += 1;
+                        let wants = DataFlags::SEND_WRITE_ACK | DataFlags::SEND_RECEIVE_ACK;
+                        if flags.intersects(wants) {
+                            epochs.unanswered.push(block_id.0);
+                        }
+                        rest.push(Sent {
+                            counted: true,
+                            ..packet
+                        });
+                    }
+                    _ => rest.push(packet),
+                }
+            }
+            rest.append(&mut self.node.sent);
+            self.node.sent = rest;
+            while let Some(request) = self.requests.front() {
+                let (sector, block_id, size) = match request.packet {
+                    Packet::RsDataRequest(r) => (r.sector, r.block_id, r.size_bytes),
+                    Packet::RsDagtagReq(r) => (r.sector, r.block_id, r.size_bytes),
+                    _ => break,
+                };
+                if self.credit < u64::from(size) {
+                    break;
+                }
+                self.credit -= u64::from(size);
+                let to = request.to;
+                self.requests.pop_front();
+                let mut payload = Vec::with_capacity(size as usize);
+                for i in 0..u64::from(size) / 512 {
+                    match self.image.get(&(sector.0 + i)) {
+                        Some(bytes) => payload.extend_from_slice(bytes),
+                        None => payload.extend_from_slice(&[0; 512]),
+                    }
+                }
+                let packet = Packet::RsDataReply(Data {
+                    sector,
+                    block_id,
+                    payload_len: size,
+                    ..Data::default()
+                });
+                self.node
+                    .packet(to, Stream::Data, VolumeNr(0), packet, payload);
+                again = true;
+            }
+            if !again {
+                return;
+            }
+        }
+    }
+
+    /// Acks the epochs whose writes all have their answers.
+    fn ack_epochs(&mut self, peer: NodeId) -> bool {
+        let mut any = false;
+        while let Some(epochs) = self.epochs.get_mut(&peer)
+            && let Some((number, writes, unanswered)) = epochs.closed.front().cloned()
+            && unanswered.is_empty()
+        {
+            epochs.closed.pop_front();
+            let ack = Packet::BarrierAck(BarrierAck {
+                barrier: number,
+                set_size: writes,
+            });
+            self.node
+                .packet(peer, Stream::Control, VolumeNr::NONE, ack, Vec::new());
+            any = true;
+        }
+        any
+    }
+
+    fn is_target(&self) -> bool {
+        let snapshot: Snapshot = self.node.snapshot();
+        snapshot.connections.iter().any(|c| {
+            c.peer_devices.iter().any(|p| {
+                matches!(
+                    p.repl_state,
+                    wire::ReplState::SyncTarget | wire::ReplState::PausedSyncT
+                )
+            })
+        })
+    }
+
+    /// A packet of a peer.
+    fn feed(&mut self, seen: &Seen, ahead: &[Item]) {
+        let stream = event_stream(seen.stream);
+        let mut packet = seen.packet.clone();
+        match &mut packet {
+            Packet::PingAck | Packet::InitialData | Packet::InitialMeta => return,
+            // The stand-in for the peer answers for itself.
+            Packet::BarrierAck(_) => return,
+            Packet::RsDataReply(data) => {
+                self.credit += u64::from(data.payload_len);
+                let me = self.me;
+                let last = !ahead[1..].iter().any(|item| {
+                    matches!(&item.what, What::Packet(s) if s.to == me
+                        && s.session == seen.session
+                        && matches!(s.packet, Packet::RsDataReply(_)))
+                });
+                if last {
+                    self.credit = u64::MAX / 2;
+                }
+                return;
+            }
+            Packet::ConnectionFeatures(_) => {}
+            Packet::Uuids110(u) => {
+                u.current = self.here(u.current);
+                for (_, uuid) in &mut u.bitmap_uuids {
+                    *uuid = self.here(*uuid);
+                }
+                for uuid in &mut u.history {
+                    *uuid = self.here(*uuid);
+                }
+            }
+            Packet::Uuids(u) => {
+                u.current = self.here(u.current);
+                u.bitmap = self.here(u.bitmap);
+                u.history = [self.here(u.history[0]), self.here(u.history[1])];
+            }
+            Packet::SyncUuid(uuid) => *uuid = self.here(*uuid),
+            Packet::CurrentUuid(c) => c.uuid = self.here(c.uuid),
+            Packet::TwopcYes(r) | Packet::TwopcNo(r) | Packet::TwopcRetry(r) => {
+                if let Some(tid) = self.tids.get(&r.tid) {
+                    r.tid = *tid;
+                }
+            }
+            Packet::RecvAck(ack)
+            | Packet::WriteAck(ack)
+            | Packet::WriteAckInSync(ack)
+            | Packet::NegAck(ack)
+            | Packet::RsWriteAck(ack)
+            | Packet::NegDreply(ack) => {
+                if let Some(id) = self.blocks.get(&ack.block_id.0) {
+                    ack.block_id = BlockId(*id);
+                }
+            }
+            Packet::DataReply(data) => {
+                if let Some(id) = self.blocks.get(&data.block_id.0) {
+                    data.block_id = BlockId(*id);
+                }
+            }
+            _ => {}
+        }
+        let answered = match &packet {
+            Packet::RecvAck(ack)
+            | Packet::WriteAck(ack)
+            | Packet::WriteAckInSync(ack)
+            | Packet::NegAck(ack)
+            | Packet::RsWriteAck(ack) => Some(ack.block_id.0),
+            _ => None,
+        };
+        self.node
+            .packet(seen.from, stream, seen.volume, packet, seen.payload.clone());
+        if let Some(id) = answered
+            && let Some(epochs) = self.epochs.get_mut(&seen.from)
+        {
+            epochs.unanswered.retain(|b| *b != id);
+            for (_, _, unanswered) in &mut epochs.closed {
+                unanswered.retain(|b| *b != id);
+            }
+            self.ack_epochs(seen.from);
+        }
+    }
+
+    /// The core's UUID for a captured one.
+    fn here(&self, captured: Uuid) -> Uuid {
+        let bit = captured.0 & 1;
+        match self.uuids.get(&(captured.0 & !1)) {
+            Some(own) => Uuid(own | bit),
+            None => captured,
+        }
+    }
+
+    /// A packet that the kernel sent: the core has to send it, too.
+    fn expect(&mut self, seen: &Seen, now: u64) {
+        match &seen.packet {
+            packet if is_free(packet) => return,
+            Packet::InitialData | Packet::InitialMeta | Packet::Barrier(_) => return,
+            Packet::PeerAck(ack) => {
+                self.peer_acks[0] = Some(*ack);
+                return;
+            }
+            Packet::RsDataRequest(_) | Packet::RsDagtagReq(_) => return,
+            Packet::RsWriteAck(_) if self.is_target() || self.credit > 0 => return,
+            Packet::Data(data) => {
+                let fua = data.flags.contains(DataFlags::FUA);
+                self.node.write(data.sector, seen.payload.clone(), fua);
+            }
+            Packet::Trim(trim) => {
+                self.node
+                    .request(RequestKind::Discard, trim.sector, trim.size_bytes, None);
+            }
+            Packet::Zeroes(trim) => {
+                let unmap = trim.flags.contains(DataFlags::DISCARD);
+                let kind = RequestKind::Zeroes { unmap };
+                self.node.request(kind, trim.sector, trim.size_bytes, None);
+            }
+            _ => {}
+        }
+        let announces = matches!(
+            seen.packet,
+            Packet::State(_) | Packet::Uuids110(_) | Packet::Uuids(_)
+        );
+        let repeated = announces
+            && self
+                .announced
+                .insert(
+                    (seen.to, seen.packet.command().to_wire()),
+                    seen.packet.clone(),
+                )
+                .is_some_and(|before| before == seen.packet);
+        let until = now + PATIENCE_NS;
+        loop {
+            self.serve();
+            if let Some(at) = self.find(seen) {
+                let sent = self.node.sent.remove(at);
+                self.learn(seen, &sent);
+                return;
+            }
+            if repeated {
+                return;
+            }
+            if !self.node.step(until) {
+                break;
+            }
+        }
+        let near = self
+            .node
+            .sent
+            .iter()
+            .find(|s| s.to == seen.to && s.packet.command() == seen.packet.command())
+            .map(|s| show(&s.packet))
+            .unwrap_or_else(|| "nothing of this kind".into());
+        let text = format!(
+            "missing {:?} {}; instead {near}",
+            seen.stream,
+            show(&seen.packet)
+        );
+        self.differ(text);
+    }
+
+    fn find(&self, seen: &Seen) -> Option<usize> {
+        self.node.sent.iter().position(|sent| {
+            sent.to == seen.to
+                && sent.stream == event_stream(seen.stream)
+                && self.equivalent(seen, sent)
+        })
+    }
+
+    fn equivalent(&self, seen: &Seen, sent: &Sent) -> bool {
+        if sent.payload != seen.payload {
+            return false;
+        }
+        let uuid = |captured: Uuid, own: Uuid| self.same_uuid(captured, own);
+        match (&seen.packet, &sent.packet) {
+            (Packet::ConnectionFeatures(a), Packet::ConnectionFeatures(b)) => {
+                // The dialects and features are each node's own affair.
+                (a.sender_node_id, a.receiver_node_id) == (b.sender_node_id, b.receiver_node_id)
+            }
+            (Packet::AuthChallenge(_), Packet::AuthChallenge(_)) => true,
+            (Packet::Uuids110(a), Packet::Uuids110(b)) => {
+                let flags = |f: UuidFlags| f;
+                a.dirty_bits == b.dirty_bits
+                    && flags(a.flags) == flags(b.flags)
+                    && a.node_mask == b.node_mask
+                    && uuid(a.current, b.current)
+                    && a.bitmap_uuids.len() == b.bitmap_uuids.len()
+                    && a.bitmap_uuids
+                        .iter()
+                        .zip(&b.bitmap_uuids)
+                        .all(|(x, y)| x.0 == y.0 && uuid(clean(x.1), clean(y.1)))
+                    && ancestors(&a.history).all(|x| ancestors(&b.history).any(|y| uuid(x, y)))
+            }
+            (Packet::Uuids(a), Packet::Uuids(b)) => {
+                a.dirty_bits == b.dirty_bits
+                    && a.flags == b.flags
+                    && uuid(a.current, b.current)
+                    && uuid(a.bitmap, b.bitmap)
+                    && uuid(a.history[0], b.history[0])
+                    && uuid(a.history[1], b.history[1])
+            }
+            (Packet::SyncUuid(a), Packet::SyncUuid(b)) => uuid(*a, *b),
+            (Packet::CurrentUuid(a), Packet::CurrentUuid(b)) => {
+                a.weak_nodes == b.weak_nodes && uuid(a.uuid, b.uuid)
+            }
+            (Packet::TwopcPrepare(a), Packet::TwopcPrepare(b)) => {
+                let mut a = *a;
+                a.head.tid = b.head.tid;
+                a == *b
+            }
+            (Packet::TwopcCommit(a), Packet::TwopcCommit(b))
+            | (Packet::TwopcAbort(a), Packet::TwopcAbort(b)) => {
+                let mut a = *a;
+                if let Some(tid) = self.tids.get(&a.head.tid) {
+                    a.head.tid = *tid;
+                }
+                a == *b
+                    && matches!(seen.packet, Packet::TwopcCommit(_))
+                        == matches!(sent.packet, Packet::TwopcCommit(_))
+            }
+            (Packet::Data(a), Packet::Data(b)) => {
+                let mut a = *a;
+                a.block_id = b.block_id;
+                // Hints of the sender's kernel. A flush in front of a write is a request of its
+                // own at a front end here, and completes before the write is asked for.
+                let hints = DataFlags::RW_SYNC | DataFlags::UNPLUG | DataFlags::FLUSH;
+                a.flags.remove(hints);
+                let mut b = *b;
+                b.flags.remove(hints);
+                a == b
+            }
+            (Packet::Trim(a), Packet::Trim(b)) | (Packet::Zeroes(a), Packet::Zeroes(b)) => {
+                let (mut a, mut b) = (*a, *b);
+                a.block_id = b.block_id;
+                a.flags.remove(DataFlags::RW_SYNC);
+                b.flags.remove(DataFlags::RW_SYNC);
+                a == b && seen.packet.command() == sent.packet.command()
+            }
+            // Without a volume only the role means something.
+            (Packet::State(a), Packet::State(b)) if seen.volume.is_none() => {
+                sent.volume.is_none() && a.role == b.role
+            }
+            (Packet::Sizes(a), Packet::Sizes(b)) => {
+                let (mut a, mut b) = (*a, *b);
+                // Limits of the disk below, and of the bitmap, which is not negotiated here.
+                a.limits = None;
+                b.limits = None;
+                a == b
+            }
+            (a, b) if without_seq(a).is_some() && a.command() == b.command() => {
+                without_seq(a) == without_seq(b)
+            }
+            (a, b) => a == b,
+        }
+    }
+
+    fn same_uuid(&self, captured: Uuid, own: Uuid) -> bool {
+        if captured.0 & 1 != own.0 & 1 {
+            return false;
+        }
+        match self.uuids.get(&(captured.0 & !1)) {
+            Some(known) => *known == own.0 & !1,
+            // Small values and ones that a peer made are given; others may be made here.
+            None => {
+                captured == own
+                    || (captured.0 > 4
+                        && own.0 > 4
+                        && captured.0 != u64::MAX
+                        && own.0 != u64::MAX
+                        && !self.uuids.values().any(|v| *v == own.0 & !1))
+            }
+        }
+    }
+
+    fn learn(&mut self, seen: &Seen, sent: &Sent) {
+        let mut pairs = Vec::new();
+        match (&seen.packet, &sent.packet) {
+            (Packet::Uuids110(a), Packet::Uuids110(b)) => {
+                pairs.push((a.current, b.current));
+                pairs.extend(
+                    a.bitmap_uuids
+                        .iter()
+                        .zip(&b.bitmap_uuids)
+                        .map(|(x, y)| (x.1, y.1)),
+                );
+            }
+            (Packet::Uuids(a), Packet::Uuids(b)) => pairs.extend([
+                (a.current, b.current),
+                (a.bitmap, b.bitmap),
+                (a.history[0], b.history[0]),
+                (a.history[1], b.history[1]),
+            ]),
+            (Packet::SyncUuid(a), Packet::SyncUuid(b)) => pairs.push((*a, *b)),
+            (Packet::TwopcPrepare(a), Packet::TwopcPrepare(b)) => {
+                self.tids.insert(a.head.tid, b.head.tid);
+            }
+            (Packet::Data(a), Packet::Data(b)) => {
+                self.blocks.insert(a.block_id.0, b.block_id.0);
+            }
+            (Packet::Trim(a), Packet::Trim(b)) | (Packet::Zeroes(a), Packet::Zeroes(b)) => {
+                self.blocks.insert(a.block_id.0, b.block_id.0);
+            }
+            _ => {}
+        }
+        for (captured, own) in pairs {
+            let real = |uuid: Uuid| uuid.0 > 4 && uuid.0 != u64::MAX;
+            if real(captured) && real(own) && captured.0 & !1 != own.0 & !1 {
+                self.uuids.insert(captured.0 & !1, own.0 & !1);
+            }
+        }
+    }
+}
+
+/// A UUID without the bit that a random one has by chance.
+fn clean(uuid: Uuid) -> Uuid {
+    Uuid(if uuid.0 == u64::MAX {
+        uuid.0
+    } else {
+        uuid.0 & !1
+    })
+}
+
+/// Bits that a compressed bitmap sets.
+fn set_runs(code: &CompressedBitmap) -> Vec<u64> {
+    let mut at = 0;
+    let mut bits = Vec::new();
+    for run in RleDecoder::new(code) {
+        let (kind, run) = run.expect("a code of a kernel");
+        if kind == RunKind::Set {
+            bits.extend(at..at + run);
+        }
+        at += run;
+    }
+    bits
+}
+
+fn ancestors(history: &[Uuid]) -> impl Iterator<Item = Uuid> {
+    history.iter().copied().filter(|uuid| !uuid.is_zero())
+}
+
+/// Packets whose presence and timing do not matter.
+fn is_free(packet: &Packet) -> bool {
+    matches!(
+        packet,
+        Packet::Ping
+            | Packet::PingAck
+            | Packet::UnplugRemote
+            | Packet::DelayProbe(_)
+            | Packet::Dagtag(_)
+            | Packet::EnableReplicationNext(_)
+            | Packet::EnableReplication(_)
+            | Packet::PeersInSync(_)
+    )
+}
+
+/// An ack without its number, which counts all acks of a volume in the order of their timing.
+fn without_seq(packet: &Packet) -> Option<(BlockId, Sector, u32)> {
+    match packet {
+        Packet::RecvAck(a)
+        | Packet::WriteAck(a)
+        | Packet::WriteAckInSync(a)
+        | Packet::NegAck(a)
+        | Packet::RsWriteAck(a)
+        | Packet::RsIsInSync(a)
+        | Packet::RsCancel(a)
+        | Packet::NegRsDreply(a) => Some((a.block_id, a.sector, a.size_bytes)),
+        _ => None,
+    }
+}
+
+fn show(packet: &Packet) -> String {
+    match packet {
+        Packet::State(state) => format!("State {}", show_state(state)),
+        Packet::Uuids110(u) => format!(
+            "Uuids110 {:016x} dirty {} flags {:?} mask {:x} bitmap {:x?} history {:x?}",
+            u.current.0,
+            u.dirty_bits,
+            u.flags,
+            u.node_mask.0,
+            u.bitmap_uuids
+                .iter()
+                .map(|(n, u)| (n.0, u.0))
+                .collect::<Vec<_>>(),
+            u.history
+                .iter()
+                .map(|u| u.0)
+                .filter(|u| *u != 0)
+                .collect::<Vec<_>>()
+        ),
+        other => format!("{other:?}"),
+    }
+}
+
+fn show_state(s: &PeerState) -> String {
+    format!(
+        "{:?}/{:?} {:?} {:?} {:?}/{:?} quorum {} susp {}{}{} isp {}{}{}",
+        s.role,
+        s.peer,
+        s.conn,
+        s.repl,
+        s.disk,
+        s.pdsk,
+        s.quorum,
+        u8::from(s.susp),
+        u8::from(s.susp_nod),
+        u8::from(s.susp_fen),
+        u8::from(s.aftr_isp),
+        u8::from(s.peer_isp),
+        u8::from(s.user_isp),
+    )
+}
+
+fn event_stream(stream: wire::Stream) -> Stream {
+    match stream {
+        wire::Stream::Data => Stream::Data,
+        wire::Stream::Control => Stream::Control,
+    }
+}

@@ -1,0 +1,130 @@
+//! Replays captures of kernel DRBD: the core stands in for one captured node, is fed what the
+//! other nodes sent and what the operator did, and has to send what the kernel sent.
+
+mod inspect;
+
+mod capture;
+mod compare;
+mod stand_in;
+
+use std::path::{Path, PathBuf};
+
+use lockstep_core::options::{
+    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
+};
+use lockstep_format::units::NodeId;
+
+use compare::{Replay, Setup};
+
+fn capture(family: &str, name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../testdata/captures")
+        .join(family)
+        .join(format!("{name}.pcap.gz"))
+}
+
+/// The options that the transcript's configuration sets.
+fn setup(path: &Path) -> Setup {
+    let text = path.to_string_lossy().replace(".pcap.gz", ".txt");
+    let text = std::fs::read_to_string(text).expect("the transcript is beside the capture");
+    let config = text.split("\ncommands ").next().unwrap_or_default();
+    let words: Vec<&str> = config
+        .split(|c: char| c.is_whitespace() || c == ';')
+        .filter(|w| !w.is_empty())
+        .collect();
+    let mut setup = Setup {
+        peers: 3,
+        net: NetOptions::default(),
+        disk: DiskOptions::default(),
+        peer_disk: PeerDeviceOptions::default(),
+        options: ResourceOptions::default(),
+    };
+    for pair in words.windows(2) {
+        match *pair {
+            ["protocol", "A"] => setup.net.protocol = Protocol::A,
+            ["protocol", "B"] => setup.net.protocol = Protocol::B,
+            ["c-plan-ahead", tenths] => {
+                setup.peer_disk.c_plan_ahead_tenths = tenths.parse().expect("a number");
+            }
+            ["resync-rate", "100M"] => setup.peer_disk.resync_rate_kib_s = 102_400,
+            ["cram-hmac-alg", alg] => setup.net.cram_hmac_alg = Some(alg.into()),
+            ["shared-secret", secret] => {
+                setup.net.shared_secret = Some(secret.trim_matches('"').into());
+            }
+            ["csums-alg", alg] => setup.net.csums_alg = Some(alg.into()),
+            ["verify-alg", alg] => setup.net.verify_alg = Some(alg.into()),
+            _ => {}
+        }
+    }
+    setup
+}
+
+/// Replays one node of a capture. What differs by choice (docs/compatibility.md) is named by the
+/// beginning of its line, without the time; there is to be nothing else, and all of it.
+fn replay(family: &str, name: &str, node: u8, by_choice: &[&str]) {
+    let path = capture(family, name);
+    let items = capture::read(&path);
+    let differences = Replay::run(&items, NodeId(node), &setup(&path));
+    let chosen = |line: &String| {
+        by_choice
+            .iter()
+            .any(|c| line.trim_start()[6..].starts_with(c))
+    };
+    let other: Vec<&String> = differences.iter().filter(|line| !chosen(line)).collect();
+    assert!(
+        other.is_empty() && differences.len() == by_choice.len(),
+        "{name}, node {node}: {} differences, of which {} not by choice\n{}",
+        differences.len(),
+        other.len(),
+        differences.join("\n")
+    );
+}
+
+/// For work on the core: lists the differences of any capture.
+#[test]
+#[ignore = "a tool: CAPTURE=9x/NAME NODE=0 cargo test -p lockstep-sim --test replay list -- --ignored --nocapture"]
+fn list() {
+    let name = std::env::var("CAPTURE").expect("CAPTURE=family/name");
+    let (family, name) = name.split_once('/').expect("CAPTURE=family/name");
+    for node in std::env::var("NODE").unwrap_or("0 1".into()).split(' ') {
+        let path = capture(family, name);
+        let items = capture::read(&path);
+        let node = node.parse().expect("a number");
+        println!("{name}, node {node}");
+        for line in Replay::run(&items, NodeId(node), &setup(&path)) {
+            println!("  {line}");
+        }
+    }
+}
+
+#[test]
+fn drbd9_fresh_full_sync() {
+    // The generation of a forced promotion is told once, not twice.
+    let twice = ["missing Data Uuids110 af48d03fe4cc0b3b"];
+    replay("9x", "01-2node-fresh-fullsync", 0, &twice);
+    replay("9x", "01-2node-fresh-fullsync", 1, &[]);
+}
+
+#[test]
+fn drbd9_writes_of_each_protocol() {
+    for name in [
+        "02-2node-writes-C",
+        "03-2node-writes-A",
+        "04-2node-writes-B",
+    ] {
+        replay("9x", name, 0, &[]);
+        replay("9x", name, 1, &[]);
+    }
+}
+
+#[test]
+fn drbd9_reconnect_with_bitmap_resync() {
+    replay("9x", "05-2node-reconnect-resync", 0, &[]);
+    replay("9x", "05-2node-reconnect-resync", 1, &[]);
+}
+
+#[test]
+fn drbd9_split_brain() {
+    replay("9x", "09-2node-split-brain", 0, &[]);
+    replay("9x", "09-2node-split-brain", 1, &[]);
+}
