@@ -101,12 +101,11 @@ impl Client {
                 Err(ClientError::NotRunning { .. }) if Instant::now() < until => {}
                 other => return other,
             }
-            // A daemon that has ended at once may have lost against one started by another tool.
+            // A daemon that has ended at once may have lost against one that is starting.
             let ended = child.try_wait().ok().flatten();
-            if let Some(status) = ended.filter(|status| !status.success()) {
-                if let Ok(client) = Client::connect(place) {
-                    return Ok(client);
-                }
+            if let Some(status) = ended.filter(|status| !status.success())
+                && !is_locked(place)
+            {
                 let source = std::io::Error::other(format!("it ended with {status}"));
                 return Err(ClientError::Start { log, source });
             }
@@ -175,6 +174,15 @@ impl Client {
     }
 }
 
+/// A daemon of this place lives, though it may not answer yet.
+fn is_locked(place: &Place) -> bool {
+    let Ok(file) = std::fs::File::open(place.pid_file()) else {
+        return false;
+    };
+    let lock = rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockShared);
+    lock == Err(rustix::io::Errno::WOULDBLOCK)
+}
+
 /// Starts the daemon, which makes itself a session of its own.
 fn start(place: &Place) -> std::io::Result<std::process::Child> {
     std::fs::create_dir_all(place.dir())?;
@@ -198,3 +206,22 @@ const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long a command may take.
 const REPLY_LIMIT: Duration = Duration::from_secs(120);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_a_daemon_holds_is_seen_and_let_be() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::find(Some(dir.path()));
+        assert!(!is_locked(&place), "no daemon has ever run");
+        let file = std::fs::File::create(place.pid_file()).unwrap();
+        assert!(!is_locked(&place), "the daemon has ended");
+        let exclusive = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        rustix::fs::flock(&file, exclusive).unwrap();
+        assert!(is_locked(&place));
+        drop(file);
+        assert!(!is_locked(&place));
+    }
+}

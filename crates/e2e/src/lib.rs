@@ -1,8 +1,11 @@
 //! Clusters of real daemons on this machine, for end-to-end tests.
 //!
-//! Each node has a directory of its own with its configuration, disks, sockets and log, and an
-//! address of its own on the loopback network. `LOCKSTEP_BIN` names the binary; without it the
-//! one beside the tests' build is taken.
+//! Each node has a directory of its own with its configuration, disks, sockets and log, and a
+//! network namespace of its own on a bridge with the others. `LOCKSTEP_BIN` names the binary;
+//! without it the one beside the tests' build is taken.
+
+pub mod net;
+pub mod postgres;
 
 pub mod guest;
 mod guest_base64;
@@ -11,11 +14,15 @@ pub mod guest_image;
 pub mod guest_line;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+
+use net::{Cut, Network};
 
 /// Bounds every wait; a wait that ends here is a failure, not a pause.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -39,6 +46,11 @@ pub fn can_mount() -> bool {
     machine_has("root", rustix::process::geteuid().is_root())
         && machine_has("/dev/fuse", Path::new("/dev/fuse").exists())
         && machine_has("/dev/loop-control", Path::new("/dev/loop-control").exists())
+        && machine_has(
+            "network namespaces",
+            Path::new("/proc/self/ns/net").exists(),
+        )
+        && has_program("ip")
 }
 
 /// A program is on the path.
@@ -53,6 +65,7 @@ pub fn has_program(name: &str) -> bool {
 pub struct Cluster {
     dir: tempfile::TempDir,
     nodes: Vec<Node>,
+    network: Network,
     mounts: Vec<PathBuf>,
 }
 
@@ -73,14 +86,21 @@ pub struct Setup {
     pub disk_mib: u64,
     /// Lines for the `net` section.
     pub net: String,
-    /// A number that no other test uses; makes addresses and minors.
+    /// Lines for the `disk` section.
+    pub disk: String,
+    /// A node whose disks lie on a filesystem of so many MiB, less than their size.
+    pub cramped: Option<(usize, u64)>,
+    /// A number that no other test uses; makes minors.
     pub test: u8,
 }
 
 impl Cluster {
     /// Starts the daemons and brings the resource up; nothing is Primary yet.
     pub fn new(setup: &Setup) -> Result<Cluster> {
-        let dir = tempfile::Builder::new().prefix("lockstep-e2e-").tempdir()?;
+        let dir = tempfile::Builder::new()
+            .prefix("lockstep-e2e-")
+            .permissions(fs::Permissions::from_mode(0o755))
+            .tempdir()?;
         let bin = dir.path().join("bin");
         fs::create_dir(&bin)?;
         let binary = binary()?;
@@ -89,17 +109,23 @@ impl Cluster {
         }
         let mut cluster = Cluster {
             nodes: Vec::new(),
+            network: Network::new(setup.nodes)?,
             mounts: Vec::new(),
             dir,
         };
         let conf = cluster.configuration(setup);
-        for name in &NAMES[..setup.nodes] {
+        for (index, name) in NAMES[..setup.nodes].iter().enumerate() {
             let node_dir = cluster.dir.path().join(name);
-            fs::create_dir(&node_dir)?;
+            fs::create_dir_all(node_dir.join("disks"))?;
+            if let Some((node, mib)) = setup.cramped
+                && node == index
+            {
+                cluster.mount_cramped(&node_dir, mib)?;
+            }
             fs::write(node_dir.join("drbd.conf"), &conf)?;
             fs::write(node_dir.join("node-name"), format!("{name}\n"))?;
             for volume in 0..setup.volumes {
-                let disk = fs::File::create(node_dir.join(format!("disk{volume}")))?;
+                let disk = fs::File::create(node_dir.join(format!("disks/{volume}")))?;
                 disk.set_len(setup.disk_mib << 20)?;
             }
             cluster.nodes.push(Node {
@@ -119,17 +145,17 @@ impl Cluster {
     fn configuration(&self, setup: &Setup) -> String {
         let mut text = String::from("global { usage-count no; }\nresource r0 {\n");
         text.push_str(&format!("  net {{ {} }}\n", setup.net));
+        text.push_str(&format!("  disk {{ {} }}\n", setup.disk));
         for (id, name) in NAMES[..setup.nodes].iter().enumerate() {
             text.push_str(&format!(
-                "  on {name} {{\n    node-id {id};\n    address ipv4 127.7.{}.{}:7788;\n",
-                setup.test,
-                id + 1
+                "  on {name} {{\n    node-id {id};\n    address ipv4 {}:7788;\n",
+                net::address(id)
             ));
             for volume in 0..setup.volumes {
                 let minor = u32::from(setup.test) * 100 + id as u32 * 10 + volume as u32;
                 text.push_str(&format!(
                     "    volume {volume} {{ device minor {minor}; disk {}; meta-disk internal; }}\n",
-                    self.dir.path().join(name).join(format!("disk{volume}")).display()
+                    self.dir.path().join(name).join(format!("disks/{volume}")).display()
                 ));
             }
             text.push_str("  }\n");
@@ -144,22 +170,24 @@ impl Cluster {
     /// Starts a node's daemon and waits until it answers.
     pub fn start(&mut self, node: usize) -> Result<()> {
         let bin = self.dir.path().join("bin");
+        let network = &self.network;
         let n = &mut self.nodes[node];
         ensure!(n.daemon.is_none(), "{} runs already", n.name);
         let log = fs::File::options()
             .create(true)
             .append(true)
             .open(n.dir.join("log"))?;
-        let child = Command::new(bin.join("lockstepd"))
+        let mut command = Command::new(bin.join("lockstepd"));
+        command
             .env("LOCKSTEP_DIR", &n.dir)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .context("starting lockstepd")?;
-        n.daemon = Some(child);
+            .stderr(log);
+        let start = || command.spawn().context("starting lockstepd");
+        n.daemon = Some(network.inside(node, start)?);
         self.wait("the daemon answers", |c| {
-            Ok(c.setup_raw(node, &["status"])?.status.success())
+            let socket = c.nodes[node].dir.join("control.sock");
+            Ok(UnixStream::connect(socket).is_ok())
         })
     }
 
@@ -172,18 +200,59 @@ impl Cluster {
         Ok(())
     }
 
+    /// The cluster's directory; every user may enter it.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
     /// A node's directory.
     pub fn node_dir(&self, node: usize) -> &Path {
         &self.nodes[node].dir
     }
 
+    /// The file behind a volume of a node.
+    pub fn image(&self, node: usize, volume: usize) -> PathBuf {
+        self.nodes[node].dir.join(format!("disks/{volume}"))
+    }
+
+    /// What a node's daemon has logged.
+    pub fn log(&self, node: usize) -> Result<String> {
+        Ok(fs::read_to_string(self.nodes[node].dir.join("log"))?)
+    }
+
+    /// Cuts a node off from the others.
+    pub fn cut(&self, node: usize, cut: Cut) -> Result<()> {
+        self.network.cut(node, cut)
+    }
+
+    /// Undoes a cut.
+    pub fn mend(&self, node: usize, cut: Cut) -> Result<()> {
+        self.network.mend(node, cut)
+    }
+
+    /// A small filesystem for a node's disks.
+    fn mount_cramped(&mut self, node_dir: &Path, mib: u64) -> Result<()> {
+        let image = node_dir.join("cramped");
+        fs::File::create(&image)?.set_len(mib << 20)?;
+        run(Command::new("mkfs.ext4")
+            .args(["-q", "-m", "0"])
+            .arg(&image))?;
+        let point = node_dir.join("disks");
+        run(Command::new("mount")
+            .args(["-o", "loop"])
+            .args([&image, &point]))?;
+        self.mounts.push(point);
+        Ok(())
+    }
+
     fn tool(&self, node: usize, tool: &str, args: &[&str]) -> Result<Output> {
-        Command::new(self.dir.path().join("bin").join(tool))
+        let mut command = Command::new(self.dir.path().join("bin").join(tool));
+        command
             .args(args)
             .env("LOCKSTEP_DIR", &self.nodes[node].dir)
-            .stdin(Stdio::null())
-            .output()
-            .with_context(|| format!("{tool} {args:?}"))
+            .stdin(Stdio::null());
+        let output = || command.output().with_context(|| format!("{tool} {args:?}"));
+        self.network.inside(node, output)
     }
 
     /// `drbdadm`, which must succeed.
@@ -218,6 +287,37 @@ impl Cluster {
         let value: serde_json::Value = serde_json::from_slice(&output.stdout)
             .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
         Ok(value[0].clone())
+    }
+
+    /// KiB of a volume that a node knows to be out of sync on a peer.
+    pub fn out_of_sync_kib(&self, node: usize, peer: usize, volume: usize) -> Result<u64> {
+        self.peer_number(node, peer, volume, "out-of-sync")
+    }
+
+    /// KiB of a volume that a node has received from a peer since they are configured.
+    pub fn received_kib(&self, node: usize, peer: usize, volume: usize) -> Result<u64> {
+        self.peer_number(node, peer, volume, "received")
+    }
+
+    fn peer_number(&self, node: usize, peer: usize, volume: usize, key: &str) -> Result<u64> {
+        let status = self.status(node)?;
+        let connections = status["connections"].as_array().context("connections")?;
+        let connection = connections
+            .iter()
+            .find(|c| c["peer-node-id"] == peer)
+            .context("the peer")?;
+        connection["peer_devices"][volume][key]
+            .as_u64()
+            .with_context(|| format!("{key} of {connection}"))
+    }
+
+    /// A node's connection to a peer is in this state.
+    pub fn connection_is(&self, node: usize, peer: usize, state: &str) -> Result<bool> {
+        let status = self.status(node)?;
+        let connections = status["connections"].as_array().context("connections")?;
+        Ok(connections
+            .iter()
+            .any(|c| c["peer-node-id"] == peer && c["connection-state"] == state))
     }
 
     /// Waits until the condition holds; fails with every node's status and log after `PATIENCE`.
@@ -328,7 +428,7 @@ impl Cluster {
     pub fn check_same_data(&self, volume: usize, mib: u64) -> Result<()> {
         let mut first: Option<Vec<u8>> = None;
         for node in &self.nodes {
-            let mut bytes = fs::read(node.dir.join(format!("disk{volume}")))?;
+            let mut bytes = fs::read(node.dir.join(format!("disks/{volume}")))?;
             // Behind that lies the metadata, which differs by node.
             bytes.truncate((mib << 20) as usize);
             match &first {
@@ -350,7 +450,8 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        for point in std::mem::take(&mut self.mounts) {
+        // The last first: the first may be what lies below the nodes' disks.
+        for point in self.mounts.drain(..).rev() {
             // What cannot be unmounted any more is left to the kernel.
             let _ = Command::new("umount").arg("-l").arg(point).status();
         }

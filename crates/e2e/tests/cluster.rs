@@ -13,6 +13,8 @@ fn setup(test: u8, nodes: usize) -> Setup {
         volumes: 1,
         disk_mib: 64,
         net: "protocol C;".into(),
+        disk: String::new(),
+        cramped: None,
         test,
     }
 }
@@ -104,7 +106,7 @@ fn an_fsync_is_on_the_secondary_when_it_returns() -> Result<()> {
     file.sync_all()?;
     cluster.kill(0)?;
     drop(file);
-    let image = fs::read(cluster.node_dir(1).join("disk0"))?;
+    let image = fs::read(cluster.image(1, 0))?;
     ensure!(
         image[..pattern.len()] == pattern[..],
         "the acknowledged bytes are not there"
@@ -145,7 +147,7 @@ fn a_split_brain_is_refused_and_ends_with_discard_my_data() -> Result<()> {
     cluster.adm(0, &["connect", "r0"])?;
     cluster.wait_in_sync()?;
     cluster.check_same_data(0, 60)?;
-    let image = fs::read(cluster.node_dir(1).join("disk0"))?;
+    let image = fs::read(cluster.image(1, 0))?;
     ensure!(
         image[..65536] == vec![1u8; 65536][..],
         "the wrong side was discarded"

@@ -40,6 +40,8 @@ fn verified_on(filesystem: &str, test: u8, disk_mib: u64) -> Result<()> {
         volumes: 1,
         disk_mib,
         net: "protocol C;".into(),
+        disk: String::new(),
+        cramped: None,
         test,
     };
     let mut cluster = Cluster::new(&setup)?;
@@ -91,6 +93,8 @@ fn both_volumes_of_a_resource_survive_a_failover() -> Result<()> {
         volumes: 2,
         disk_mib: 64,
         net: "protocol C;".into(),
+        disk: String::new(),
+        cramped: None,
         test: 13,
     };
     let mut cluster = Cluster::new(&setup)?;
@@ -103,7 +107,7 @@ fn both_volumes_of_a_resource_survive_a_failover() -> Result<()> {
     cluster.adm(1, &["primary", "r0"])?;
     for volume in 0..2u8 {
         let device = cluster.device(1, 13, usize::from(volume))?;
-        let image = fs::read(cluster.node_dir(1).join(format!("disk{volume}")))?;
+        let image = fs::read(cluster.image(1, usize::from(volume)))?;
         ensure!(
             image[..1 << 20] == vec![10 + volume; 1 << 20][..],
             "volume {volume} lost its data"
@@ -129,6 +133,8 @@ fn protocols_a_and_b_end_with_equal_replicas() -> Result<()> {
             volumes: 1,
             disk_mib: 64,
             net: format!("protocol {protocol};"),
+            disk: String::new(),
+            cramped: None,
             test,
         };
         let cluster = Cluster::new(&setup)?;
@@ -138,7 +144,7 @@ fn protocols_a_and_b_end_with_equal_replicas() -> Result<()> {
         cluster.wait_in_sync()?;
         cluster.adm(0, &["secondary", "r0"])?;
         cluster.check_same_data(0, 60)?;
-        let image = fs::read(cluster.node_dir(1).join("disk0"))?;
+        let image = fs::read(cluster.image(1, 0))?;
         ensure!(
             image[..8 << 20] == vec![5; 8 << 20][..],
             "protocol {protocol}: not replicated"

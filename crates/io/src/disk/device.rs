@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use lockstep_core::event::DiskInfo;
@@ -77,6 +77,8 @@ pub struct Device {
     /// `FALLOC_FL_ZERO_RANGE` (or its like) was refused: zeroes are written instead.
     pub(super) no_zero_range: AtomicBool,
     pub(super) faults: Option<Arc<FaultPlan>>,
+    /// Operations that failed.
+    failed: AtomicU64,
 }
 
 /// Metadata devices in use: one may hold the metadata of several volumes of this process.
@@ -242,6 +244,16 @@ impl Device {
             no_dsync: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
             faults: FaultPlan::find(path),
+            failed: AtomicU64::new(0),
+        }
+    }
+
+    /// An operation failed: tells an operator why, but not a thousand times.
+    pub(super) fn failed(&self, operation: &'static str, offset: u64, errno: i32) {
+        let count = self.failed.fetch_add(1, Ordering::Relaxed) + 1;
+        if count.is_power_of_two() {
+            let error = std::io::Error::from_raw_os_error(errno);
+            tracing::error!(path = self.path, operation, offset, %error, count, "the disk failed");
         }
     }
 

@@ -380,13 +380,21 @@ impl Stage {
     fn advance(&mut self, result: Result<u32, Errno>) -> Result<Progress, DiskError> {
         match self {
             Stage::Transfer(transfer) => transfer.advance(result),
-            Stage::Sync(_) => result.map(|_| Progress::Done).map_err(io_error),
-            Stage::Discard { .. } => match result {
+            Stage::Sync(device) => match result {
+                Ok(_) => Ok(Progress::Done),
+                Err(errno) => Err(failed(device, "flush", 0, errno)),
+            },
+            Stage::Discard { device, offset, .. } => match result {
                 Ok(_) => Ok(Progress::Done),
                 Err(errno) if unsupported(errno) => Err(DiskError::Unsupported),
-                Err(errno) => Err(io_error(errno)),
+                Err(errno) => Err(failed(device, "discard", *offset, errno)),
             },
-            Stage::Zeroes { device, way, .. } => match result {
+            Stage::Zeroes {
+                device,
+                way,
+                offset,
+                ..
+            } => match result {
                 Ok(_) => Ok(Progress::Done),
                 Err(errno) if unsupported(errno) && *way != ZeroWay::Write => {
                     *way = match way {
@@ -398,7 +406,7 @@ impl Stage {
                     };
                     Ok(Progress::More)
                 }
-                Err(errno) => Err(io_error(errno)),
+                Err(errno) => Err(failed(device, "write of zeroes", *offset, errno)),
             },
         }
     }
@@ -505,7 +513,11 @@ impl Transfer {
                 return Ok(Progress::More);
             }
             Err(Errno(libc::EINTR | libc::EAGAIN)) => return Ok(Progress::More),
-            Err(errno) => return Err(io_error(errno)),
+            Err(errno) => {
+                let operation = if self.write { "write" } else { "read" };
+                let at = self.offset + self.done as u64;
+                return Err(failed(&self.device, operation, at, errno));
+            }
         };
         if count == 0 {
             // The device ends where it had more bytes when it was opened.
@@ -634,7 +646,9 @@ fn check_range(device: &Device, offset: u64, len: u64) -> Result<(), DiskError> 
 fn fault(device: &Device, on: FaultOn) -> Result<(), DiskError> {
     match &device.faults {
         None => Ok(()),
-        Some(plan) => plan.check(on).map_err(io_error),
+        Some(plan) => plan
+            .check(on)
+            .map_err(|errno| failed(device, "planned fault", 0, errno)),
     }
 }
 
@@ -652,7 +666,11 @@ fn unsupported(errno: Errno) -> bool {
     matches!(errno.0, libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY)
 }
 
-fn io_error(errno: Errno) -> DiskError {
+fn failed(device: &Device, operation: &'static str, offset: u64, errno: Errno) -> DiskError {
+    // The disk was closed under the operation; nothing is wrong with it.
+    if errno != Errno::CANCELED {
+        device.failed(operation, offset, errno.0);
+    }
     DiskError::Io { errno: errno.0 }
 }
 

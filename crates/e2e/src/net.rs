@@ -1,0 +1,123 @@
+//! The network between the nodes of one cluster: a namespace for each node and one for the bridge
+//! that joins them, without any trace in the machine's own network.
+//!
+//! The namespaces have no names: they live as long as somebody holds them, so a killed test leaves
+//! none behind.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context, Result, anyhow};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use crate::run;
+
+/// How a node is cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Its interface goes down: the kernel knows that there is no way.
+    Down,
+    /// Its port leaves the bridge: nobody is told, connections stay open until they time out.
+    Silent,
+}
+
+/// A network with one node on each port of a switch.
+#[derive(Debug)]
+pub struct Network {
+    switch: OwnedFd,
+    nodes: Vec<OwnedFd>,
+}
+
+impl Network {
+    /// Namespaces, bridge and cables for so many nodes.
+    pub fn new(nodes: usize) -> Result<Network> {
+        let network = Network {
+            switch: namespace()?,
+            nodes: (0..nodes).map(|_| namespace()).collect::<Result<_>>()?,
+        };
+        inside(&network.switch, || {
+            ip("link add bridge0 type bridge stp_state 0 mcast_snooping 0")?;
+            ip("link set bridge0 up")?;
+            for (index, node) in network.nodes.iter().enumerate() {
+                let there = format!("/proc/{}/fd/{}", std::process::id(), node.as_raw_fd());
+                ip(&format!(
+                    "link add port{index} type veth peer name eth0 netns {there}"
+                ))?;
+                ip(&format!("link set port{index} master bridge0 up"))?;
+            }
+            Ok(())
+        })?;
+        for (index, node) in network.nodes.iter().enumerate() {
+            inside(node, || {
+                ip("link set lo up")?;
+                ip(&format!("address add {}/24 dev eth0", address(index)))?;
+                ip("link set eth0 up")
+            })?;
+        }
+        Ok(network)
+    }
+
+    /// Runs something on a thread in a node's network; processes that it starts stay there.
+    pub fn inside<T: Send>(
+        &self,
+        node: usize,
+        what: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<T> {
+        inside(&self.nodes[node], what)
+    }
+
+    /// Cuts a node off.
+    pub fn cut(&self, node: usize, cut: Cut) -> Result<()> {
+        match cut {
+            Cut::Down => inside(&self.nodes[node], || ip("link set eth0 down")),
+            Cut::Silent => self.switch(&format!("link set port{node} nomaster")),
+        }
+    }
+
+    /// Undoes a cut.
+    pub fn mend(&self, node: usize, cut: Cut) -> Result<()> {
+        match cut {
+            Cut::Down => inside(&self.nodes[node], || ip("link set eth0 up")),
+            Cut::Silent => self.switch(&format!("link set port{node} master bridge0")),
+        }
+    }
+
+    fn switch(&self, words: &str) -> Result<()> {
+        inside(&self.switch, || ip(words))
+    }
+}
+
+/// A node's address in its cluster's network.
+pub fn address(node: usize) -> String {
+    format!("10.77.0.{}", node + 1)
+}
+
+static COUNT: AtomicU32 = AtomicU32::new(0);
+
+/// A new network namespace. It has a name only while it is made.
+fn namespace() -> Result<OwnedFd> {
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let name = format!("lockstep-e2e-{}-{count}", std::process::id());
+    ip(&format!("netns add {name}"))?;
+    let opened = File::open(format!("/run/netns/{name}")).context("opening a network namespace");
+    ip(&format!("netns delete {name}"))?;
+    Ok(opened?.into())
+}
+
+/// Runs something on a thread that has moved into a namespace.
+fn inside<T: Send>(namespace: &OwnedFd, what: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
+                .context("moving into a network namespace")?;
+            what()
+        });
+        thread.join().map_err(|_| anyhow!("a thread panicked"))?
+    })
+}
+
+fn ip(words: &str) -> Result<()> {
+    run(Command::new("ip").args(words.split(' ')))
+}
