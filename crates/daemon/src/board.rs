@@ -1,9 +1,9 @@
 //! The last known report of every resource, and who is told when one changes.
 
 use std::collections::BTreeMap;
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::mailbox::{Mailbox, Subscription};
 use crate::protocol::Reply;
 use crate::report::{ConnectionReport, DeviceReport, PeerDeviceReport, ResourceReport};
 
@@ -21,13 +21,21 @@ struct Inner {
 
 #[derive(Debug)]
 struct Watcher {
-    sender: SyncSender<Reply>,
+    mailbox: Arc<Mailbox>,
     resource: Option<String>,
-    statistics: bool,
+    statistics: Statistics,
 }
 
-/// Messages that may wait for one watcher. One that is slower is cut off rather than waited for.
-const WATCHER_BACKLOG: usize = 4096;
+/// When a watcher is told that only counters changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Statistics {
+    /// Never.
+    No,
+    /// When they were looked at because somebody asked.
+    OnRequest,
+    /// Once a second.
+    Regularly,
+}
 
 impl Board {
     /// Takes a newer report; `true` if more than counters changed.
@@ -44,7 +52,7 @@ impl Board {
             resource: Box::new(report),
         };
         inner.tell(&name, &message, |w| {
-            state_changed || progress || w.statistics
+            state_changed || progress || w.statistics != Statistics::No
         });
         state_changed
     }
@@ -74,9 +82,9 @@ impl Board {
     pub(crate) fn watch(
         &self,
         resource: Option<String>,
-        statistics: bool,
-    ) -> (Vec<ResourceReport>, Receiver<Reply>) {
-        let (sender, receiver) = sync_channel(WATCHER_BACKLOG);
+        statistics: Statistics,
+    ) -> (Vec<ResourceReport>, Subscription) {
+        let (mailbox, subscription) = Subscription::new();
         let mut inner = self.lock();
         let reports = inner
             .reports
@@ -85,16 +93,18 @@ impl Board {
             .cloned()
             .collect();
         inner.watchers.push(Watcher {
-            sender,
+            mailbox,
             resource,
             statistics,
         });
-        (reports, receiver)
+        (reports, subscription)
     }
 
     /// Every watcher's conversation ends.
     pub(crate) fn close(&self) {
-        self.lock().watchers.clear();
+        for watcher in std::mem::take(&mut self.lock().watchers) {
+            watcher.mailbox.close();
+        }
     }
 
     /// A resource as last seen.
@@ -112,7 +122,7 @@ impl Board {
         self.lock()
             .watchers
             .iter()
-            .any(|watcher| watcher.statistics)
+            .any(|w| w.statistics == Statistics::Regularly && !w.mailbox.is_closed())
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -130,14 +140,7 @@ impl Inner {
             if !chosen || !wants(watcher) {
                 return true;
             }
-            match watcher.sender.try_send(message.clone()) {
-                Ok(()) => true,
-                Err(TrySendError::Full(_)) => {
-                    tracing::warn!(backlog = WATCHER_BACKLOG, "a watcher is too slow, cut off");
-                    false
-                }
-                Err(TrySendError::Disconnected(_)) => false,
-            }
+            watcher.mailbox.put(message.clone())
         });
     }
 }

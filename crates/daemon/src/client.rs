@@ -122,6 +122,14 @@ impl Client {
             .map_err(|source| self.lost(source))
     }
 
+    /// Another handle that only sends: for a thread beside the one that receives.
+    pub fn sender(&self) -> Result<Sender, ClientError> {
+        match self.stream.get_ref().try_clone() {
+            Ok(stream) => Ok(Sender { stream }),
+            Err(source) => Err(self.lost(source)),
+        }
+    }
+
     /// Waits for the next answer; `None` if `limit` passes first.
     pub fn receive(&mut self, limit: Option<Duration>) -> Result<Option<Reply>, ClientError> {
         let limit = limit.map(|limit| limit.max(Duration::from_millis(1)));
@@ -166,6 +174,12 @@ impl Client {
         })
     }
 
+    /// The daemon has hung up.
+    pub fn has_ended(error: &ClientError) -> bool {
+        matches!(error, ClientError::Lost { source, .. }
+            if matches!(source.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset))
+    }
+
     fn lost(&self, source: std::io::Error) -> ClientError {
         ClientError::Lost {
             socket: self.place.control_socket(),
@@ -181,6 +195,19 @@ fn is_locked(place: &Place) -> bool {
     };
     let lock = rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockShared);
     lock == Err(rustix::io::Errno::WOULDBLOCK)
+}
+
+/// The sending half of a conversation.
+#[derive(Debug)]
+pub struct Sender {
+    stream: UnixStream,
+}
+
+impl Sender {
+    /// Sends a request. What is wrong with the connection is told to the receiver.
+    pub fn send(&mut self, request: &Request) -> std::io::Result<()> {
+        self.stream.write_all(&to_line(request))
+    }
 }
 
 /// Starts the daemon, which makes itself a session of its own.

@@ -5,6 +5,7 @@ pub mod client;
 mod devices;
 mod handlers;
 pub mod lockstepd;
+mod mailbox;
 pub mod names;
 pub mod node;
 pub mod options;

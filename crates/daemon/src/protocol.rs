@@ -34,10 +34,17 @@ pub enum Request {
         /// Also when only counters changed.
         #[serde(default)]
         statistics: bool,
+        /// Counters are looked at when this client sends [`Request::Refresh`] (or another client
+        /// asks), not once a second.
+        #[serde(default)]
+        on_request: bool,
         /// A resource; all if not given.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resource: Option<String>,
     },
+    /// Reports are made anew. A watcher, who may send nothing else, is told of what has changed;
+    /// others get [`Reply::Done`].
+    Refresh,
     /// Orderly end of the daemon: everything down, then exit.
     Stop,
     /// `new-resource`.

@@ -10,6 +10,7 @@ use std::sync::mpsc::SyncSender;
 
 use lockstep_core::command::{Command, ErrorCode};
 
+use crate::board::Statistics;
 use crate::node::{CommandResult, Node, node};
 use crate::options::Moment;
 use crate::protocol::{MAX_REQUEST_BYTES, Reply, Request, VERSION, parse_request, to_line};
@@ -65,7 +66,7 @@ pub(crate) fn serve(listener: &UnixListener, node: &Arc<Node>, stop: &SyncSender
     }
 }
 
-fn converse(stream: UnixStream, node: &Node, stop: &SyncSender<()>) -> std::io::Result<()> {
+fn converse(stream: UnixStream, node: &Arc<Node>, stop: &SyncSender<()>) -> std::io::Result<()> {
     let mut out = stream.try_clone()?;
     let mut input = BufReader::new(stream);
     loop {
@@ -82,9 +83,15 @@ fn converse(stream: UnixStream, node: &Node, stop: &SyncSender<()>) -> std::io::
             Err(text) => out.write_all(&to_line(&Reply::Failed { code: 0, text }))?,
             Ok(Request::Watch {
                 statistics,
+                on_request,
                 resource,
             }) => {
-                return watch(&mut out, input.get_ref(), node, resource, statistics);
+                let statistics = match (statistics, on_request) {
+                    (false, _) => Statistics::No,
+                    (true, false) => Statistics::Regularly,
+                    (true, true) => Statistics::OnRequest,
+                };
+                return watch(&mut out, input, node, resource, statistics);
             }
             Ok(Request::Stop) => {
                 out.write_all(&to_line(&Reply::Done))?;
@@ -96,40 +103,49 @@ fn converse(stream: UnixStream, node: &Node, stop: &SyncSender<()>) -> std::io::
     }
 }
 
+/// A reader that is slow makes only this thread wait.
 fn watch(
     out: &mut UnixStream,
-    input: &UnixStream,
-    node: &Node,
+    input: BufReader<UnixStream>,
+    node: &Arc<Node>,
     resource: Option<String>,
-    statistics: bool,
+    statistics: Statistics,
 ) -> std::io::Result<()> {
-    let (resources, changes) = node.board().watch(resource, statistics);
-    out.write_all(&to_line(&Reply::Report { resources }))?;
-    input.set_nonblocking(true)?;
+    let (resources, changes) = node.board().watch(resource.clone(), statistics);
+    let (asked, mailbox) = (node.clone(), changes.mailbox().clone());
+    std::thread::Builder::new()
+        .name("watcher".into())
+        .spawn(move || {
+            listen_to_watcher(input, &asked, resource.as_deref());
+            mailbox.close();
+        })?;
+    let mut result = out.write_all(&to_line(&Reply::Report { resources }));
+    while result.is_ok()
+        && let Some(reply) = changes.recv()
+    {
+        result = out.write_all(&to_line(&reply));
+    }
+    // Ends the other thread. A connection that is gone already needs no end.
+    let _ = out.shutdown(std::net::Shutdown::Both);
+    result
+}
+
+/// Until the watcher hangs up or sends something else than `refresh`.
+fn listen_to_watcher(mut input: BufReader<UnixStream>, node: &Node, resource: Option<&str>) {
     loop {
-        match changes.recv_timeout(HANG_UP_CHECK) {
-            Ok(reply) => {
-                input.set_nonblocking(false)?;
-                out.write_all(&to_line(&reply))?;
-                input.set_nonblocking(true)?;
-            }
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                let mut byte = [0];
-                let mut reader = input;
-                match reader.read(&mut byte) {
-                    Ok(0) => return Ok(()),
-                    Ok(_) => {}
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                    Err(error) => return Err(error),
-                }
-            }
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return Ok(()),
+        let mut line = Vec::new();
+        let limit = MAX_REQUEST_BYTES as u64;
+        match input.by_ref().take(limit).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        match parse_request(line.trim_ascii_end()) {
+            // What changed reaches the watcher by the board.
+            Ok(Request::Refresh) => drop(node.reports(resource)),
+            Ok(_) | Err(_) => return,
         }
     }
 }
-
-/// How often an idle watcher's connection is looked at.
-const HANG_UP_CHECK: std::time::Duration = std::time::Duration::from_secs(1);
 
 fn answer(node: &Node, request: Request) -> Reply {
     match request {
@@ -141,6 +157,10 @@ fn answer(node: &Node, request: Request) -> Reply {
         Request::Report { resource } => Reply::Report {
             resources: node.reports(resource.as_deref()),
         },
+        Request::Refresh => {
+            drop(node.reports(None));
+            Reply::Done
+        }
         other => match execute(node, other) {
             Ok(()) => Reply::Done,
             Err(error) => {
@@ -442,14 +462,10 @@ mod tests {
     fn a_watcher_sees_objects_come_and_go() {
         let dir = tempfile::tempdir().unwrap();
         let node = node(dir.path());
-        let (reports, changes) = node.board().watch(None, false);
+        let (reports, changes) = node.board().watch(None, Statistics::No);
         assert!(reports.is_empty());
         node.new_resource("web", 0, &Default::default()).unwrap();
-        let next = || {
-            changes
-                .recv_timeout(std::time::Duration::from_secs(10))
-                .unwrap()
-        };
+        let next = || changes.recv().unwrap();
         assert!(matches!(next(), Reply::Changed { resource } if resource.name == "web"));
         node.del_resource("web").unwrap();
         loop {
@@ -459,6 +475,68 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
+        node.stop();
+    }
+
+    /// Counters that nobody looks at do not reach a watcher; a refresh does not repeat what is
+    /// known, and a watcher that says something else is hung up on.
+    #[test]
+    fn a_watcher_may_ask_for_a_refresh_and_for_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        let answers = converse_with(
+            &node,
+            &[
+                r#"{"do":"watch","statistics":true,"on_request":true}"#,
+                r#"{"do":"refresh"}"#,
+                r#"{"do":"stop"}"#,
+                r#"{"do":"refresh"}"#,
+            ],
+        );
+        assert_eq!(answers.len(), 1, "{answers:?}");
+        assert!(answers[0].contains("\"is\":\"report\""), "{}", answers[0]);
+        assert_eq!(
+            converse_with(&node, &[r#"{"do":"refresh"}"#]),
+            [r#"{"is":"done"}"#]
+        );
+        node.stop();
+    }
+
+    /// A watcher that reads nothing at all delays no command, and finds the last state when it
+    /// reads again.
+    #[test]
+    fn a_watcher_that_does_not_read_delays_nobody_and_ends_with_the_truth() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        let (here, there) = UnixStream::pair().unwrap();
+        let (stop, _stopped) = sync_channel(1);
+        let served = node.clone();
+        let server = std::thread::spawn(move || converse(there, &served, &stop));
+        let mut client = here.try_clone().unwrap();
+        client.write_all(b"{\"do\":\"watch\"}\n").unwrap();
+        let mut reader = BufReader::new(here);
+        let mut first = String::new();
+        reader.read_line(&mut first).unwrap();
+        let set = |quorum: &str| {
+            let options = [("quorum".to_owned(), quorum.to_owned())].into();
+            node.resource_options("web", &options, Moment::Change)
+                .unwrap();
+        };
+        // More than the socket and the mailbox together can hold.
+        for _ in 0..3000 {
+            set("majority");
+            set("off");
+        }
+        set("all");
+        let mut last = String::new();
+        while !last.contains("\"quorum\":\"all\"") {
+            last.clear();
+            assert_ne!(reader.read_line(&mut last).unwrap(), 0, "hung up on");
+        }
+        drop((reader, client));
+        server.join().unwrap().unwrap();
         node.stop();
     }
 

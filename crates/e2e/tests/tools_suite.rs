@@ -1,6 +1,10 @@
 //! Tools that others wrote for DRBD, unchanged, on Lockstep.
 
+#[path = "tools/lines.rs"]
+mod lines;
 #[path = "tools/nodes.rs"]
 mod nodes;
+#[path = "tools/reactor.rs"]
+mod reactor;
 #[path = "tools/stock.rs"]
 mod stock;

@@ -148,6 +148,14 @@ impl Nodes {
         })
     }
 
+    /// SIGKILL to a node's daemon.
+    pub(crate) fn kill(&mut self, node: usize) -> Result<()> {
+        let mut child = self.nodes[node].daemon.take().context("it runs")?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
     /// A node's directory.
     pub(crate) fn node_dir(&self, node: usize) -> &Path {
         &self.nodes[node].dir

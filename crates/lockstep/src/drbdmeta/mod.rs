@@ -47,6 +47,32 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
     }
 }
 
+/// Stores where the metadata of an attached disk lies, for `check-resize` after the disk has grown.
+pub(crate) fn remember(minor: u32, meta_path: &str, meta_index: &str) -> u8 {
+    let index = match meta_index {
+        "flexible" => "flex-external",
+        other => other,
+    };
+    let minor = minor.to_string();
+    let args = ["--force", &minor, "v09", meta_path, index, "get-gi"].map(str::to_owned);
+    let line = match options::parse(&args) {
+        Ok(line) => line,
+        Err(failure) => {
+            eprintln!("{}", failure.text);
+            return failure.code;
+        }
+    };
+    let mut tool = Tool {
+        line: &line,
+        args: &args,
+        out: &mut io::sink(),
+        err: &mut io::stderr(),
+        answer: || None,
+    };
+    tool.remember_place();
+    0
+}
+
 /// The minor whose metadata a command changes, if it names one.
 fn changed_minor(line: &CommandLine) -> Option<u32> {
     line.target.minor.filter(|_| line.command.modifies)

@@ -68,6 +68,14 @@ fn run_to_code(args: &[String]) -> u8 {
         }
         name if name.starts_with("wait-") => waiting(&place, &mut parsed),
         "down" if parsed.words[0] == "all" => down_all(&place),
+        "check-resize" => check_resize(&place, &parsed),
+        "rename-resource" => {
+            let text = "a running resource keeps its name; `drbdadm down` it, change the name in \
+                        the configuration of all nodes, and bring it up"
+                .to_owned();
+            let code = INVALID_REQUEST;
+            answered(&parsed.words[0], Reply::Failed { code, text })
+        }
         _ => change(&place, parsed),
     }
 }
@@ -191,6 +199,42 @@ fn forget(links: &[String]) {
 
 /// Where drbdadm keeps them.
 const REGISTRY: &str = "/var/run/drbd";
+
+/// Stores the size of the disk, so that `drbdmeta check-resize` finds the metadata after the disk
+/// has grown while it was not attached.
+fn check_resize(place: &Place, parsed: &Parsed) -> u8 {
+    let object = &parsed.words[0];
+    let minor = match args::minor(object) {
+        Ok(minor) => minor,
+        Err(text) => {
+            eprintln!("{text}");
+            return USAGE;
+        }
+    };
+    let resources = match reports(place, None) {
+        Ok(resources) => resources,
+        Err(error) => return lost(object, &error),
+    };
+    let Some((_, device)) = device(&resources, minor) else {
+        eprintln!("{object}: No such device");
+        return UNKNOWN_OBJECT;
+    };
+    match &device.disk {
+        None => answered(
+            object,
+            Reply::Failed {
+                code: NO_DISK,
+                text: String::new(),
+            },
+        ),
+        Some(disk) => crate::drbdmeta::remember(minor, &disk.meta_path, &disk.meta_index),
+    }
+}
+
+/// `ERR_INVALID_REQUEST`.
+const INVALID_REQUEST: i32 = 162;
+/// `ERR_NO_DISK`.
+const NO_DISK: i32 = 138;
 
 /// `SS_IN_TRANSIENT_STATE`: the same request is sent again.
 const IN_TRANSIENT_STATE: i32 = -18;

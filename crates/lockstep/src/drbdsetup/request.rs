@@ -257,6 +257,8 @@ mod tests {
             "udev",
             "show-gi",
             "get-gi",
+            "check-resize",
+            "rename-resource",
         ];
         for verb in VERBS {
             let name = verb.name;

@@ -38,6 +38,7 @@ pub(super) fn wait(
     let until = wanted.limit.map(|limit| Instant::now() + limit);
     client.send(&Request::Watch {
         statistics: false,
+        on_request: false,
         resource: Some(resource.to_owned()),
     })?;
     loop {

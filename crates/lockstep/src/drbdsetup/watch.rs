@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use lockstep_daemon::client::{Client, ClientError};
+use lockstep_daemon::client::{Client, ClientError, Sender};
 use lockstep_daemon::place::Place;
 use lockstep_daemon::protocol::{Reply, Request};
 
@@ -27,16 +27,77 @@ pub(super) fn events2(place: &Place, parsed: &Parsed) -> u8 {
         timestamps: parsed.has("timestamps"),
         resource: super::chosen(parsed).map(str::to_owned),
     };
-    if parsed.has("poll") {
-        return watch.poll(place, parsed.has("now"));
+    let (poll, now) = (parsed.has("poll"), parsed.has("now"));
+    if !(poll && now) {
+        end_with_the_reader();
     }
     let result = Client::connect(place).and_then(|mut client| {
-        watch.ask(&mut client)?;
-        watch.stream(&mut client, parsed.has("now"))
+        if now {
+            return watch.print_now(&mut client, poll);
+        }
+        watch.ask(&mut client, poll)?;
+        if poll {
+            refresh_on_request(client.sender()?);
+        }
+        watch.stream(&mut client)
     });
     match result {
         Ok(code) => code,
+        Err(error) if Client::has_ended(&error) => {
+            let object = parsed.words.first().map_or("all", String::as_str);
+            eprintln!("{object}: module unloaded");
+            MODULE_UNLOADED
+        }
         Err(error) => super::lost("events2", &error),
+    }
+}
+
+/// Exit code when the daemon ends under a watcher.
+const MODULE_UNLOADED: u8 = 121;
+
+/// Ends the program when nobody reads its output any more, also while nothing happens.
+fn end_with_the_reader() {
+    use rustix::event::{PollFd, PollFlags, poll};
+    std::thread::spawn(|| {
+        let out = std::io::stdout();
+        loop {
+            let mut fds = [PollFd::new(&out, PollFlags::empty())];
+            match poll(&mut fds, None) {
+                Ok(_) if fds[0].revents().intersects(PollFlags::ERR | PollFlags::HUP) => {
+                    std::process::exit(0)
+                }
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return,
+            }
+        }
+    });
+}
+
+/// `--poll`: each `n` on standard input asks for fresh counters; its end is the program's end.
+fn refresh_on_request(mut daemon: Sender) {
+    std::thread::spawn(move || {
+        while wait_for_request() {
+            if daemon.send(&Request::Refresh).is_err() {
+                // The receiving thread finds the same out and says it.
+                return;
+            }
+        }
+        // Nobody is in the middle of printing a group while this is held.
+        let _out = std::io::stdout().lock();
+        std::process::exit(0);
+    });
+}
+
+/// Waits for an `n` on standard input; `false` at its end or for anything else.
+fn wait_for_request() -> bool {
+    let mut byte = [0];
+    loop {
+        match std::io::stdin().read(&mut byte) {
+            Ok(1) if byte == *b"\n" => {}
+            Ok(1) => return byte == *b"n",
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Ok(_) | Err(_) => return false,
+        }
     }
 }
 
@@ -47,26 +108,35 @@ struct Watch {
 }
 
 impl Watch {
-    fn ask(&self, client: &mut Client) -> Result<(), ClientError> {
+    fn ask(&self, client: &mut Client, on_request: bool) -> Result<(), ClientError> {
         let resource = self.resource.clone();
         client.send(&Request::Watch {
             statistics: self.detail.statistics,
+            on_request,
             resource,
         })
     }
 
-    fn stream(&self, client: &mut Client, now_only: bool) -> Result<u8, ClientError> {
+    /// `--now`: the state, with `--poll` again at each request.
+    fn print_now(&self, client: &mut Client, poll: bool) -> Result<u8, ClientError> {
+        loop {
+            let resource = self.resource.clone();
+            let reply = client.call(&Request::Report { resource })?;
+            let lines = self.lines(&mut Known::default(), reply);
+            if self.print(&lines).is_err() || !poll || !wait_for_request() {
+                return Ok(0);
+            }
+        }
+    }
+
+    fn stream(&self, client: &mut Client) -> Result<u8, ClientError> {
         let mut known = Known::default();
         loop {
             let Some(reply) = client.receive(None)? else {
                 continue;
             };
-            let is_initial = matches!(reply, Reply::Report { .. });
             let lines = self.lines(&mut known, reply);
             if self.print(&lines).is_err() {
-                return Ok(0);
-            }
-            if is_initial && now_only {
                 return Ok(0);
             }
         }
@@ -127,40 +197,6 @@ impl Watch {
         let mut out = std::io::stdout().lock();
         out.write_all(text.as_bytes())?;
         out.flush()
-    }
-
-    /// `--poll`: each `n` on standard input asks for the state again.
-    fn poll(&self, place: &Place, now_only: bool) -> u8 {
-        let mut known = Known::default();
-        let mut first = true;
-        loop {
-            let reports = match super::reports(place, self.resource.as_deref()) {
-                Ok(reports) => reports,
-                Err(error) => return super::lost("events2", &error),
-            };
-            let lines = if first || now_only {
-                self.lines(&mut known, Reply::Report { resources: reports })
-            } else {
-                reports
-                    .into_iter()
-                    .flat_map(|r| known.changed(r, self.detail))
-                    .collect()
-            };
-            first = false;
-            if self.print(&lines).is_err() {
-                return 0;
-            }
-            let mut byte = [b'\n'];
-            while byte == [b'\n'] {
-                match std::io::stdin().read(&mut byte) {
-                    Ok(1) => {}
-                    Ok(_) | Err(_) => return 0,
-                }
-            }
-            if byte != [b'n'] {
-                return 0;
-            }
-        }
     }
 }
 
