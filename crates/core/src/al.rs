@@ -242,6 +242,11 @@ impl<W: Copy> ActivityLog<W> {
         owners
     }
 
+    /// Owners that the transaction in flight makes wait; for a deliberate bug.
+    pub(crate) fn granted_mut(&mut self) -> &mut Vec<W> {
+        &mut self.granted
+    }
+
     /// Somebody waits for a slot or a transaction.
     pub fn has_waiters(&self) -> bool {
         !self.peers.is_empty() || !self.locals.is_empty()

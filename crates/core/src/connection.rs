@@ -509,6 +509,9 @@ impl Resource {
         let Some(link) = conn.link.as_ref() else {
             return;
         };
+        if planted!(self, PingTimerNotRearmed) && !link.ping_outstanding {
+            return;
+        }
         let span = if link.ping_outstanding {
             conn.ping_timeout()
         } else {

@@ -571,7 +571,7 @@ impl Resource {
         let lost = |pair: Option<(NodeId, lockstep_format::units::Dagtag)>| {
             pair.map(|(node, dagtag)| LostPrimary { node, dagtag })
         };
-        Some(compare::compare(&Handshake {
+        let verdict = compare::compare(&Handshake {
             own: &own,
             peer: &other,
             phase,
@@ -582,7 +582,28 @@ impl Resource {
             quorum_configured: self.options.quorum != Quorum::Off,
             own_lost: lost(self.lost_primary_for(peer)),
             peer_lost: lost(conn.peer_dagtag),
-        }))
+        });
+        #[cfg(feature = "planted")]
+        let verdict = self.planted_verdict(verdict);
+        Some(verdict)
+    }
+
+    /// Wrong rows of the comparison table.
+    #[cfg(feature = "planted")]
+    fn planted_verdict(&self, mut verdict: compare::Verdict) -> compare::Verdict {
+        use compare::Rule;
+        let strategy = verdict.strategy;
+        if planted!(self, WrongRowBitmapSelf) {
+            verdict.strategy = match (verdict.rule, strategy) {
+                (Rule::BitmapSelf, Strategy::SourceUseBitmap) => Strategy::TargetUseBitmap,
+                (Rule::BitmapPeer, Strategy::TargetUseBitmap) => Strategy::SourceUseBitmap,
+                _ => strategy,
+            };
+        }
+        if planted!(self, MarkedBlocksRowMissing) && verdict.rule == Rule::MarkedBlocks {
+            verdict.strategy = Strategy::NoSync;
+        }
+        verdict
     }
 
     /// One side has no disk: no sync decision, but generations still matter (13.8).

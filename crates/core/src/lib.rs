@@ -6,6 +6,9 @@
 #![forbid(unsafe_code)]
 extern crate alloc;
 
+#[macro_use]
+pub mod planted;
+
 pub mod admin;
 pub mod al;
 pub mod attach;

@@ -65,6 +65,8 @@ pub struct Resource {
     /// The promotion was explicit: closing the last opener does not demote.
     pub(crate) explicit_primary: bool,
     pub(crate) io: ResourceIo,
+    #[cfg(feature = "planted")]
+    pub(crate) planted: Option<crate::planted::Planted>,
 }
 
 /// What an outstanding output's completion means.
@@ -109,7 +111,15 @@ impl Resource {
             new_uuid_wanted: false,
             explicit_primary: false,
             io: ResourceIo::default(),
+            #[cfg(feature = "planted")]
+            planted: None,
         }
+    }
+
+    /// Gives this resource a deliberate bug, or none.
+    #[cfg(feature = "planted")]
+    pub fn plant(&mut self, bug: Option<crate::planted::Planted>) {
+        self.planted = bug;
     }
 
     /// Feeds one event. Never blocks, never fails: a peer's bad packet ends that connection.

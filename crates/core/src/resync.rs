@@ -165,6 +165,9 @@ impl Resource {
         let behind = disk
             .generations
             .resync_ends_as_target(peer, &source, start, at_source);
+        if planted!(self, HistoryNotInherited) {
+            disk.generations.history = Default::default();
+        }
         disk.crashed_primary = false;
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.behind = behind;

@@ -168,6 +168,9 @@ impl Resource {
             let failed = (before.disk > DiskState::Failed && after.disk == DiskState::Failed)
                 || (before.disk >= DiskState::Inconsistent && after.disk < DiskState::Inconsistent);
             due |= failed && new.role == Role::Primary && after.data_accessible();
+            if planted!(self, NoNewUuidOnLoss) {
+                due = promoted;
+            }
             let demoted = new.role != Role::Primary;
             if let Some(device) = self.devices.get_mut(volume) {
                 if due {

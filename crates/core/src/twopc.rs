@@ -165,12 +165,6 @@ impl Resource {
         self.start(wish, attempt);
     }
 
-    /// The peers are being asked whether this node may become Secondary.
-    pub(crate) fn is_demoting(&self) -> bool {
-        let wish = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
-        wish.is_some_and(|w| matches!(w.kind, WishKind::Demote { .. }))
-    }
-
     /// Starts what waits, if nothing runs.
     pub(crate) fn next_wish(&mut self) {
         if self.twopc.current.is_some() {
@@ -746,6 +740,9 @@ impl Resource {
         let wait = Duration::from_millis(self.rng.below(span.max(1)) + 1);
         let at = self.now + wait;
         self.timers.set(Timer::TwopcRetry, at);
+        if planted!(self, TwopcRetryAppliedTwice) {
+            self.twopc.queue.push_back((wish.clone(), attempt));
+        }
         self.twopc.retry = Some((wish, attempt + 1));
         if let Some((peer, volume, prepare, _)) = self.twopc.postponed.take() {
             self.prepare_received(peer, volume, prepare);

@@ -226,7 +226,7 @@ impl Resource {
             let confirm = self.followers(&views);
             let mut base = base;
             let mut noted = true;
-            if confirm.count() > 0 {
+            if confirm.count() > 0 && !planted!(self, PlannedUuidNotNoted) {
                 // Given up after it was told, also by a crash, it must count as an ancestor of
                 // the next one, not as another branch.
                 noted = false;
@@ -350,7 +350,8 @@ impl Resource {
                 .collect(),
         };
         // A disk that was merely detached comes back: it must not look like a follower.
-        if device.intentional_diskless && !exposed.needs_new_generation(&peers) {
+        let keeps = device.intentional_diskless && !exposed.needs_new_generation(&peers);
+        if keeps || planted!(self, DisklessKeepsGeneration) {
             return None;
         }
         let uuid = Uuid(self.rng.uuid().0 | Uuid::PRIMARY_BIT);
@@ -448,6 +449,10 @@ impl Resource {
             }
             if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
                 disk.generations = next;
+            }
+            if planted!(self, UuidBeforeDurable) {
+                self.new_uuid_durable(volume);
+                continue;
             }
             self.after_superblock(volume, AfterMeta::NewUuid);
         }

@@ -1,5 +1,11 @@
 //! A node: life cycle of the daemon, control socket, what tools are told, handlers.
 
+// Deliberate bugs are for the simulator's own test; a node that has them must not be built.
+const _: () = assert!(
+    !lockstep_core::planted::COMPILED_IN,
+    "lockstep-core was built with its feature `planted`"
+);
+
 pub mod board;
 pub mod client;
 mod devices;

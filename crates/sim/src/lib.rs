@@ -10,6 +10,8 @@ pub mod history;
 mod io;
 mod net;
 pub mod operator;
+#[cfg(feature = "planted")]
+pub mod planted;
 pub mod rng;
 pub mod scenario;
 pub mod swarm;

@@ -422,6 +422,10 @@ impl World {
         ));
         n.timer_at = u64::MAX;
         n.view = None;
+        #[cfg(feature = "planted")]
+        if let Some(resource) = n.resource.as_mut() {
+            resource.plant(crate::planted::present());
+        }
         self.trace(node, || "== starts".into());
     }
 

@@ -141,10 +141,3 @@ fn a_follower_lost_while_a_generation_is_written_misses_what_comes() {
 fn a_read_of_an_unacknowledged_write_binds_no_survivor() {
     holds(2215, KILLS_AND_LINKS);
 }
-
-/// A Primary became Secondary with writes in flight, and acknowledged one after the next Primary
-/// had begun without it.
-#[test]
-fn a_demotion_waits_for_the_writes_in_flight() {
-    holds(1686, ALL);
-}

@@ -88,6 +88,7 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
             }
         }
     }
+    wrong.extend(planted_bugs_that_could_ship(&metadata));
     for name in ["format", "core"] {
         let path = root.join(format!("crates/{name}/src/lib.rs"));
         let text = std::fs::read_to_string(&path).map_err(|e| format!("{path:?}: {e}"))?;
@@ -102,6 +103,35 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
     } else {
         Err(format!("layers:\n  {}", wrong.join("\n  ")))
     }
+}
+
+/// The core's deliberate bugs are for the simulator's own test: only its feature of the same name,
+/// which nothing turns on by itself, may ask for them.
+fn planted_bugs_that_could_ship(metadata: &Value) -> Vec<String> {
+    const BUGS: &str = "planted";
+    let mut wrong = Vec::new();
+    for package in metadata["packages"].as_array().into_iter().flatten() {
+        let name = package["name"].as_str().unwrap_or_default();
+        for dependency in package["dependencies"].as_array().into_iter().flatten() {
+            let features = dependency["features"].as_array().into_iter().flatten();
+            if features.into_iter().any(|f| f.as_str() == Some(BUGS)) {
+                let uses = dependency["name"].as_str().unwrap_or_default();
+                wrong.push(format!("{name} turns on the deliberate bugs of {uses}"));
+            }
+        }
+        for (feature, implied) in package["features"].as_object().into_iter().flatten() {
+            let implies = implied.as_array().into_iter().flatten().any(|f| {
+                let f = f.as_str().unwrap_or_default();
+                f == BUGS || f.ends_with("/planted")
+            });
+            if implies && !(name == "lockstep-sim" && feature == BUGS) {
+                wrong.push(format!(
+                    "feature {feature} of {name} turns on deliberate bugs"
+                ));
+            }
+        }
+    }
+    wrong
 }
 
 fn refused(name: &str, allowed: &[&str], uses: &str, for_tests: bool) -> Option<String> {
@@ -134,6 +164,32 @@ mod tests {
             .is_none()
         );
         assert!(refused("lockstep-io", &["lockstep-core"], "libc", false).is_none());
+    }
+
+    #[test]
+    fn deliberate_bugs_are_only_for_the_simulators_own_feature() {
+        let package = |name: &str, features: Value, asks: Value| {
+            serde_json::json!({ "packages": [{
+                "name": name,
+                "features": features,
+                "dependencies": [{ "name": "lockstep-core", "features": asks }],
+            }]})
+        };
+        let own = serde_json::json!({ "planted": ["lockstep-core/planted"] });
+        let none = serde_json::json!([]);
+        let ok = package("lockstep-sim", own.clone(), none.clone());
+        assert_eq!(planted_bugs_that_could_ship(&ok), Vec::<String>::new());
+        let ships = package("lockstep-daemon", own, none.clone());
+        assert_eq!(planted_bugs_that_could_ship(&ships).len(), 1);
+        let default = serde_json::json!({ "default": ["planted"] });
+        let on = package("lockstep-sim", default, none);
+        assert_eq!(planted_bugs_that_could_ship(&on).len(), 1);
+        let asks = package(
+            "lockstep",
+            serde_json::json!({}),
+            serde_json::json!(["planted"]),
+        );
+        assert_eq!(planted_bugs_that_could_ship(&asks).len(), 1);
     }
 
     #[test]

@@ -13,6 +13,7 @@ const USAGE: &str = "usage: cargo xtask TASK
   style     format, clippy, tidy, layers, licenses, documentation links
   test      unit, golden and integration tests
   sim       the simulator's fixed worlds
+  planted   the simulator finds deliberate bugs: a third of them, chosen by the commit
   e2e       end-to-end tests with the release binary
   fmt|clippy|tidy|layers|licenses|doc   one step of `style`";
 
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         "licenses" => licenses::check(&root),
         "test" => test(&root),
         "sim" => sim(&root),
+        "planted" => planted(&root),
         "e2e" => e2e(&root),
         _ => {
             eprintln!("{USAGE}");
@@ -50,6 +52,7 @@ fn ci(root: &Path) -> Result<(), String> {
     cargo(root, &["build", "--release", "--locked", "--bins"])?;
     test(root)?;
     sim(root)?;
+    planted(root)?;
     e2e(root)
 }
 
@@ -118,6 +121,34 @@ fn sim(root: &Path) -> Result<(), String> {
         cargo(root, &all)?;
     }
     Ok(())
+}
+
+/// The simulator's own test. The number of worlds is bounded, not the time, so that a busy machine
+/// changes nothing.
+fn planted(root: &Path) -> Result<(), String> {
+    let feature = ["-p", "lockstep-sim", "--locked", "--features", "planted"];
+    let mut test = vec!["test", "--quiet", "--lib"];
+    test.extend_from_slice(&feature);
+    test.extend_from_slice(&["--", "planted"]);
+    cargo(root, &test)?;
+    let third = commit_number(root).to_string();
+    let mut search = vec!["run", "--quiet"];
+    search.extend_from_slice(&feature);
+    search.extend_from_slice(&["--", "planted", "--threads", "2", "--third", &third]);
+    search.extend_from_slice(&["--worlds", "3000", "--seconds", "100000"]);
+    cargo(root, &search)
+}
+
+/// The beginning of the commit's hash as a number; 0 where there is no repository.
+fn commit_number(root: &Path) -> u64 {
+    Command::new("git")
+        .args(["rev-parse", "--short=8", "HEAD"])
+        .current_dir(root)
+        .output()
+        .ok()
+        .and_then(|o| String::from_utf8(o.stdout).ok())
+        .and_then(|hash| u64::from_str_radix(hash.trim(), 16).ok())
+        .unwrap_or(0)
 }
 
 /// One test at a time: each has whole nodes, and some kill them.

@@ -193,16 +193,22 @@ impl Resource {
     }
 
     fn al_run(&mut self, volume: VolumeNr) {
+        let evicts_early = planted!(self, EvictBeforeBitmap);
+        let wakes_early = planted!(self, DataBeforeActivityLog);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let mut ready = Vec::new();
         let prepared = io.al.prepare(&mut ready);
+        if wakes_early {
+            ready.append(io.al.granted_mut());
+        }
         let starving = io.al.is_starving();
         if let Some(prepared) = prepared {
             let ranges = prepared
                 .evicted
                 .iter()
+                .filter(|_| !evicts_early)
                 .map(|e| io.bitmap.extent_pages(*e))
                 .collect::<Vec<_>>();
             io.prepared = Some(prepared);
@@ -232,7 +238,7 @@ impl Resource {
 
     /// Writes the changed pages of the whole bitmap, then does `then`.
     pub(crate) fn write_bitmap(&mut self, volume: VolumeNr, then: BitmapThen) {
-        if then == BitmapThen::Detach {
+        if then == BitmapThen::Detach && !planted!(self, DetachForgetsUnsettled) {
             self.mark_unsettled(volume);
         }
         let Some(io) = self.disk_io(volume) else {
@@ -281,6 +287,7 @@ impl Resource {
     }
 
     fn run_page_jobs(&mut self, volume: VolumeNr) {
+        let misses = planted!(self, PageWriteMissesBits);
         let mut done = Vec::new();
         let mut out = Vec::new();
         {
@@ -291,7 +298,7 @@ impl Resource {
             jobs.retain_mut(|job| {
                 if job.writes.is_none() {
                     // A write in flight may lack the newest bits: wait for it, then write again.
-                    if job.ranges.iter().any(|r| bitmap.is_writing_in(r.clone())) {
+                    if job.ranges.iter().any(|r| bitmap.is_writing_in(r.clone())) && !misses {
                         return true;
                     }
                     let mut writes = BTreeSet::new();
@@ -338,6 +345,7 @@ impl Resource {
     }
 
     fn write_al_block(&mut self, volume: VolumeNr) {
+        let evicts_early = planted!(self, EvictBeforeFlush);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -349,7 +357,7 @@ impl Resource {
             offset: io.geometry.al_offset_bytes + at,
             bytes: prepared.block,
             // The data of an extent are durable before it leaves the log.
-            flush_data: !prepared.evicted.is_empty() && io.flushes,
+            flush_data: !prepared.evicted.is_empty() && io.flushes && !evicts_early,
         };
         self.meta(volume, op, Pending::Data(DataOp::AlBlock(volume)));
     }
@@ -387,6 +395,9 @@ impl Resource {
         }
         let mut ready = Vec::new();
         io.al.committed(&mut ready);
+        if planted!(self, LostLogWakeUp) {
+            ready.truncate(1);
+        }
         self.io
             .wakes
             .extend(ready.into_iter().map(|owner| Wake::Al(volume, owner)));
@@ -436,7 +447,8 @@ impl Resource {
 
     /// Flushes the data device for `waiter`; one flush serves all who asked before it started.
     pub(crate) fn flush_disk(&mut self, volume: VolumeNr, waiter: FlushWaiter) {
-        let needed = self.disk_io(volume).map(|io| io.flushes);
+        let skips = planted!(self, FlushSkipsLocalDisk) && matches!(waiter, FlushWaiter::App(_));
+        let needed = self.disk_io(volume).map(|io| io.flushes && !skips);
         match needed {
             Some(true) => {}
             Some(false) => {

@@ -23,8 +23,12 @@ impl Resource {
     pub(crate) fn send_bitmap(&mut self, volume: VolumeNr, peer: NodeId) {
         if self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS {
             // Replication has stopped with this state: what is on its way belongs into the bitmap.
-            self.mark_in_flight(volume, peer);
-            self.apply_unacked(volume);
+            if !planted!(self, InFlightNotInBitmap) {
+                self.mark_in_flight(volume, peer);
+            }
+            if !planted!(self, UnackedNotInBitmap) {
+                self.apply_unacked(volume);
+            }
         }
         let use_rle = self.connections.get(&peer).is_some_and(|c| c.net.use_rle);
         let dialect = self.dialect(peer);
@@ -118,12 +122,16 @@ impl Resource {
         volume: VolumeNr,
         packet: &CompressedBitmap,
     ) {
+        let off_by_one = planted!(self, RleOffByOne);
         let total = self.wire_bits(volume);
         let Some(io) = self.peer_io(volume, peer) else {
             return;
         };
         let mut runs = Vec::new();
         let end = for_each_set_run(packet, io.bitmap_in, total, |at, run| runs.push((at, run)));
+        if off_by_one {
+            runs.iter_mut().for_each(|(_, run)| *run -= 1);
+        }
         match end {
             Ok(end) => {
                 io.bitmap_in = end;

@@ -230,7 +230,7 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
             return;
         }
-        if flags.contains(DataFlags::SEND_RECEIVE_ACK) {
+        if flags.contains(DataFlags::SEND_RECEIVE_ACK) || planted!(self, AckBeforeDiskWrite) {
             let ack = self.block_ack(volume, peer, sector, block_id, size_bytes);
             self.send(peer, Stream::Control, volume, Packet::RecvAck(ack));
         }
@@ -383,7 +383,7 @@ impl Resource {
             device.io.ranges.remove(range, &mut ready);
             self.wake_ranges(volume, ready);
         }
-        if let Some(payload) = payload {
+        if let Some(payload) = payload.filter(|_| !planted!(self, LostBuffer)) {
             self.release(payload.buf);
         }
     }
@@ -503,7 +503,7 @@ impl Resource {
     fn flush_for(&mut self, peer: NodeId, epochs: usize, confirm: u32, volumes: Vec<VolumeNr>) {
         let disks: Vec<VolumeNr> = volumes
             .into_iter()
-            .filter(|v| self.takes_writes(*v))
+            .filter(|v| self.takes_writes(*v) && !planted!(self, BarrierAckWithoutFlush))
             .collect();
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
@@ -705,6 +705,7 @@ impl Resource {
     fn settle_peer_write(&mut self, peer: NodeId, write: &PeerWrite, mask: NodeMask) {
         let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
         let failed = write.stage == Stage::Failed;
+        let clears_all = planted!(self, PeerAckClearsAll);
         if let Some(io) = self.disk_io(volume) {
             let sender = io.slot_mask(NodeMask::of(peer));
             let in_sync = if failed { 0 } else { io.slot_mask(mask) };
@@ -712,7 +713,7 @@ impl Resource {
                 if sender >> slot & 1 == 1 && !failed {
                     continue;
                 }
-                if in_sync >> slot & 1 == 1 {
+                if in_sync >> slot & 1 == 1 || clears_all {
                     io.bitmap.clear_range(slot, sector, size);
                 } else {
                     io.bitmap.set_range(slot, sector, size);
@@ -821,7 +822,9 @@ impl Resource {
         }
         for (volume, sector, size, serial) in settled {
             // Everybody but the lost node may miss it.
-            self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
+            if !planted!(self, DrainForgetsThirdNodes) {
+                self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
+            }
             self.forward_marks(volume, peer, NodeMask::EMPTY, sector, size);
             self.al_put(volume, sector, size, serial);
         }

@@ -88,7 +88,6 @@ impl Resource {
         self.state.suspended()
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
-            || self.is_demoting()
             || self
                 .state
                 .devices
@@ -275,6 +274,7 @@ impl Resource {
         };
         match self.state.disk(volume) {
             DiskState::UpToDate => true,
+            DiskState::Inconsistent if planted!(self, ReadFromInconsistent) => true,
             DiskState::Inconsistent => !disk.io.bitmap.any_set_in_all(sector, size_bytes),
             _ => false,
         }
@@ -463,7 +463,7 @@ impl Resource {
         if let Some(serving) = self.io.serving.get_mut(key) {
             serving.range = Some(range);
         }
-        if clear {
+        if clear || planted!(self, ReadOvertakesWrites) {
             self.serve_start(key);
         }
     }
@@ -572,7 +572,10 @@ impl Resource {
         for (peer, conn) in &self.connections {
             let p = self.state.peer_device(volume, *peer);
             let counts = conn.is_lockstep() && conn.net.protocol == Protocol::C && p.replicates();
-            if counts && conn.io.sent_count > conn.io.settled_count {
+            if counts
+                && !planted!(self, FlushWaitsForNoPeer)
+                && conn.io.sent_count > conn.io.settled_count
+            {
                 waits.push((*peer, conn.io.sent_count));
             }
         }

@@ -92,6 +92,7 @@ impl Resource {
                 }
             }
         }
+        let after = after.filter(|_| !planted!(self, ResyncRequestIgnoresDagtag));
         let waits = after.is_some();
         let Some(io) = self.peer_io(volume, peer) else {
             return;
@@ -129,7 +130,7 @@ impl Resource {
                 .ranges
                 .insert(Origin::ResyncSource(peer), sector, size, owner);
         read.range = Some(range);
-        if clear {
+        if clear || planted!(self, ResyncReadIgnoresWrites) {
             self.source_range_clear(volume, peer, key);
         }
     }

@@ -239,7 +239,9 @@ impl Resource {
             return;
         }
         let at = self.now + STEP;
-        self.timers.set(Timer::ResyncStep(volume, peer), at);
+        if !planted!(self, ResyncTimerNotRearmed) {
+            self.timers.set(Timer::ResyncStep(volume, peer), at);
+        }
         self.grant(volume, peer);
         self.target_step(volume, peer);
     }
@@ -392,6 +394,7 @@ impl Resource {
         let count = self
             .disk_io(volume)
             .and_then(|io| io.slot(peer).map(|slot| io.bitmap.count(slot)));
+        let count = count.filter(|_| !planted!(self, ResyncForgetsBehindCursor));
         let Some(sync) = self.target(volume, peer) else {
             return;
         };
@@ -403,8 +406,10 @@ impl Resource {
             sync.cursor = 0;
             sync.pass_failed = 0;
             // The next step goes on: bits were set behind the cursor, or requests were cancelled.
-            self.timers
-                .set_earliest(Timer::ResyncStep(volume, peer), now + STEP);
+            if !planted!(self, ResyncTimerNotRearmed) {
+                self.timers
+                    .set_earliest(Timer::ResyncStep(volume, peer), now + STEP);
+            }
             return;
         }
         // A node that is gone or not UpToDate any more owes no answer.
@@ -556,7 +561,7 @@ impl Resource {
         let clear = request
             .range
             .is_none_or(|range| device.io.ranges.reply(range));
-        if clear {
+        if clear || planted!(self, ResyncReplyOverWrite) {
             self.target_write(volume, peer, key);
         }
     }
@@ -654,6 +659,10 @@ impl Resource {
         };
         if sync.flushing.is_empty() && !sync.unflushed.is_empty() {
             sync.flushing = core::mem::take(&mut sync.unflushed);
+            if planted!(self, ResyncAckBeforeFlush) {
+                self.target_flushed(volume, peer, Ok(()));
+                return;
+            }
             self.flush_disk(volume, FlushWaiter::Target(peer));
         }
     }

@@ -237,6 +237,9 @@ impl Resource {
         if let (Some(range), Some(device)) = (range, self.devices.get_mut(&volume)) {
             let mut ready = Vec::new();
             device.io.ranges.remove(range, &mut ready);
+            if planted!(self, LostRangeWakeUp) {
+                return;
+            }
             self.wake_ranges(volume, ready);
         }
     }
@@ -482,7 +485,7 @@ impl Resource {
         }
         let volume = req.volume;
         let fails = self.io_fails(volume);
-        if !fails && self.completions_wait(volume) {
+        if !fails && self.completions_wait(volume) && !planted!(self, CompletesBeforeNewUuid) {
             if let Some(req) = self.io.requests.get_mut(key)
                 && !req.held
             {
@@ -548,8 +551,14 @@ impl Resource {
         };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let mut news = NodeMask::EMPTY;
+        let forgets = planted!(self, BitsNotSetWhileAway);
         if let Some(io) = self.disk_io(volume) {
-            let ok = io.slot_mask(req.ok);
+            let had = if forgets {
+                req.ok.union(req.sent.complement())
+            } else {
+                req.ok
+            };
+            let ok = io.slot_mask(had);
             let in_sync = io.slot_mask(req.in_sync);
             let accounted = io.slot_mask(req.accounted);
             for slot in 0..io.bitmap.shape().slots() {
@@ -657,6 +666,7 @@ impl Resource {
             return;
         }
         conn.io.unacked.pop_front();
+        let set_size = set_size + u32::from(planted!(self, BarrierAckAcrossEpochs));
         self.settle_sent(peer, set_size);
     }
 
@@ -722,6 +732,7 @@ impl Resource {
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
+        let forgets = planted!(self, LossForgetsUnacked);
         let parks = suspended && conn.net.protocol != Protocol::A;
         let sent = core::mem::take(&mut conn.io.sent);
         conn.io.unacked.clear();
@@ -743,7 +754,9 @@ impl Resource {
                 continue;
             }
             req.pending.remove(peer);
-            req.ok.remove(peer);
+            if !forgets {
+                req.ok.remove(peer);
+            }
             req.in_sync.remove(peer);
             req.unsettled.remove(peer);
             self.try_complete(key);
@@ -883,6 +896,9 @@ impl Resource {
     /// Sends the peer ack that was gathered so far.
     pub(crate) fn queue_peer_ack(&mut self) {
         let mask = self.io.peer_ack.mask;
+        if planted!(self, PeerAckNeverSent) {
+            return;
+        }
         for (peer, dagtag) in core::mem::take(&mut self.io.peer_ack.last) {
             let packet = Packet::PeerAck(PeerAck { mask, dagtag });
             self.send(peer, Stream::Control, VolumeNr::NONE, packet);
@@ -982,6 +998,7 @@ impl Resource {
         match kind {
             RequestKind::Write { fua } => {
                 let payload = payload.expect("admission checked that a write has its payload");
+                let fua = fua && !planted!(self, FuaIgnored);
                 DiskOp::Write {
                     sector,
                     payload,

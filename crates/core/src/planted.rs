@@ -1,0 +1,142 @@
+//! Deliberate bugs, for the test that the simulator finds each of them.
+//!
+//! They exist only with the cargo feature `planted`, which no shipping crate enables; without it
+//! every hook is the constant `false`. Which bug a resource has is said at run time, with
+//! [`crate::resource::Resource::plant`], so one build holds all of them and no state is shared.
+
+/// The deliberate bugs are compiled in. Whatever ships asserts that this is false.
+pub const COMPILED_IN: bool = cfg!(feature = "planted");
+
+/// Whether a resource has this deliberate bug: a constant `false` without feature `planted`.
+#[cfg(feature = "planted")]
+macro_rules! planted {
+    ($resource:expr, $bug:ident) => {
+        $resource.planted == Some($crate::planted::Planted::$bug)
+    };
+}
+
+/// Whether a resource has this deliberate bug: a constant `false` without feature `planted`.
+#[cfg(not(feature = "planted"))]
+macro_rules! planted {
+    ($resource:expr, $bug:ident) => {
+        false
+    };
+}
+
+macro_rules! registry {
+    ($($variant:ident $name:literal $text:literal;)*) => {
+        /// A deliberate bug.
+        #[cfg(feature = "planted")]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Planted {
+            $(#[doc = $text] $variant,)*
+        }
+
+        #[cfg(feature = "planted")]
+        impl Planted {
+            /// All of them.
+            pub const ALL: &[Planted] = &[$(Planted::$variant,)*];
+
+            /// Its name on the command line.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Planted::$variant => $name,)*
+                }
+            }
+
+            /// What is wrong with it, in words.
+            pub fn text(self) -> &'static str {
+                match self {
+                    $(Planted::$variant => $text,)*
+                }
+            }
+        }
+    };
+}
+
+registry! {
+    AckBeforeDiskWrite "ack-before-disk-write"
+        "A received write is acknowledged before it is on disk.";
+    DataBeforeActivityLog "data-before-activity-log"
+        "A write starts before the activity-log transaction of its extent is durable.";
+    ResyncReadIgnoresWrites "resync-read-ignores-writes"
+        "A resync read is not ordered with writes: its ack clears the bit of a newer write.";
+    EvictBeforeFlush "evict-before-flush"
+        "An extent leaves the activity log before its data are flushed.";
+    EvictBeforeBitmap "evict-before-bitmap"
+        "An extent leaves the activity log before its bitmap pages are durable.";
+    LossForgetsUnacked "loss-forgets-unacked"
+        "The loss of a peer takes unacknowledged writes for acknowledged ones.";
+    UuidBeforeDurable "uuid-before-durable"
+        "A new current UUID is used before it is durable.";
+    CompletesBeforeNewUuid "completes-before-new-uuid"
+        "A write that a lost peer missed completes before the new current UUID is made.";
+    NoNewUuidOnLoss "no-new-uuid-on-loss"
+        "A Primary that loses a peer does not note that a new current UUID is due.";
+    DisklessKeepsGeneration "diskless-keeps-generation"
+        "A Primary that lost its disk writes on under the old generation.";
+    PlannedUuidNotNoted "planned-uuid-not-noted"
+        "A planned UUID is told to followers before it is noted as an ancestor.";
+    WrongRowBitmapSelf "wrong-row-bitmap-self"
+        "The row bitmap-self of the comparison table gives the wrong direction.";
+    MarkedBlocksRowMissing "marked-blocks-row-missing"
+        "Marks between nodes of one generation start no resync.";
+    HistoryNotInherited "history-not-inherited"
+        "A resync target does not inherit its source's history.";
+    RleOffByOne "rle-off-by-one"
+        "The last block of each run of a compressed bitmap is dropped.";
+    InFlightNotInBitmap "in-flight-not-in-bitmap"
+        "Writes that are on their way when a bitmap is sent are not marked in it.";
+    BitsNotSetWhileAway "bits-not-set-while-away"
+        "A write that a peer was never sent is not marked.";
+    TwopcRetryAppliedTwice "twopc-retry-applied-twice"
+        "A two-phase commit that is retried stays queued as well and runs twice.";
+    BarrierAckAcrossEpochs "barrier-ack-across-epochs"
+        "A barrier ack settles one write of the next epoch, too.";
+    BarrierAckWithoutFlush "barrier-ack-without-flush"
+        "A barrier is acked without a flush of the disks that its epoch wrote to.";
+    ReadFromInconsistent "read-from-inconsistent"
+        "Reads are served from an Inconsistent disk.";
+    ReadOvertakesWrites "read-overtakes-writes"
+        "A peer's read does not wait for what was received before it.";
+    LostRangeWakeUp "lost-range-wake-up"
+        "A write that waited for an overlapping one is not woken.";
+    LostLogWakeUp "lost-log-wake-up"
+        "Of the writes that one activity-log transaction serves only the first is woken.";
+    PingTimerNotRearmed "ping-timer-not-rearmed"
+        "The ping timer is not set again after an answer.";
+    ResyncTimerNotRearmed "resync-timer-not-rearmed"
+        "The timer of the resync's next pass is not set.";
+    ResyncAckBeforeFlush "resync-ack-before-flush"
+        "Resync data are acked before they are flushed.";
+    ResyncReplyOverWrite "resync-reply-over-write"
+        "A resync reply is written although a newer write of the block is under way.";
+    ResyncForgetsBehindCursor "resync-forgets-behind-cursor"
+        "A resync ends although blocks were marked behind its cursor.";
+    LogNotReplayed "log-not-replayed"
+        "An attach does not apply the activity log of a crashed node.";
+    DetachForgetsUnsettled "detach-forgets-unsettled"
+        "A detach calls the log clean without marking unsettled writes.";
+    FlushWaitsForNoPeer "flush-waits-for-no-peer"
+        "A flush completes before the peers have what was written before.";
+    FlushSkipsLocalDisk "flush-skips-local-disk"
+        "A flush does not reach the local disk.";
+    FuaIgnored "fua-ignored"
+        "A write with FUA stays in the disk's cache.";
+    LostBuffer "lost-buffer"
+        "The buffer of a received write is never released.";
+    PeerAckNeverSent "peer-ack-never-sent"
+        "Peer acks are gathered and not sent.";
+    PeerAckClearsAll "peer-ack-clears-all"
+        "A peer ack clears the bits of nodes that do not have the write.";
+    DrainForgetsThirdNodes "drain-forgets-third-nodes"
+        "The loss of a Primary does not mark its last writes towards the other survivors.";
+    UnackedNotInBitmap "unacked-not-in-bitmap"
+        "Received writes without a peer ack are not marked in a bitmap that is sent.";
+    RecoveryStampsEarly "recovery-stamps-early"
+        "An attach calls the log clean before the bits that it stands for are durable.";
+    PageWriteMissesBits "page-write-misses-bits"
+        "Bits set during the write of their page count as written.";
+    ResyncRequestIgnoresDagtag "resync-request-ignores-dagtag"
+        "A resync source reads before it has what the target has seen of a third node.";
+}

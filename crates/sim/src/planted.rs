@@ -1,0 +1,343 @@
+//! The simulator's own test: deliberate bugs in the core, each of which random worlds must find.
+//!
+//! A bug counts as found by a world that fails with it and passes without it: so what was found is
+//! the bug, and nothing else that is wrong.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+use lockstep_core::planted::Planted;
+
+use crate::swarm::{Limits, Outcome, run};
+
+thread_local! {
+    /// The bug of the worlds that this thread runs.
+    static PRESENT: Cell<Option<Planted>> = const { Cell::new(None) };
+}
+
+/// The bug that nodes of this thread's worlds start with.
+pub fn present() -> Option<Planted> {
+    PRESENT.get()
+}
+
+/// Runs worlds whose nodes have the bug.
+pub fn with<T>(bug: Option<Planted>, body: impl FnOnce() -> T) -> T {
+    let before = PRESENT.replace(bug);
+    let result = body();
+    PRESENT.set(before);
+    result
+}
+
+/// What a bug can look like from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shows {
+    /// Wrong data, or a difference that nobody marks. A cluster that stands still or disconnects
+    /// does not count: a bug that only makes a world go another way may meet that by chance.
+    Data,
+    /// As `Data`, or nodes that take each other's generation for foreign.
+    Generation,
+    /// Anything.
+    Anything,
+}
+
+fn shows(bug: Planted) -> Shows {
+    use Planted as P;
+    match bug {
+        P::AckBeforeDiskWrite
+        | P::DataBeforeActivityLog
+        | P::ResyncReadIgnoresWrites
+        | P::EvictBeforeFlush
+        | P::EvictBeforeBitmap
+        | P::LossForgetsUnacked
+        | P::RleOffByOne
+        | P::InFlightNotInBitmap
+        | P::BitsNotSetWhileAway
+        | P::BarrierAckAcrossEpochs
+        | P::BarrierAckWithoutFlush
+        | P::ReadFromInconsistent
+        | P::ReadOvertakesWrites
+        | P::ResyncAckBeforeFlush
+        | P::ResyncReplyOverWrite
+        | P::ResyncForgetsBehindCursor
+        | P::LogNotReplayed
+        | P::DetachForgetsUnsettled
+        | P::FlushWaitsForNoPeer
+        | P::FlushSkipsLocalDisk
+        | P::FuaIgnored
+        | P::PeerAckClearsAll
+        | P::DrainForgetsThirdNodes
+        | P::UnackedNotInBitmap
+        | P::RecoveryStampsEarly
+        | P::PageWriteMissesBits
+        | P::ResyncRequestIgnoresDagtag => Shows::Data,
+        P::UuidBeforeDurable
+        | P::CompletesBeforeNewUuid
+        | P::NoNewUuidOnLoss
+        | P::DisklessKeepsGeneration
+        | P::PlannedUuidNotNoted
+        | P::HistoryNotInherited => Shows::Generation,
+        P::WrongRowBitmapSelf
+        | P::MarkedBlocksRowMissing
+        | P::TwopcRetryAppliedTwice
+        | P::LostRangeWakeUp
+        | P::LostLogWakeUp
+        | P::PingTimerNotRearmed
+        | P::ResyncTimerNotRearmed
+        | P::LostBuffer
+        | P::PeerAckNeverSent => Shows::Anything,
+    }
+}
+
+impl Shows {
+    fn accepts(self, violation: &str) -> bool {
+        let stands_still = violation.contains(" within ") && violation.contains(" s: ");
+        let foreign = violation.contains("split-brain") || violation.contains("unrelated");
+        match self {
+            Shows::Data => !stands_still && !foreign,
+            Shows::Generation => !stands_still,
+            Shows::Anything => true,
+        }
+    }
+}
+
+/// What became of the search for a bug.
+#[derive(Clone, Debug)]
+pub struct Search {
+    /// The bug.
+    pub bug: Planted,
+    /// The world that shows it, and what it says; none if the time was over.
+    pub found: Option<Outcome>,
+    /// Worlds that were run with the bug.
+    pub worlds: u64,
+    /// Of them, those that fail without it as well and so prove nothing.
+    pub failing_anyway: u64,
+    /// Time of one core that it took.
+    pub time: Duration,
+}
+
+/// How long to search.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// First seed.
+    pub from: u64,
+    /// At most so many worlds.
+    pub worlds: u64,
+    /// At most so much time of one core.
+    pub time: Duration,
+}
+
+/// Time that this thread has run, or since `start` where the system does not say.
+fn core_time(start: Instant) -> Duration {
+    std::fs::read_to_string("/proc/thread-self/schedstat")
+        .ok()
+        .and_then(|text| text.split_whitespace().next()?.parse().ok())
+        .map_or_else(|| start.elapsed(), Duration::from_nanos)
+}
+
+/// Runs one world after the other until one fails because of the bug.
+pub fn search(bug: Planted, patience: Patience) -> Search {
+    let clock = Instant::now();
+    let started = core_time(clock);
+    let limits = Limits::default();
+    let mut search = Search {
+        bug,
+        found: None,
+        worlds: 0,
+        failing_anyway: 0,
+        time: Duration::ZERO,
+    };
+    for seed in patience.from..patience.from.saturating_add(patience.worlds) {
+        search.worlds += 1;
+        let outcome = with(Some(bug), || run(seed, &limits));
+        let failed = outcome
+            .violation
+            .as_deref()
+            .is_some_and(|text| shows(bug).accepts(text));
+        if failed {
+            if run(seed, &limits).violation.is_none() {
+                search.found = Some(outcome);
+                break;
+            }
+            search.failing_anyway += 1;
+        }
+        if core_time(clock).saturating_sub(started) > patience.time {
+            break;
+        }
+    }
+    search.time = core_time(clock).saturating_sub(started);
+    search
+}
+
+impl Search {
+    /// The result as a line of text.
+    pub fn line(&self) -> String {
+        let name = self.bug.name();
+        let seconds = self.time.as_secs_f64();
+        let worlds = self.worlds;
+        match &self.found {
+            Some(o) => format!(
+                "{name:<30} found in world {worlds:>5}, {seconds:>5.1} s, seed {}: {}",
+                o.seed,
+                shortened(o.violation.as_deref().unwrap_or_default())
+            ),
+            None => format!(
+                "{name:<30} NOT FOUND in {worlds} worlds, {seconds:.1} s ({} failed anyway): {}",
+                self.failing_anyway,
+                self.bug.text()
+            ),
+        }
+    }
+
+    /// The result as one JSON object.
+    pub fn json(&self) -> String {
+        let (seed, violation) = match &self.found {
+            Some(o) => (
+                o.seed.to_string(),
+                quoted(o.violation.as_deref().unwrap_or_default()),
+            ),
+            None => ("null".into(), "null".into()),
+        };
+        format!(
+            "{{\"name\":{},\"text\":{},\"found\":{},\"worlds\":{},\"failing_anyway\":{},\
+             \"seconds\":{:.3},\"seed\":{seed},\"violation\":{violation}}}",
+            quoted(self.bug.name()),
+            quoted(self.bug.text()),
+            self.found.is_some(),
+            self.worlds,
+            self.failing_anyway,
+            self.time.as_secs_f64(),
+        )
+    }
+}
+
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(140) {
+        Some((end, _)) => format!("{} …", &text[..end]),
+        None => text.into(),
+    }
+}
+
+fn quoted(text: &str) -> String {
+    let mut out = String::from('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => out.extend(['\\', c]),
+            c if c.is_control() => out += &format!("\\u{:04x}", u32::from(c)),
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+/// Bugs that take hundreds of worlds on average: too long for a check of every commit.
+const RARE: &[Planted] = &[
+    Planted::AckBeforeDiskWrite,
+    Planted::ResyncReadIgnoresWrites,
+    Planted::EvictBeforeFlush,
+    Planted::UuidBeforeDurable,
+    Planted::BarrierAckAcrossEpochs,
+    Planted::BarrierAckWithoutFlush,
+    Planted::ReadFromInconsistent,
+    Planted::ReadOvertakesWrites,
+    Planted::ResyncForgetsBehindCursor,
+    Planted::DetachForgetsUnsettled,
+    Planted::FlushWaitsForNoPeer,
+    Planted::UnackedNotInBitmap,
+    Planted::RecoveryStampsEarly,
+    Planted::PageWriteMissesBits,
+    Planted::ResyncRequestIgnoresDagtag,
+];
+
+/// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
+pub fn search_all(
+    bugs: &[Planted],
+    patience: Patience,
+    threads: usize,
+    report: impl Fn(&Search) + Sync,
+) -> usize {
+    let next = AtomicUsize::new(0);
+    let found = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..threads.max(1) {
+            scope.spawn(|| {
+                while let Some(bug) = bugs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let search = search(*bug, patience);
+                    found.fetch_add(usize::from(search.found.is_some()), Ordering::Relaxed);
+                    report(&search);
+                }
+            });
+        }
+    });
+    found.into_inner()
+}
+
+/// The bugs that a command names: one, a third that begins with a number's, or all; of a third
+/// only those that show soon.
+pub fn choose(name: Option<&str>, third: Option<u64>) -> anyhow::Result<Vec<Planted>> {
+    let all = Planted::ALL.iter().copied();
+    if let Some(name) = name {
+        return match all.clone().find(|b| b.name() == name) {
+            Some(bug) => Ok(vec![bug]),
+            None => bail!(
+                "no deliberate bug is called {name}; there are {}",
+                all.map(Planted::name).collect::<Vec<_>>().join(", ")
+            ),
+        };
+    }
+    Ok(match third {
+        Some(number) => all
+            .filter(|bug| !RARE.contains(bug))
+            .skip((number % 3) as usize)
+            .step_by(3)
+            .collect(),
+        None => all.collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_the_thirds_are_all() {
+        let mut names: Vec<_> = Planted::ALL.iter().map(|b| b.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Planted::ALL.len());
+        assert!(names.len() >= 25, "{} deliberate bugs", names.len());
+        let thirds = (0..3).map(|n| choose(None, Some(n)).unwrap().len());
+        assert_eq!(thirds.sum::<usize>(), names.len() - RARE.len());
+        assert!(choose(Some("no-such-bug"), None).is_err());
+    }
+
+    #[test]
+    fn without_a_bug_a_world_is_the_same_as_in_a_build_that_has_none() {
+        let limits = Limits {
+            max_requests: Some(50),
+            ..Limits::default()
+        };
+        let plain = run(6, &limits);
+        let inside = with(None, || run(6, &limits));
+        assert_eq!(plain.fingerprint, inside.fingerprint);
+        assert_eq!(present(), None);
+    }
+
+    #[test]
+    fn a_search_says_what_it_found_as_json() {
+        let bug = Planted::LostBuffer;
+        let patience = Patience {
+            from: 0,
+            worlds: 20,
+            time: Duration::MAX,
+        };
+        let search = search(bug, patience);
+        let found = search.found.as_ref().expect("the first worlds show it");
+        assert!(found.violation.is_some());
+        let json = search.json();
+        assert!(json.contains("\"found\":true"), "{json}");
+        assert_eq!(quoted("a\"b\n"), "\"a\\\"b\\u000a\"");
+    }
+}
