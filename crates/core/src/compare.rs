@@ -11,14 +11,16 @@
 //! *and* has marks may lack some, because its disk may have lost its volatile cache. Call that
 //! node stale. In this order:
 //!
-//! 1. exactly one side is stale: the other is source (also if the stale one is Primary by now:
+//! 1. exactly one side is connected to a Primary, and the other is not one: it has what that
+//!    acknowledged and is source;
+//! 2. exactly one side is stale: the other is source (also if the stale one is Primary by now:
 //!    then `rr-conflict` decides);
-//! 2. exactly one side is Primary: it is source;
-//! 3. exactly one side crashed as Primary: the other is source with protocol C, the crashed one
+//! 3. exactly one side is Primary: it is source;
+//! 4. exactly one side crashed as Primary: the other is source with protocol C, the crashed one
 //!    with A and B (it may hold acknowledged writes that the survivor never got);
-//! 4. only one side has marks: it is source, its marks are writes that the other did not confirm;
-//! 5. both are Primary and both have marks: no side may lose, split brain;
-//! 6. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
+//! 5. only one side has marks: it is source, its marks are writes that the other did not confirm;
+//! 6. both are Primary and both have marks: no side may lose, split brain;
+//! 7. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
 //!    lost power together, and only flushed writes are promised; or none is, and both have all.)
 //!
 //! Further differences between Lockstep nodes: a generation found in the other's history needs no
@@ -421,6 +423,11 @@ impl Side {
             DiskState::Negotiating => DiskState::UpToDate,
             disk => disk,
         }
+    }
+
+    /// Connected to a Primary that is not this node (an unstable node names them).
+    fn follows(&self) -> bool {
+        !self.flag(UuidFlags::STABLE) && self.uuids.node_mask.count() > 0
     }
 
     /// Came back with marks, so its disk may have lost acknowledged writes (module's head).
@@ -951,7 +958,13 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
         Protocol::A | Protocol::B => crashed,
     };
     let marks = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
-    let decided = prefer(h.peer.may_be_stale(), h.own.may_be_stale())
+    let no_primary = !h.own.is_primary() && !h.peer.is_primary();
+    let followers = (
+        no_primary && h.own.follows(),
+        no_primary && h.peer.follows(),
+    );
+    let decided = prefer(followers.0, followers.1)
+        .or_else(|| prefer(h.peer.may_be_stale(), h.own.may_be_stale()))
         .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
         .or(by_crash)
         .or_else(|| prefer(marks.0 != 0, marks.1 != 0));

@@ -141,3 +141,11 @@ fn a_follower_lost_while_a_generation_is_written_misses_what_comes() {
 fn a_read_of_an_unacknowledged_write_binds_no_survivor() {
     holds(2215, KILLS_AND_LINKS);
 }
+
+/// A node that was connected to the Primary and a restarted one compared marks of before; the
+/// stale one became the source, and the Primary, who saw no marks of its own, vouched for the rest.
+#[test]
+fn who_follows_the_primary_is_the_source_of_who_does_not() {
+    holds(1984, ALL);
+    holds(2229, ALL);
+}
