@@ -887,6 +887,11 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
             return;
         }
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if lockstep && !self.vouches_for(volume, peer) {
+            // This node is being changed by another one: the sender does not know its blocks.
+            return;
+        }
         let own = self.node_id;
         let busy = self.devices.get(&volume).is_some_and(|d| {
             d.io.ranges

@@ -852,10 +852,7 @@ impl Resource {
         let peers: Vec<NodeId> = self
             .established()
             .into_iter()
-            .filter(|peer| {
-                let p = self.state.peer_device(volume, *peer);
-                (p.repl == ReplState::Established || p.repl.is_sync()) && p.disk > DiskState::Failed
-            })
+            .filter(|peer| self.vouches_for(volume, *peer))
             .collect();
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         for extent in extents {
@@ -898,6 +895,16 @@ impl Resource {
                 self.send(peer, Stream::Control, volume, packet);
             }
         }
+    }
+
+    /// Marks towards the peer tell all that differs. A node that is behind, or that resyncs with
+    /// somebody else, differs where nothing is marked here.
+    pub(crate) fn vouches_for(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        let equal = p.repl == ReplState::Established
+            && p.disk == DiskState::UpToDate
+            && self.state.disk(volume) == DiskState::UpToDate;
+        equal || p.repl.is_sync()
     }
 
     /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
