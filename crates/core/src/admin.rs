@@ -50,6 +50,8 @@ pub(crate) enum Wait {
         outdate_absent: bool,
         tries: u32,
     },
+    /// The writes in flight, before a demotion.
+    Demote,
     /// A connection to be StandAlone.
     StandAlone(NodeId),
     /// A disk to be gone.
@@ -165,7 +167,7 @@ impl Resource {
             }
             Command::Secondary { force } => {
                 self.explicit_primary = false;
-                self.wish(WishKind::Demote { force }, Some(id));
+                self.command_secondary(id, force);
                 return;
             }
             Command::Open {
@@ -330,6 +332,9 @@ impl Resource {
                 }
                 Wait::Down if self.down_step() => {
                     self.answer(item.id, Ok(Answer::Done));
+                }
+                Wait::Demote if self.requests_are_through() => {
+                    self.wish(WishKind::Demote { force: false }, Some(item.id));
                 }
                 Wait::Quiet if self.io_is_quiet() => {
                     self.answer(item.id, Ok(Answer::Done));
@@ -844,6 +849,25 @@ impl Resource {
         Ok(Answer::Done)
     }
 
+    // Secondary.
+
+    /// A demotion waits for the writes in flight: acknowledged by a Secondary, they would be
+    /// missing at the node that became Primary meanwhile.
+    fn command_secondary(&mut self, id: CommandId, force: bool) {
+        let mut change = Change::new().role(Role::Secondary);
+        change.ignore_openers = force;
+        let waits = !force && self.check_change(&change).is_ok() && !self.requests_are_through();
+        if !waits {
+            self.wish(WishKind::Demote { force }, Some(id));
+            return;
+        }
+        self.waiting.push(Waiting {
+            id,
+            what: Wait::Demote,
+            until: Instant(u64::MAX),
+        });
+    }
+
     // Down.
 
     fn command_down(&mut self, id: CommandId) {
@@ -855,7 +879,6 @@ impl Resource {
                 return;
             }
             self.explicit_primary = false;
-            self.wish(WishKind::Demote { force: false }, None);
         }
         let until = Instant(u64::MAX);
         self.waiting.push(Waiting {
@@ -868,7 +891,7 @@ impl Resource {
     /// One step of `down`; true when everything is gone.
     fn down_step(&mut self) -> bool {
         if self.state.role == Role::Primary {
-            if self.twopc.current.is_none() {
+            if self.twopc.current.is_none() && self.requests_are_through() {
                 self.wish(WishKind::Demote { force: false }, None);
             }
             return false;

@@ -165,6 +165,12 @@ impl Resource {
         self.start(wish, attempt);
     }
 
+    /// The peers are being asked whether this node may become Secondary.
+    pub(crate) fn is_demoting(&self) -> bool {
+        let wish = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
+        wish.is_some_and(|w| matches!(w.kind, WishKind::Demote { .. }))
+    }
+
     /// Starts what waits, if nothing runs.
     pub(crate) fn next_wish(&mut self) {
         if self.twopc.current.is_some() {

@@ -149,3 +149,10 @@ fn who_follows_the_primary_is_the_source_of_who_does_not() {
     holds(1984, ALL);
     holds(2229, ALL);
 }
+
+/// A Primary became Secondary with writes in flight, and acknowledged one after the next Primary
+/// had begun without it.
+#[test]
+fn a_demotion_waits_for_the_writes_in_flight() {
+    holds(1686, ALL);
+}

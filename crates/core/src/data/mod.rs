@@ -539,6 +539,14 @@ impl Resource {
             })
     }
 
+    /// Every request of this node's applications was answered.
+    pub(crate) fn requests_are_through(&self) -> bool {
+        let all = |key: Key| self.io.requests.get(key).is_none_or(|req| req.completed);
+        self.io.held.is_empty()
+            && self.io.flushes.is_empty()
+            && self.io.requests.keys().into_iter().all(all)
+    }
+
     /// Requests sent to the peer without an answer.
     pub(crate) fn pending_towards(&self, volume: VolumeNr, peer: NodeId) -> u64 {
         let writes = self

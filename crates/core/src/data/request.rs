@@ -88,6 +88,7 @@ impl Resource {
         self.state.suspended()
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
+            || self.is_demoting()
             || self
                 .state
                 .devices
