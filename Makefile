@@ -20,5 +20,9 @@ test-guest: build
 demo: build
 	target/release/lockstep demo
 
+# Random worlds of the simulator on all cores until stopped (docs/testing.md).
+soak:
+	cargo run --release --locked -p lockstep-sim -- soak $(SOAK)
+
 clean:
 	cargo clean

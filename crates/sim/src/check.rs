@@ -31,6 +31,7 @@ pub fn differences_are_marked(w: &mut World) {
                         let b = *b as usize;
                         w.nodes[x].disks[v].content[b] != w.nodes[y].disks[v].content[b]
                     })
+                    .filter(|b| !w.spoiled.contains_key(&(volume, *b)))
                     .collect();
                 if differing.is_empty() {
                     continue;
@@ -60,6 +61,81 @@ pub fn differences_are_marked(w: &mut World) {
         }
     }
 }
+
+/// The generations on a node's disks follow the rules: it opens, and the history neither repeats
+/// itself nor names the present generation.
+pub fn generations_are_sound(w: &mut World, node: usize) {
+    for volume in 0..w.nodes[node].disks.len() {
+        let superblock = match w.nodes[node].disks[volume].superblock() {
+            Ok(superblock) => superblock,
+            Err(text) => {
+                w.fail(format!(
+                    "{}: metadata of volume {volume} do not open: {text}",
+                    name(node)
+                ));
+                return;
+            }
+        };
+        let history: Vec<u64> = superblock
+            .history
+            .iter()
+            .map(|u| u.0 & !1)
+            .filter(|u| *u != 0)
+            .collect();
+        let current = superblock.current_uuid.0 & !1;
+        let twice = (0..history.len()).any(|i| history[..i].contains(&history[i]));
+        if twice || history.contains(&current) {
+            w.fail(format!(
+                "{}: history of volume {volume} repeats a generation: current {current:#x}, \
+                 history {history:#x?}",
+                name(node)
+            ));
+        }
+    }
+}
+
+/// All nodes are at rest on the same generation.
+pub fn generations_agree(w: &mut World) {
+    for node in 0..w.nodes.len() {
+        generations_are_sound(w, node);
+    }
+    for volume in 0..usize::from(w.config.volumes) {
+        let current = |w: &World, node: usize| {
+            let superblock = w.nodes[node].disks[volume].superblock().ok()?;
+            Some(superblock.current_uuid.0 & !1)
+        };
+        for node in 1..w.nodes.len() {
+            let (a, b) = (current(w, 0), current(w, node));
+            if a != b {
+                w.fail(format!(
+                    "volume {volume} is at rest and UpToDate everywhere, but its generation is \
+                     {a:x?} on A and {b:x?} on {}",
+                    name(node)
+                ));
+            }
+        }
+    }
+}
+
+/// Nothing grows without bound.
+pub fn memory_is_bounded(w: &mut World, depth: usize) {
+    for node in 0..w.nodes.len() {
+        let buffers = w.buffers(node);
+        let commands = w.nodes[node].commands.len();
+        let most = BUFFERS_MOST + depth * w.nodes.len();
+        if buffers > most || commands > COMMANDS_MOST {
+            w.fail(format!(
+                "{} holds {buffers} buffers (at most {most} are right) and {commands} commands",
+                name(node)
+            ));
+        }
+    }
+}
+
+/// Buffers that one node may hold: what `max-buffers` grants for each peer, with room to spare.
+const BUFFERS_MOST: usize = 10_000;
+/// Commands that may wait on one node.
+const COMMANDS_MOST: usize = 200;
 
 /// At most one node is Primary.
 pub fn one_primary(w: &mut World) {
@@ -163,8 +239,12 @@ pub fn replicas_are_equal(w: &mut World) {
                 &w.nodes[0].disks[v].content,
                 &w.nodes[node].disks[v].content,
             );
-            if a != b {
-                let block = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(0);
+            let differs = |block: usize| {
+                a[block] != b[block] && !w.spoiled.contains_key(&(volume, block as u64))
+            };
+            if a != b
+                && let Some(block) = (0..a.len()).find(|block| differs(*block))
+            {
                 let text = format!(
                     "replicas differ while everything is UpToDate: volume {volume} block {block} \
                      is {} on A and {} on {}; {}",
@@ -178,6 +258,9 @@ pub fn replicas_are_equal(w: &mut World) {
             }
         }
         for block in w.history.touched(volume) {
+            if w.spoiled.contains_key(&(volume, block)) {
+                continue;
+            }
             let value = w.nodes[0].disks[v].content[block as usize];
             let now = w.now;
             if let Err(text) = w.history.read(volume, block, value, now, now) {

@@ -87,6 +87,111 @@ pub enum MetaOp {
     },
 }
 
+/// What is wrong with a disk. The counts say how many operations will meet it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trouble {
+    /// Reads that fail.
+    pub reads: u32,
+    /// Writes that fail.
+    pub writes: u32,
+    /// Flushes that fail.
+    pub flushes: u32,
+    /// Metadata operations that fail.
+    pub metas: u32,
+    /// Writes that are acknowledged but never happen.
+    pub lost: u32,
+    /// Writes that go to another place.
+    pub misdirected: u32,
+    /// Operations take so many times longer.
+    pub slowness: u64,
+    /// Something failed since the node started.
+    pub happened: bool,
+}
+
+impl Default for Trouble {
+    fn default() -> Self {
+        Trouble {
+            reads: 0,
+            writes: 0,
+            flushes: 0,
+            metas: 0,
+            lost: 0,
+            misdirected: 0,
+            slowness: 1,
+            happened: false,
+        }
+    }
+}
+
+/// How an operation ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// As it should.
+    Good,
+    /// With an error.
+    Failed,
+    /// Acknowledged, but it never happened.
+    Lost,
+    /// Acknowledged, but somewhere else.
+    Misdirected,
+}
+
+impl Fate {
+    pub(crate) const fn words(self) -> &'static str {
+        match self {
+            Fate::Good => "the disk works",
+            Fate::Failed => "the disk reports an error",
+            Fate::Lost => "the disk silently loses a write",
+            Fate::Misdirected => "the disk silently writes to a wrong place",
+        }
+    }
+}
+
+fn take(count: &mut u32) -> bool {
+    let due = *count > 0;
+    *count -= u32::from(due);
+    due
+}
+
+impl Trouble {
+    /// How the operation ends; counts it.
+    pub(crate) fn fate(&mut self, op: &DataOp) -> Fate {
+        let fate = match op {
+            DataOp::Read { .. } | DataOp::ReadNew { .. } if take(&mut self.reads) => Fate::Failed,
+            DataOp::Write { .. } if take(&mut self.writes) => Fate::Failed,
+            DataOp::Write { .. } if take(&mut self.lost) => Fate::Lost,
+            DataOp::Write { .. } if take(&mut self.misdirected) => Fate::Misdirected,
+            DataOp::Flush { .. } if take(&mut self.flushes) => Fate::Failed,
+            DataOp::Read { .. }
+            | DataOp::ReadNew { .. }
+            | DataOp::Write { .. }
+            | DataOp::Flush { .. } => Fate::Good,
+        };
+        self.happened |= fate == Fate::Failed;
+        fate
+    }
+
+    /// The next metadata operation fails; counts it.
+    pub(crate) fn meta_fails(&mut self) -> bool {
+        let fails = take(&mut self.metas);
+        self.happened |= fails;
+        fails
+    }
+}
+
+/// What a crash took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Toll {
+    /// A write in flight happened in part.
+    pub torn: bool,
+    /// A metadata write was in flight.
+    pub meta: bool,
+    /// A completed write was lost.
+    pub lost: bool,
+    /// Completed writes that no flush protected were all kept.
+    pub lucky: bool,
+}
+
 /// A completed write of one block that a power cut may take back.
 #[derive(Clone, Copy, Debug)]
 struct Volatile {
@@ -116,6 +221,8 @@ pub struct Disk {
     pub flying_meta: BTreeMap<u64, Flying<MetaOp>>,
     /// Completes when nothing is in flight any more.
     pub closing: Option<Tag>,
+    /// What is wrong with it.
+    pub trouble: Trouble,
 }
 
 /// Size of the metadata device.
@@ -152,6 +259,7 @@ impl Disk {
             flying: BTreeMap::new(),
             flying_meta: BTreeMap::new(),
             closing: None,
+            trouble: Trouble::default(),
         }
     }
 
@@ -191,12 +299,14 @@ impl Disk {
     }
 
     /// The node dies. What is in flight happens in part, what is volatile is lost in part.
-    pub fn crash(&mut self, lose: Lose, rng: &mut Rng) {
+    pub fn crash(&mut self, lose: Lose, rng: &mut Rng) -> Toll {
+        let mut toll = Toll::default();
         let flying = std::mem::take(&mut self.flying);
         let flying_meta = std::mem::take(&mut self.flying_meta);
         for op in flying.into_values() {
             if let DataOp::Write { block, content, .. } = op.op {
                 let all = rng.below(3);
+                toll.torn |= all == 1 && content.len() > 1;
                 for (i, value) in content.iter().enumerate() {
                     if all == 0 || all == 1 && rng.permille(500) {
                         self.store(block + i as u64, *value, false);
@@ -206,11 +316,13 @@ impl Disk {
         }
         for op in flying_meta.into_values() {
             if let MetaOp::Write { offset, bytes, .. } = op.op {
+                toll.meta = true;
                 self.torn_meta(offset, &bytes, rng);
             }
         }
         if lose == Lose::Unflushed {
             let all = rng.below(3);
+            let had = !self.unflushed.is_empty();
             let mut lost: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
             for v in std::mem::take(&mut self.unflushed) {
                 lost.entry(v.block)
@@ -223,11 +335,15 @@ impl Disk {
                     1 => values.len() - 1,
                     _ => rng.below(values.len() as u64) as usize,
                 };
+                toll.lost |= pick + 1 < values.len();
                 self.content[block as usize] = values[pick];
             }
+            toll.lucky = had && !toll.lost;
         }
         self.open = false;
         self.closing = None;
+        self.trouble.happened = false;
+        toll
     }
 
     /// A metadata write was cut: any part of its sectors is there. The superblock is atomic.

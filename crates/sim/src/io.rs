@@ -4,12 +4,19 @@ use lockstep_core::event::MetaOp as CoreMetaOp;
 use lockstep_core::event::{DiskError, DiskOp, Input, Tag};
 use lockstep_format::units::{Sector, VolumeNr};
 
-use crate::disk::{BLOCK, DataOp, Flying, META_BYTES, MetaOp};
-use crate::world::{Ev, MS, World, name, span};
+use crate::disk::{BLOCK, DataOp, Fate, Flying, META_BYTES, MetaOp};
+use crate::sometimes;
+use crate::story;
+use crate::world::{Ev, MS, Place, World, name, span};
+
+const EIO: DiskError = DiskError::Io { errno: 5 };
 
 impl World {
     pub(crate) fn disk_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: DiskOp) {
-        self.trace(node, || format!("< disk {} {op:?}", tag.0));
+        if self.is_traced() {
+            let text = story::disk(volume, tag, &op);
+            self.trace(node, || text);
+        }
         let v = usize::from(volume.0);
         let size = self.config.blocks;
         let block_of = |sector: Sector| sector.0 / 8;
@@ -85,7 +92,8 @@ impl World {
             }
         }
         let id = self.next();
-        let delay = self.rng.delay(self.config.disk_delay);
+        let typical = self.config.disk_delay * self.nodes[node].disks[v].trouble.slowness;
+        let delay = self.delay(Place::Disk(node, v), typical);
         let life = self.nodes[node].life;
         self.nodes[node].disks[v]
             .flying
@@ -105,25 +113,61 @@ impl World {
         let Some(Flying { tag, op }) = self.nodes[node].disks[v].flying.remove(&id) else {
             return;
         };
-        let disk = &mut self.nodes[node].disks[v];
         let mut result = Ok(None);
-        match op {
-            DataOp::Read { payload, block } => {
+        let fate = self.nodes[node].disks[v].trouble.fate(&op);
+        if fate != Fate::Good {
+            self.trace(node, || format!("== volume {v}: {}", fate.words()));
+        }
+        let disk = &mut self.nodes[node].disks[v];
+        match (op, fate) {
+            (DataOp::Read { payload, block }, Fate::Good | Fate::Lost | Fate::Misdirected) => {
                 let (_, len) = span(payload);
                 let content = disk.content[block as usize..block as usize + len].to_vec();
                 self.fill(node, payload, &content);
                 self.release(node, payload.buf);
             }
-            DataOp::ReadNew { block, count } => {
+            (DataOp::Read { payload, .. }, Fate::Failed) => {
+                self.release(node, payload.buf);
+                result = Err(EIO);
+            }
+            (DataOp::ReadNew { block, count }, Fate::Good | Fate::Lost | Fate::Misdirected) => {
                 let content = disk.content[block as usize..(block + count) as usize].to_vec();
                 result = Ok(Some(self.new_buffer(node, content)));
             }
-            DataOp::Write {
-                block,
-                content,
-                fua,
-            } => disk.write(block, &content, fua),
-            DataOp::Flush { upto } => disk.flushed(upto),
+            (
+                DataOp::Write {
+                    block,
+                    content,
+                    fua,
+                },
+                Fate::Good,
+            ) => disk.write(block, &content, fua),
+            (DataOp::Write { block, content, .. }, Fate::Failed) => {
+                // A failed write may have reached the medium in part.
+                let mut rng = self.chance(Place::Disk(node, v)).clone();
+                let disk = &mut self.nodes[node].disks[v];
+                for (i, value) in content.iter().enumerate() {
+                    if rng.permille(500) {
+                        disk.write(block + i as u64, &[*value], false);
+                    }
+                }
+                result = Err(EIO);
+            }
+            (DataOp::Write { block, content, .. }, Fate::Lost) => {
+                self.spoil(node, v, block, content.len() as u64);
+            }
+            (DataOp::Write { block, content, .. }, Fate::Misdirected) => {
+                let size = disk.content.len() as u64;
+                let count = content.len() as u64;
+                let wrong = (block + size / 3) % (size - count);
+                disk.write(wrong, &content, false);
+                self.spoil(node, v, block, count);
+                self.spoil(node, v, wrong, count);
+            }
+            (DataOp::Flush { upto }, Fate::Good | Fate::Lost | Fate::Misdirected) => {
+                disk.flushed(upto);
+            }
+            (DataOp::ReadNew { .. } | DataOp::Flush { .. }, Fate::Failed) => result = Err(EIO),
         }
         self.input(node, Input::DiskDone { tag, result });
         self.try_close(node, v);
@@ -131,19 +175,10 @@ impl World {
 
     pub(crate) fn meta_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: CoreMetaOp) {
         let v = usize::from(volume.0);
-        self.trace(node, || match &op {
-            CoreMetaOp::Read { offset, len } => format!("< meta {} read {offset}+{len}", tag.0),
-            CoreMetaOp::Write {
-                offset,
-                bytes,
-                flush_data,
-            } => format!(
-                "< meta {} write {offset}+{}{}",
-                tag.0,
-                bytes.len(),
-                if *flush_data { " after a flush" } else { "" }
-            ),
-        });
+        if self.is_traced() {
+            let text = story::meta(&self.nodes[node].disks[v].layout, volume, tag, &op);
+            self.trace(node, || text);
+        }
         let disk = &mut self.nodes[node].disks[v];
         let open = disk.open;
         let op = match op {
@@ -180,7 +215,8 @@ impl World {
             }
         };
         let id = self.next();
-        let delay = self.rng.delay(self.config.disk_delay);
+        let typical = self.config.disk_delay * self.nodes[node].disks[v].trouble.slowness;
+        let delay = self.delay(Place::Meta(node, v), typical);
         let life = self.nodes[node].life;
         self.nodes[node].disks[v]
             .flying_meta
@@ -201,6 +237,15 @@ impl World {
         let Some(Flying { tag, op }) = disk.flying_meta.remove(&id) else {
             return;
         };
+        if disk.trouble.meta_fails() {
+            self.trace(node, || {
+                format!("== volume {v}: a metadata operation fails")
+            });
+            let result = Err(EIO);
+            self.input(node, Input::MetaDone { tag, result });
+            self.try_close(node, v);
+            return;
+        }
         let result: Result<Vec<u8>, DiskError> = Ok(match op {
             MetaOp::Read { offset, len } => {
                 disk.meta[offset as usize..offset as usize + len as usize].to_vec()
@@ -219,6 +264,14 @@ impl World {
         });
         self.input(node, Input::MetaDone { tag, result });
         self.try_close(node, v);
+    }
+
+    /// A disk silently did something else than it was told.
+    fn spoil(&mut self, node: usize, volume: usize, block: u64, count: u64) {
+        sometimes!(self.marks, "silent-corruption");
+        for block in block..block + count {
+            self.spoiled.entry((volume as u16, block)).or_insert(node);
+        }
     }
 
     pub(crate) fn try_close(&mut self, node: usize, v: usize) {

@@ -6,13 +6,20 @@
 mod buffers;
 pub mod check;
 pub mod disk;
+pub mod drive;
+pub mod faults;
 pub mod history;
 mod io;
+pub mod marks;
 mod net;
 pub mod operator;
+pub mod plan;
 #[cfg(feature = "planted")]
 pub mod planted;
 pub mod rng;
 pub mod scenario;
+pub mod shrink;
+pub mod soak;
+pub mod story;
 pub mod swarm;
 pub mod world;

@@ -1,28 +1,44 @@
 //! Command line of the simulator.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use clap::{Parser, Subcommand};
-use lockstep_sim::swarm::{FAULTS, Limits, run};
+use anyhow::{Context, anyhow, bail};
+use clap::{Args, Parser, Subcommand};
+use lockstep_sim::drive::{self, Trace};
+use lockstep_sim::faults;
+use lockstep_sim::plan::{Numbers, Orders, Size};
+use lockstep_sim::shrink::shrink;
+use lockstep_sim::soak::{SHRINK_EVENTS, Soak, report};
+use lockstep_sim::swarm::{Limits, run};
 
 /// The deterministic simulator of Lockstep's core.
 #[derive(Parser)]
-struct Args {
+struct Cli {
     #[command(subcommand)]
     command: Sub,
 }
 
 #[derive(Subcommand)]
 enum Sub {
-    /// Runs the worlds of seeds.
+    /// Runs worlds of the first design, whose seeds the tests and CI name.
     Run(RunArgs),
+    /// Runs planned worlds: each fault and request has a number and can be left out.
+    Swarm(SwarmArgs),
+    /// Runs planned worlds on all cores until stopped.
+    Soak(SoakArgs),
+    /// Measures the speed: small worlds on one core.
+    Bench {
+        /// How many.
+        #[arg(long, default_value_t = 1000)]
+        worlds: u64,
+    },
     /// Searches the deliberate bugs of the core: each must be found. Needs feature `planted`.
     Planted(PlantedArgs),
 }
 
-#[derive(clap::Args)]
+#[derive(Args)]
 struct RunArgs {
     /// From (inclusive) to (exclusive): `0..1000`.
     #[arg(long, conflicts_with = "seed")]
@@ -53,7 +69,81 @@ struct RunArgs {
     stop_after: usize,
 }
 
-#[derive(clap::Args)]
+/// What is fixed of planned worlds.
+#[derive(Args)]
+struct OrderArgs {
+    /// Small worlds: 2 nodes, 1 volume of 32 MiB, protocol C, 2,000 requests, 20 faults.
+    #[arg(long)]
+    small: bool,
+    /// Number of nodes, 2 to 5, instead of what the seed says.
+    #[arg(long)]
+    nodes: Option<usize>,
+    /// Number of volumes, 1 to 8, instead of what the seed says.
+    #[arg(long)]
+    volumes: Option<u16>,
+    /// Only these kinds of faults, separated by commas; `all` is every kind.
+    #[arg(long)]
+    faults: Option<String>,
+}
+
+#[derive(Args)]
+struct SwarmArgs {
+    #[command(flatten)]
+    orders: OrderArgs,
+    /// From (inclusive) to (exclusive): `0..1000`.
+    #[arg(long, conflicts_with = "seed")]
+    seeds: Option<String>,
+    /// One seed.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Only the faults with these numbers: `0-4,7`, or `none`.
+    #[arg(long)]
+    only_faults: Option<String>,
+    /// Only the requests with these numbers.
+    #[arg(long)]
+    only_requests: Option<String>,
+    /// Print every event of the one world.
+    #[arg(long, requires = "seed")]
+    trace: bool,
+    /// Do not look for a smaller world that fails in the same way.
+    #[arg(long)]
+    no_shrink: bool,
+    /// Threads.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+    /// Stop after so many failures.
+    #[arg(long, default_value_t = 10)]
+    stop_after: u64,
+    /// Lines of each node's trace in a report.
+    #[arg(long, default_value_t = 25)]
+    lines: usize,
+}
+
+#[derive(Args)]
+struct SoakArgs {
+    #[command(flatten)]
+    orders: OrderArgs,
+    /// First seed; the clock decides if it is not given.
+    #[arg(long)]
+    base: Option<u64>,
+    /// Stop after so many seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// Threads; as many as cores if not given.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Stop after so many failures; 0 is never.
+    #[arg(long, default_value_t = 0)]
+    stop_after: u64,
+    /// Failures are appended to this file too.
+    #[arg(long, default_value = "target/sim-failures.txt")]
+    record: PathBuf,
+    /// Lines of each node's trace in a report.
+    #[arg(long, default_value_t = 25)]
+    lines: usize,
+}
+
+#[derive(Args)]
 struct PlantedArgs {
     /// Only this one.
     name: Option<String>,
@@ -82,42 +172,183 @@ struct PlantedArgs {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    match Args::parse().command {
-        Sub::Run(args) => worlds(args),
+    match Cli::parse().command {
+        Sub::Run(args) => run_first_design(&args),
+        Sub::Swarm(args) => swarm(&args),
+        Sub::Soak(args) => soak(&args),
+        Sub::Bench { worlds } => Ok(bench(worlds)),
         Sub::Planted(args) => planted(args),
     }
 }
 
-fn worlds(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let RunArgs {
-        seeds,
-        seed,
-        nodes,
-        faults,
-        max_faults,
-        max_requests,
-        trace,
-        verbose,
-        stop_after,
-    } = args;
-    let range = match (seeds, seed) {
-        (Some(text), _) => parse_range(&text)?,
+impl OrderArgs {
+    fn orders(&self) -> anyhow::Result<Orders> {
+        if self.nodes.is_some_and(|n| !(2..=5).contains(&n)) {
+            bail!("--nodes is 2 to 5");
+        }
+        if self.volumes.is_some_and(|n| !(1..=8).contains(&n)) {
+            bail!("--volumes is 1 to 8");
+        }
+        let kinds = match self.faults.as_deref() {
+            None => None,
+            Some("all") => Some(faults::all().map(|(fault, _)| fault).collect()),
+            Some(list) => Some(faults::parse(list).map_err(|text| anyhow!(text))?),
+        };
+        Ok(Orders {
+            size: if self.small { Size::Small } else { Size::Any },
+            nodes: self.nodes,
+            volumes: self.volumes,
+            kinds,
+            ..Orders::default()
+        })
+    }
+}
+
+/// A panic of the core is a result here, not something to print.
+fn be_quiet_about_panics() {
+    std::panic::set_hook(Box::new(|_| {}));
+}
+
+fn swarm(args: &SwarmArgs) -> anyhow::Result<ExitCode> {
+    let numbers = |text: &Option<String>| match text {
+        Some(text) => Numbers::parse(text).map(Some).map_err(|text| anyhow!(text)),
+        None => Ok(None),
+    };
+    let orders = Orders {
+        only_faults: numbers(&args.only_faults)?,
+        only_requests: numbers(&args.only_requests)?,
+        ..args.orders.orders()?
+    };
+    if let Some(seed) = args.seed {
+        return Ok(one_world(seed, &orders, args));
+    }
+    be_quiet_about_panics();
+    let seeds = parse_range(args.seeds.as_deref().unwrap_or("0..100"))?;
+    let sum = Soak {
+        orders,
+        base: seeds.start,
+        worlds: Some(seeds.end.saturating_sub(seeds.start)),
+        time: None,
+        threads: args.threads,
+        stop_after: args.stop_after,
+        record: None,
+        live: false,
+        lines: args.lines,
+        shrink: !args.no_shrink,
+    }
+    .run();
+    print!("{}", sum.describe());
+    Ok(code(sum.failed == 0))
+}
+
+fn one_world(seed: u64, orders: &Orders, args: &SwarmArgs) -> ExitCode {
+    let trace = if args.trace { Trace::Print } else { Trace::Off };
+    if args.trace {
+        println!("{}\n", lockstep_sim::story::LEGEND);
+    } else {
+        be_quiet_about_panics();
+    }
+    let result = drive::run(seed, orders, trace);
+    println!(
+        "seed {seed}: {}; {} events, {:.1} s of virtual time, {} writes, fingerprint {:016x}",
+        result.shape,
+        result.steps,
+        result.time as f64 / 1e9,
+        result.acked,
+        result.fingerprint
+    );
+    let Some(violation) = &result.violation else {
+        println!("It holds.");
+        return ExitCode::SUCCESS;
+    };
+    if args.trace {
+        println!("FAILED: {violation}");
+    } else {
+        let budget = if args.no_shrink { 0 } else { SHRINK_EVENTS };
+        let small = shrink(seed, orders, &result, budget);
+        println!("{}", report(&result, &small, args.lines));
+    }
+    ExitCode::FAILURE
+}
+
+fn soak(args: &SoakArgs) -> anyhow::Result<ExitCode> {
+    be_quiet_about_panics();
+    let clock = || {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        now.map_or(0, |t| t.as_secs() % 1_000_000 * 1_000_000)
+    };
+    let base = args.base.unwrap_or_else(clock);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = args.threads.unwrap_or(cores);
+    println!(
+        "seeds from {base} on {threads} threads; failures go to {}",
+        args.record.display()
+    );
+    let sum = Soak {
+        orders: args.orders.orders()?,
+        base,
+        worlds: None,
+        time: args.seconds.map(Duration::from_secs),
+        threads,
+        stop_after: if args.stop_after == 0 {
+            u64::MAX
+        } else {
+            args.stop_after
+        },
+        record: Some(args.record.clone()),
+        live: true,
+        lines: args.lines,
+        shrink: true,
+    }
+    .run();
+    print!("{}", sum.describe());
+    Ok(code(sum.failed == 0))
+}
+
+fn bench(worlds: u64) -> ExitCode {
+    be_quiet_about_panics();
+    let orders = Orders {
+        size: Size::Small,
+        ..Orders::default()
+    };
+    let started = Instant::now();
+    let (mut steps, mut acked, mut failed) = (0, 0, 0);
+    for seed in 0..worlds {
+        let result = drive::run(seed, &orders, Trace::Off);
+        steps += result.steps;
+        acked += result.acked;
+        failed += u64::from(result.violation.is_some());
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    println!(
+        "{worlds} small worlds (2 nodes, 2,000 requests, 20 faults) in {seconds:.2} s on one core: \
+         {:.1} worlds/s, {:.2} million events/s, {} writes, {failed} failed",
+        worlds as f64 / seconds,
+        steps as f64 / seconds / 1e6,
+        acked
+    );
+    code(failed == 0)
+}
+
+fn run_first_design(args: &RunArgs) -> anyhow::Result<ExitCode> {
+    let range = match (&args.seeds, args.seed) {
+        (Some(text), _) => parse_range(text)?,
         (None, Some(seed)) => seed..seed + 1,
         (None, None) => 0..100,
     };
-    let faults = match faults {
-        Some(list) => Some(parse_faults(&list)?),
+    let faults = match &args.faults {
+        Some(list) => Some(faults::parse(list).map_err(|text| anyhow!(text))?),
         None => None,
     };
     let limits = Limits {
-        nodes,
+        nodes: args.nodes,
         faults,
-        max_faults,
-        max_requests,
-        trace,
+        max_faults: args.max_faults,
+        max_requests: args.max_requests,
+        trace: args.trace,
     };
-    if !trace {
-        std::panic::set_hook(Box::new(|_| {}));
+    if !args.trace {
+        be_quiet_about_panics();
     }
     let started = Instant::now();
     let (mut worlds, mut failed, mut steps, mut virtual_s, mut acked) = (0u64, 0, 0u64, 0u64, 0u64);
@@ -127,7 +358,7 @@ fn worlds(args: RunArgs) -> anyhow::Result<ExitCode> {
         steps += outcome.steps;
         acked += outcome.acked;
         virtual_s += outcome.time / 1_000_000_000;
-        if verbose {
+        if args.verbose {
             println!(
                 "seed {seed}: {} events, {} s, {} writes; {}",
                 outcome.steps,
@@ -142,7 +373,7 @@ fn worlds(args: RunArgs) -> anyhow::Result<ExitCode> {
                 "seed {seed} FAILED after {} events: {text}\n    {}",
                 outcome.steps, outcome.shape
             );
-            if failed >= stop_after {
+            if failed >= args.stop_after {
                 break;
             }
         }
@@ -153,11 +384,7 @@ fn worlds(args: RunArgs) -> anyhow::Result<ExitCode> {
          time, {acked} writes",
         worlds as f64 / seconds
     );
-    Ok(if failed == 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(code(failed == 0))
 }
 
 #[cfg(feature = "planted")]
@@ -207,22 +434,17 @@ fn planted(_args: PlantedArgs) -> anyhow::Result<ExitCode> {
     )
 }
 
+fn code(is_good: bool) -> ExitCode {
+    if is_good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
 fn parse_range(text: &str) -> anyhow::Result<std::ops::Range<u64>> {
     let (from, to) = text
         .split_once("..")
         .context("--seeds takes FROM..TO, for example 0..1000")?;
     Ok(from.parse()?..to.parse()?)
-}
-
-fn parse_faults(list: &str) -> anyhow::Result<Vec<lockstep_sim::swarm::Fault>> {
-    list.split(',')
-        .filter(|w| !w.is_empty())
-        .map(|word| match FAULTS.iter().find(|(_, name)| *name == word) {
-            Some((fault, _)) => Ok(*fault),
-            None => bail!(
-                "no fault is called {word}; there are {}",
-                FAULTS.map(|(_, name)| name).join(", ")
-            ),
-        })
-        .collect()
 }

@@ -5,7 +5,9 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire;
 
 use crate::disk::BLOCK;
-use crate::world::{Ev, Link, Message, World, id, name, stream_index};
+use crate::marks;
+use crate::story;
+use crate::world::{Ev, Link, Message, Place, Weather, World, id, name, stream_index};
 
 impl World {
     /// Both ends want a link and the network lets them: it comes up a little later.
@@ -14,7 +16,7 @@ impl World {
         let wanted = self.nodes[a].connecting.contains(&b) && self.nodes[b].connecting.contains(&a);
         let passes = !self.blocked.contains(&(a, b)) && !self.blocked.contains(&(b, a));
         if wanted && passes && self.connect_pending.insert((a, b)) {
-            let delay = self.rng.delay(self.config.net_delay * 3);
+            let delay = self.delay(Place::Wire(a, b, 0), self.config.net_delay * 3);
             self.at(delay, Ev::Connect { a, b });
         }
     }
@@ -42,7 +44,11 @@ impl World {
         for side in 0..2 {
             let (node, peer) = if side == 0 { (a, b) } else { (b, a) };
             self.nodes[node].connecting.remove(&peer);
-            let delay = self.rng.delay(self.config.net_delay);
+            let mut delay = self.delay(Place::Wire(node, peer, 0), self.config.net_delay);
+            if let Some(late) = self.nodes[node].late_link.take() {
+                self.trace(node, || "== hears late of the new link".into());
+                delay += late;
+            }
             self.at(delay, Ev::LinkUp { link, side });
         }
     }
@@ -94,11 +100,10 @@ impl World {
         let mut bytes = Vec::with_capacity(64);
         wire::encode(packet, volume, &dialect, &mut bytes);
         self.packets += 1;
-        if self.config.trace {
-            let text = format!("{packet:?}");
-            self.trace(node, || {
-                format!("< send to {} v{} {text}", peer.0, volume.0)
-            });
+        marks::see_packet(&mut self.marks, packet);
+        if self.is_traced() {
+            let text = story::sent(usize::from(peer.0), volume, packet, payload.as_deref());
+            self.trace(node, || text);
         }
         self.mix(
             bytes
@@ -116,14 +121,32 @@ impl World {
         bytes: Option<Vec<u8>>,
         payload: Option<Vec<u64>>,
     ) {
-        let delay = self.rng.delay(self.config.net_delay);
         let now = self.now;
-        let Some(l) = self.links.get_mut(&link) else {
+        let Some(l) = self.links.get(&link) else {
+            if self.config.weather == Weather::OneStream {
+                self.rng.delay(1);
+            }
             return;
         };
         let side = usize::from(l.ends[0] != node);
+        let peer = l.ends[1 - side];
+        let delay = self.delay(Place::Wire(node, peer, stream), self.config.net_delay);
+        let len = bytes.as_ref().map_or(0, Vec::len) as u64
+            + payload.as_ref().map_or(0, Vec::len) as u64 * BLOCK;
+        let bandwidth = self.config.bandwidth;
+        let Some(l) = self.links.get_mut(&link) else {
+            return;
+        };
         let wire = &mut l.wires[side][stream];
-        let at = (now + delay).max(wire.last).max(wire.stalled_until);
+        let at = match bandwidth {
+            // The bytes follow each other on the wire, and then they travel.
+            Some(bandwidth) => {
+                wire.busy_until = wire.busy_until.max(now) + len * 1_000_000_000 / bandwidth;
+                wire.busy_until + delay
+            }
+            None => now + delay,
+        };
+        let at = at.max(wire.last).max(wire.stalled_until);
         wire.last = at;
         wire.queue.push_back(Message { at, bytes, payload });
         self.schedule_wire(link, side, stream);
@@ -159,6 +182,12 @@ impl World {
             return;
         }
         if self.blocked.contains(&(from, to)) {
+            return;
+        }
+        let frozen_until = self.nodes[to].frozen_until;
+        if frozen_until > now {
+            wire.scheduled = true;
+            self.at(frozen_until - now, Ev::Deliver { link, side, stream });
             return;
         }
         let Some(message) = wire.queue.pop_front() else {
@@ -276,16 +305,17 @@ impl World {
         if l.closed[1 - side] {
             l.dead = true;
         }
+        let peer = l.ends[1 - side];
         if ended {
             self.forget_link(link);
             return;
         }
         for stream in 0..2 {
-            l.wires[1 - side][stream].queue.clear();
+            if let Some(l) = self.links.get_mut(&link) {
+                l.wires[1 - side][stream].queue.clear();
+            }
             if !flush {
-                let wire = &mut l.wires[side][stream];
-                let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
-                wire.queue.truncate(keep);
+                self.lose_tail(link, side, stream, (node, peer));
             }
         }
         if !silent {
@@ -294,6 +324,18 @@ impl World {
             }
         }
         self.forget_link(link);
+    }
+
+    /// Of what is under way on a stream, only some of the oldest still arrives.
+    fn lose_tail(&mut self, link: u64, side: usize, stream: usize, (from, to): (usize, usize)) {
+        let len = match self.links.get(&link) {
+            Some(l) => l.wires[side][stream].queue.len() as u64,
+            None => return,
+        };
+        let keep = self.chance(Place::Wire(from, to, stream)).below(len + 1) as usize;
+        if let Some(l) = self.links.get_mut(&link) {
+            l.wires[side][stream].queue.truncate(keep);
+        }
     }
 
     pub(crate) fn forget_link(&mut self, link: u64) {
@@ -313,15 +355,19 @@ impl World {
         for link in links {
             self.trace(a, || format!("== reset of link {link} with {}", name(b)));
             for side in 0..2 {
-                let delay = self.rng.delay(self.config.net_delay * 4);
-                let Some(l) = self.links.get_mut(&link) else {
+                let ends = if side == 0 {
+                    (a.min(b), a.max(b))
+                } else {
+                    (a.max(b), a.min(b))
+                };
+                let place = Place::Wire(ends.0, ends.1, 0);
+                let delay = self.delay(place, self.config.net_delay * 4);
+                for stream in 0..2 {
+                    self.lose_tail(link, side, stream, ends);
+                }
+                let Some(l) = self.links.get(&link) else {
                     continue;
                 };
-                for stream in 0..2 {
-                    let wire = &mut l.wires[side][stream];
-                    let keep = self.rng.below(wire.queue.len() as u64 + 1) as usize;
-                    wire.queue.truncate(keep);
-                }
                 let node = l.ends[side];
                 let life = l.lives[side];
                 let peer = id(l.ends[1 - side]);

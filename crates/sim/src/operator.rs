@@ -12,6 +12,8 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::disk::Lose;
+use crate::rng::Rng;
+use crate::sometimes;
 use crate::world::{World, name};
 
 /// Options that differ between worlds.
@@ -222,8 +224,14 @@ impl Operator {
                 w.history.unflushed_may_be_lost(w.now);
             }
         }
+        mark_crash(w, &snapshot, self.stages[node] != Stage::Up);
         self.forget(node);
         w.crash(node, lose);
+        sometimes!(
+            w.marks,
+            (0..w.nodes.len()).all(|n| !w.is_up(n)),
+            "all-nodes-down"
+        );
         let heirs = self.heirs.clone();
         if self.primary.is_none() {
             w.trace(node, || format!("== heirs: {heirs:?}"));
@@ -266,7 +274,10 @@ impl Operator {
                         .iter()
                         .filter_map(|c| w.nodes[node].answers.get(c))
                         .collect();
-                    if let Some(Err(error)) = answers.iter().find(|a| a.is_err()) {
+                    let excused = w.nodes[node].disks.iter().any(|d| d.trouble.happened);
+                    if let Some(Err(error)) = answers.iter().find(|a| a.is_err())
+                        && !excused
+                    {
                         let text = format!("{} cannot attach: {}", name(node), error.text);
                         w.fail(text);
                         return;
@@ -292,6 +303,7 @@ impl Operator {
         {
             self.promoting = None;
             if answer.is_ok() {
+                sometimes!(w.marks, self.ready, "heir-promoted");
                 self.primary = Some(node);
                 if self.pending_loss.is_some_and(|n| n != node) {
                     self.pending_loss = None;
@@ -482,6 +494,33 @@ impl Operator {
         }
     }
 
+    /// Changes options of a connection and of a resync.
+    pub fn change_options(
+        &mut self,
+        w: &mut World,
+        rng: &mut Rng,
+        node: usize,
+        peer: usize,
+        volume: u16,
+    ) {
+        let mut net = self.settings.net.clone();
+        net.peer_name = name(peer).to_string();
+        net.max_epoch_size = rng.pick(&[1, 20, 2048]);
+        net.ping_int_s = rng.pick(&[1, 3, 10]);
+        let mut options = self.settings.peer.clone();
+        options.c_max_rate_kib_s = rng.pick(&[2048, 10_240, 102_400]);
+        let peer = peer_id(peer);
+        w.command(node, Command::NetOptions { peer, net });
+        w.command(
+            node,
+            Command::PeerDeviceOptions {
+                peer,
+                volume: VolumeNr(volume),
+                options,
+            },
+        );
+    }
+
     /// Throws a Secondary's data away while the Primary has all.
     pub fn invalidate(&mut self, w: &mut World, node: usize, volume: u16, reset: bool) -> bool {
         let Some(primary) = self.primary else {
@@ -551,6 +590,17 @@ impl Operator {
             }
         }
     }
+}
+
+fn mark_crash(w: &mut World, snapshot: &Snapshot, is_starting: bool) {
+    sometimes!(w.marks, is_starting, "crash-while-attaching");
+    sometimes!(w.marks, snapshot.role == Role::Primary, "crash-of-primary");
+    let is = |state: ReplState| {
+        let mut all = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
+        all.any(|p| p.repl_state == state)
+    };
+    sometimes!(w.marks, is(ReplState::SyncTarget), "crash-of-sync-target");
+    sometimes!(w.marks, is(ReplState::SyncSource), "crash-of-sync-source");
 }
 
 /// The members of a mask of nodes.

@@ -51,3 +51,14 @@ impl Rng {
         }
     }
 }
+
+/// One number out of several: the seed of a stream that only its own name and place change.
+pub fn mixed(parts: &[u64]) -> u64 {
+    let mut z = 0x9e37_79b9_7f4a_7c15u64;
+    for part in parts {
+        z = (z ^ part).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 29)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 32;
+    }
+    z
+}

@@ -8,58 +8,11 @@ use lockstep_core::options::Protocol;
 use lockstep_format::units::VolumeNr;
 
 use crate::check;
-use crate::disk::Lose;
+pub use crate::faults::{FAULTS, Fault};
+use crate::faults::{Undo, happen, revert};
 use crate::operator::{Operator, Settings};
 use crate::rng::Rng;
-use crate::world::{Config, MS, SECOND, World, name};
-
-/// Kinds of trouble.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// A connection breaks.
-    Reset,
-    /// Nothing passes between two nodes for a while.
-    Partition,
-    /// Nothing passes in one direction for a while.
-    OneWay,
-    /// One stream stands still for a while.
-    Stall,
-    /// A process dies and comes back.
-    Crash,
-    /// A node loses its power and comes back.
-    PowerCut,
-    /// All nodes lose their power at once.
-    PowerCutAll,
-    /// Another node becomes Primary in good order.
-    Handover,
-    /// The operator disconnects two nodes for a while.
-    Disconnect,
-    /// The operator takes a disk away for a while.
-    Detach,
-    /// The operator throws a replica away.
-    Invalidate,
-    /// The operator pauses resyncs for a while.
-    Pause,
-    /// The operator takes a node down for a while.
-    Down,
-}
-
-/// All of them with the words of the command line.
-pub const FAULTS: [(Fault, &str); 13] = [
-    (Fault::Reset, "reset"),
-    (Fault::Partition, "partition"),
-    (Fault::OneWay, "oneway"),
-    (Fault::Stall, "stall"),
-    (Fault::Crash, "crash"),
-    (Fault::PowerCut, "powercut"),
-    (Fault::PowerCutAll, "powercut-all"),
-    (Fault::Handover, "handover"),
-    (Fault::Disconnect, "disconnect"),
-    (Fault::Detach, "detach"),
-    (Fault::Invalidate, "invalidate"),
-    (Fault::Pause, "pause"),
-    (Fault::Down, "down"),
-];
+use crate::world::{Config, MS, SECOND, Weather, World, name};
 
 /// What the command line fixes; the rest follows from the seed.
 #[derive(Clone, Debug, Default)]
@@ -167,6 +120,8 @@ fn draw(
         disk_delay: rng.pick(&[MS / 20, MS / 5, MS, MS * 5]),
         resync_max_kib_s: rng.pick(&[2048, 10_240, 102_400]),
         trace: limits.trace,
+        weather: Weather::OneStream,
+        bandwidth: None,
     };
     let mut settings = Settings::new(protocol, config.resync_max_kib_s);
     if rng.permille(600) {
@@ -246,7 +201,7 @@ fn play(w: &mut World, o: &mut Operator, rng: &mut Rng, plan: Plan, mut load: Lo
 }
 
 /// Runs until something holds; a violation after `limit`.
-fn wait_for(
+pub(crate) fn wait_for(
     w: &mut World,
     o: &mut Operator,
     limit: u64,
@@ -274,7 +229,7 @@ fn wait_for(
 }
 
 /// What is missing to rest; an empty text if that is plain without looking closely.
-fn rest(w: &World) -> Option<String> {
+pub(crate) fn rest(w: &World) -> Option<String> {
     if check::is_busy(w) {
         Some(String::new())
     } else {
@@ -439,106 +394,6 @@ fn trouble(
         if !matches!(what, Undo::Start(_)) || rng.permille(500) {
             revert(w, o, what);
         }
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Undo {
-    Open(usize, usize),
-    Start(usize),
-    Reconnect,
-    Reattach,
-    Pause(usize, usize, u16),
-}
-
-fn revert(w: &mut World, o: &mut Operator, what: Undo) {
-    match what {
-        Undo::Open(a, b) => {
-            w.trace(a, || format!("== the network to {} works again", name(b)));
-            w.set_blocked(a, b, false);
-            w.set_blocked(b, a, false);
-        }
-        Undo::Start(node) => o.start(w, node),
-        Undo::Reconnect => {
-            o.reconnect(w);
-        }
-        Undo::Reattach => {
-            o.reattach(w);
-        }
-        Undo::Pause(node, peer, volume) => {
-            o.toggle_pause(w, node, peer, volume);
-        }
-    }
-}
-
-fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Fault) -> Option<Undo> {
-    let nodes = w.nodes.len();
-    let a = rng.below(nodes as u64) as usize;
-    let b = (a + 1 + rng.below(nodes as u64 - 1) as usize) % nodes;
-    let volume = rng.below(u64::from(w.config.volumes)) as u16;
-    w.trace(a, || format!("== {fault:?} (other node {})", name(b)));
-    match fault {
-        Fault::Reset => {
-            w.reset(a, b);
-            None
-        }
-        Fault::Partition => {
-            w.set_blocked(a, b, true);
-            w.set_blocked(b, a, true);
-            Some(Undo::Open(a, b))
-        }
-        Fault::OneWay => {
-            w.set_blocked(a, b, true);
-            Some(Undo::Open(a, b))
-        }
-        Fault::Stall => {
-            let time = rng.delay(300 * MS);
-            w.stall(a, b, rng.below(2) as usize, time);
-            None
-        }
-        Fault::Crash | Fault::PowerCut => {
-            check::differences_are_marked(w);
-            let lose = if fault == Fault::Crash {
-                Lose::InFlight
-            } else {
-                Lose::Unflushed
-            };
-            o.crash(w, a, lose);
-            check::differences_are_marked(w);
-            Some(Undo::Start(a))
-        }
-        Fault::PowerCutAll => {
-            for node in 0..nodes {
-                o.crash(w, node, Lose::Unflushed);
-            }
-            for node in 0..nodes {
-                if node != a && rng.permille(700) {
-                    o.start(w, node);
-                }
-            }
-            Some(Undo::Start(a))
-        }
-        Fault::Handover => {
-            o.demote(w);
-            None
-        }
-        Fault::Disconnect => {
-            let force = rng.permille(300);
-            o.disconnect(w, a, b, force).then_some(Undo::Reconnect)
-        }
-        Fault::Detach => {
-            let force = rng.permille(300);
-            o.detach(w, a, volume, force).then_some(Undo::Reattach)
-        }
-        Fault::Invalidate => {
-            let reset = rng.permille(500);
-            o.invalidate(w, a, volume, reset);
-            None
-        }
-        Fault::Pause => o
-            .toggle_pause(w, a, b, volume)
-            .then_some(Undo::Pause(a, b, volume)),
-        Fault::Down => o.down(w, a).then_some(Undo::Start(a)),
     }
 }
 

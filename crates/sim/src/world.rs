@@ -16,9 +16,12 @@ use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 
 use crate::buffers::Buffers;
-use crate::disk::{BLOCK, Disk, Lose, META_BYTES};
+use crate::disk::{BLOCK, Disk, Lose, META_BYTES, Toll, Trouble};
 use crate::history::History;
+use crate::marks::{self, Marks};
 use crate::rng::Rng;
+use crate::sometimes;
+use crate::story::{self, Tail};
 
 /// One millisecond in nanoseconds.
 pub const MS: u64 = 1_000_000;
@@ -46,6 +49,47 @@ pub struct Config {
     pub resync_max_kib_s: u32,
     /// Print every event.
     pub trace: bool,
+    /// Where chance comes from.
+    pub weather: Weather,
+    /// Bytes per second that one stream carries; none is without a limit.
+    pub bandwidth: Option<u64>,
+}
+
+/// Where the delays and other small chances of a world come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weather {
+    /// One stream of numbers for everything: whatever happens changes all that follows.
+    OneStream,
+    /// Each disk, wire and node has numbers of its own that depend on the time only, so that a
+    /// world stays almost the same when one of its faults is left out.
+    ByPlace,
+}
+
+/// Who asks for chance.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Place {
+    /// A node's process.
+    Node(usize),
+    /// A volume's data on a node.
+    Disk(usize, usize),
+    /// A volume's metadata on a node.
+    Meta(usize, usize),
+    /// A stream from a node to another.
+    Wire(usize, usize, usize),
+}
+
+impl Place {
+    /// Nodes are below 8, volumes below 8, streams below 2.
+    fn number(self) -> usize {
+        match self {
+            Place::Node(node) => node,
+            Place::Disk(node, volume) => 8 + node * 8 + volume,
+            Place::Meta(node, volume) => 72 + node * 8 + volume,
+            Place::Wire(from, to, stream) => 136 + (from * 8 + to) * 2 + stream,
+        }
+    }
+
+    const COUNT: usize = 264;
 }
 
 impl Config {
@@ -61,6 +105,8 @@ impl Config {
             disk_delay: MS / 5,
             resync_max_kib_s: 102_400,
             trace: false,
+            weather: Weather::OneStream,
+            bandwidth: None,
         }
     }
 }
@@ -111,6 +157,12 @@ pub struct Node {
     /// Results of the last commands.
     pub answers: BTreeMap<u64, Result<Answer, CommandError>>,
     pub(crate) timer_at: u64,
+    /// The process stands still until then; everything that comes meanwhile waits.
+    pub(crate) frozen_until: u64,
+    /// The next link's news comes so much later here.
+    pub(crate) late_link: Option<u64>,
+    /// How far the node's clock is ahead of the world's.
+    pub(crate) skew: u64,
     /// The last state lines, for failures.
     pub log: VecDeque<LogLine>,
     /// What the core's state amounts to; none after a change.
@@ -134,7 +186,7 @@ pub struct LogLine {
 
 impl std::fmt::Display for LogLine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:.6} {:?}", self.at as f64 / 1e9, self.level)?;
+        write!(f, "{:?}", self.level)?;
         if let Some(peer) = self.peer {
             write!(f, " peer {}", name(usize::from(peer.0)))?;
         }
@@ -168,6 +220,8 @@ pub(crate) struct Wire {
     pub(crate) scheduled: bool,
     pub(crate) last: u64,
     pub(crate) stalled_until: u64,
+    /// When the last byte so far has left the sender, if the bandwidth is limited.
+    pub(crate) busy_until: u64,
 }
 
 /// An established pair of streams.
@@ -205,6 +259,12 @@ pub(crate) enum Ev {
         id: u64,
     },
     Input {
+        node: usize,
+        life: u32,
+        input: Input,
+    },
+    /// An input that waited for a process that stood still.
+    Feed {
         node: usize,
         life: u32,
         input: Input,
@@ -256,6 +316,17 @@ pub struct World {
     pub now: u64,
     /// Chance.
     pub rng: Rng,
+    /// By place: the time slice of the last draw and the draws in it.
+    draws: Vec<(u64, u64)>,
+    local: Rng,
+    /// The last lines of each node's trace, if they are kept.
+    pub tail: Option<Tail>,
+    /// Rare paths that were reached.
+    pub marks: Marks,
+    /// A state changed since the last look at who is Primary.
+    changed: bool,
+    /// Blocks that a disk silently spoiled, with the node that did it.
+    pub spoiled: BTreeMap<(u16, u64), usize>,
     pub(crate) heap: BinaryHeap<Reverse<Scheduled>>,
     events: Vec<Option<Ev>>,
     free_events: Vec<u32>,
@@ -311,6 +382,9 @@ impl World {
                 commands: BTreeMap::new(),
                 answers: BTreeMap::new(),
                 timer_at: u64::MAX,
+                frozen_until: 0,
+                late_link: None,
+                skew: 0,
                 log: VecDeque::new(),
                 view: None,
             })
@@ -318,6 +392,12 @@ impl World {
         World {
             now: 1,
             rng: Rng::new(config.seed),
+            draws: vec![(0, 0); Place::COUNT],
+            local: Rng::new(0),
+            tail: None,
+            marks: Marks::default(),
+            changed: false,
+            spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
             events: Vec::new(),
             free_events: Vec::new(),
@@ -358,15 +438,59 @@ impl World {
         }));
     }
 
+    /// The numbers for a place at this time.
+    pub(crate) fn chance(&mut self, place: Place) -> &mut Rng {
+        if self.config.weather == Weather::OneStream {
+            return &mut self.rng;
+        }
+        let place = place.number();
+        let slice = self.now / (MS / 20);
+        let (last, count) = &mut self.draws[place];
+        if *last != slice {
+            (*last, *count) = (slice, 0);
+        }
+        *count += 1;
+        let seed = crate::rng::mixed(&[self.config.seed, place as u64, slice, *count]);
+        self.local = Rng::new(seed);
+        &mut self.local
+    }
+
+    /// A time that something takes at a place.
+    pub(crate) fn delay(&mut self, place: Place, typical: u64) -> u64 {
+        self.chance(place).delay(typical)
+    }
+
     pub(crate) fn mix(&mut self, value: u64) {
         self.fingerprint = (self.fingerprint ^ value).wrapping_mul(0x0100_0000_01b3);
     }
 
+    /// Somebody reads the trace.
+    pub(crate) fn is_traced(&self) -> bool {
+        self.config.trace || self.tail.is_some()
+    }
+
     /// A line of the trace; the text is made only if somebody reads it.
     pub fn trace(&mut self, node: usize, text: impl FnOnce() -> String) {
-        if self.config.trace {
-            println!("{:>12.6} {} {}", self.now as f64 / 1e9, name(node), text());
+        if !self.is_traced() {
+            return;
         }
+        let line = format!(
+            "{:>12.6}  {}  {}",
+            self.now as f64 / 1e9,
+            name(node),
+            text()
+        );
+        if self.config.trace {
+            println!("{line}");
+        }
+        if let Some(tail) = &mut self.tail {
+            tail.push(node, line);
+        }
+    }
+
+    /// A rare path was reached.
+    pub fn reached(&mut self, mark: u32) {
+        self.marks.set(mark);
     }
 
     /// The first violation counts.
@@ -374,7 +498,7 @@ impl World {
         if self.violation.is_none() {
             let text = text.into();
             if self.config.trace {
-                println!("{:>12.6} VIOLATION {text}", self.now as f64 / 1e9);
+                println!("{:>12.6}  VIOLATION  {text}", self.now as f64 / 1e9);
             }
             self.violation = Some(text);
         }
@@ -396,6 +520,7 @@ impl World {
         let resource = n.resource.as_ref()?;
         if n.view.is_none() {
             let snapshot = resource.snapshot();
+            marks::see_state(&mut self.marks, &snapshot);
             n.view = Some(View {
                 role: snapshot.role,
                 holders: crate::operator::holders(node, &snapshot),
@@ -409,7 +534,7 @@ impl World {
     /// The process starts; the operator's commands are still to come.
     pub fn start(&mut self, node: usize, options: lockstep_core::options::ResourceOptions) {
         assert!(!self.is_up(node));
-        let seed = self.rng.bits();
+        let seed = self.chance(Place::Node(node)).bits();
         let n = &mut self.nodes[node];
         n.life += 1;
         n.resource = Some(Resource::new(
@@ -444,9 +569,15 @@ impl World {
         n.connecting.clear();
         n.commands.clear();
         let requests = std::mem::take(&mut n.requests);
+        n.frozen_until = 0;
         let links: Vec<u64> = std::mem::take(&mut n.links).into_keys().collect();
-        for disk in &mut n.disks {
-            disk.crash(lose, &mut self.rng);
+        for volume in 0..self.nodes[node].disks.len() {
+            let mut rng = self.chance(Place::Disk(node, volume)).clone();
+            let toll = self.nodes[node].disks[volume].crash(lose, &mut rng);
+            if self.config.weather == Weather::OneStream {
+                self.rng = rng;
+            }
+            self.mark_crash(lose, toll);
         }
         for asked in requests.into_values() {
             self.abandon(&asked, now);
@@ -455,6 +586,14 @@ impl World {
             // A dead process closes its sockets; a node without power just falls silent.
             self.close(link, node, false, lose == Lose::Unflushed);
         }
+    }
+
+    fn mark_crash(&mut self, lose: Lose, toll: Toll) {
+        sometimes!(self.marks, toll.torn, "crash-tears-write");
+        sometimes!(self.marks, toll.meta, "crash-cuts-metadata");
+        let cut = lose == Lose::Unflushed;
+        sometimes!(self.marks, cut && toll.lost, "power-cut-loses-writes");
+        sometimes!(self.marks, cut && toll.lucky, "power-cut-loses-nothing");
     }
 
     fn abandon(&mut self, asked: &Asked, now: u64) {
@@ -472,27 +611,54 @@ impl World {
         }
     }
 
+    /// The process stands still for a while, as under a debugger or on a paused guest.
+    pub fn freeze(&mut self, node: usize, time: u64) {
+        self.trace(node, || {
+            format!("== the process stands still for {} ms", time / MS)
+        });
+        self.nodes[node].frozen_until = self.now + time;
+    }
+
+    /// The disk works again.
+    pub fn cure(&mut self, node: usize, volume: u16) {
+        let trouble = &mut self.nodes[node].disks[usize::from(volume)].trouble;
+        *trouble = Trouble {
+            happened: trouble.happened,
+            ..Trouble::default()
+        };
+    }
+
+    /// The node hears of its next link so much later than the peer.
+    pub fn next_link_late(&mut self, node: usize, time: u64) {
+        self.nodes[node].late_link = Some(time);
+    }
+
+    /// The node's clock jumps ahead.
+    pub fn jump(&mut self, node: usize, time: u64) {
+        self.trace(node, || {
+            format!("== the clock jumps ahead by {} ms", time / MS)
+        });
+        self.nodes[node].skew += time;
+        self.nodes[node].timer_at = u64::MAX;
+        self.arm(node);
+    }
+
     // The border.
 
     /// Feeds a node.
     pub fn input(&mut self, node: usize, input: Input) {
-        if self.config.trace {
-            let text = match &input {
-                Input::Timeout => String::new(),
-                Input::MetaDone { tag, result } => {
-                    format!(
-                        "> MetaDone {} {}",
-                        tag.0,
-                        if result.is_ok() { "ok" } else { "failed" }
-                    )
-                }
-                other => format!("> {other:?}"),
-            };
-            if !text.is_empty() {
-                self.trace(node, || text);
-            }
+        let frozen_until = self.nodes[node].frozen_until;
+        if frozen_until > self.now {
+            let life = self.nodes[node].life;
+            self.at(frozen_until - self.now, Ev::Feed { node, life, input });
+            return;
         }
-        let now = Instant(self.now);
+        if self.is_traced()
+            && let Some(text) = story::input(&input)
+        {
+            self.trace(node, || text);
+        }
+        let now = Instant(self.now + self.nodes[node].skew);
         let Some(resource) = self.nodes[node].resource.as_mut() else {
             return;
         };
@@ -513,7 +679,7 @@ impl World {
         let Some(next) = n.resource.as_ref().and_then(Resource::next_timeout) else {
             return;
         };
-        let at = next.0.max(now);
+        let at = next.0.saturating_sub(n.skew).max(now);
         if at < n.timer_at {
             n.timer_at = at;
             let life = n.life;
@@ -542,7 +708,7 @@ impl World {
                         write_through: false,
                     })
                 };
-                let delay = self.rng.delay(self.config.disk_delay);
+                let delay = self.delay(Place::Node(node), self.config.disk_delay);
                 let input = Input::DiskOpened { tag, result };
                 self.at(delay, Ev::Input { node, life, input });
             }
@@ -565,28 +731,39 @@ impl World {
                 let content = payload.map(|p| self.content(node, p));
                 self.send(node, peer, link, stream, volume, &packet, content);
                 if let Some(tag) = want_sent {
-                    let delay = self.rng.delay(self.config.net_delay);
+                    let place = Place::Wire(node, usize::from(peer.0), stream_index(stream));
+                    let delay = self.delay(place, self.config.net_delay);
                     let input = Input::Sent { tag };
                     self.at(delay, Ev::Input { node, life, input });
                 }
             }
             Output::Connect { peer } => {
-                self.trace(node, || format!("< Connect {peer}"));
+                self.trace(node, || {
+                    format!("wants a connection to {}", name(usize::from(peer.0)))
+                });
                 self.nodes[node].connecting.insert(usize::from(peer.0));
                 self.consider_connect(node, usize::from(peer.0));
             }
             Output::StopConnecting { peer } => {
-                self.trace(node, || format!("< StopConnecting {peer}"));
+                self.trace(node, || {
+                    format!(
+                        "wants no connection to {} any more",
+                        name(usize::from(peer.0))
+                    )
+                });
                 self.nodes[node].connecting.remove(&usize::from(peer.0));
             }
             Output::CloseLink { link, flush, .. } => {
-                self.trace(node, || format!("< CloseLink {} flush {flush}", link.0));
+                self.trace(node, || format!("closes link {}", link.0));
                 self.nodes[node].links.remove(&link.0);
                 self.close(link.0, node, flush, false);
             }
             Output::Complete { id, result } => self.complete(node, id, result),
             Output::Answer { id, result } => {
-                self.trace(node, || format!("< answer {} {result:?}", id.0));
+                self.trace(node, || {
+                    format!("command {} ends: {}", id.0, story::answer(&result))
+                });
+                sometimes!(self.marks, result.is_err(), "command-refused");
                 let node = &mut self.nodes[node];
                 if node.commands.remove(&id.0).is_none() {
                     self.fail(format!("command {} was answered twice", id.0));
@@ -601,7 +778,7 @@ impl World {
             } => {
                 let content = self.content(node, payload);
                 let digest = digest_of(&algorithm, &content);
-                let delay = self.rng.delay(self.config.disk_delay / 4);
+                let delay = self.delay(Place::Node(node), self.config.disk_delay / 4);
                 let input = Input::DigestDone { tag, digest };
                 self.at(delay, Ev::Input { node, life, input });
             }
@@ -610,8 +787,8 @@ impl World {
                 self.fill(node, to, &content);
             }
             Output::Handler { tag, name, .. } => {
-                self.trace(node, || format!("< handler {name}"));
-                let delay = self.rng.delay(MS * 10);
+                self.trace(node, || format!("runs the handler {name}"));
+                let delay = self.delay(Place::Node(node), MS * 10);
                 let input = Input::HandlerDone { tag, exit_code: 0 };
                 self.at(delay, Ev::Input { node, life, input });
             }
@@ -623,6 +800,7 @@ impl World {
                 text,
             }) => {
                 self.watch_log(node, &text);
+                marks::see_log(&mut self.marks, &text);
                 let line = LogLine {
                     at: self.now,
                     level,
@@ -630,14 +808,17 @@ impl World {
                     volume,
                     text,
                 };
-                self.trace(node, || format!("  log {line}"));
+                self.trace(node, || format!("log: {line}"));
                 let log = &mut self.nodes[node].log;
                 log.push_back(line);
                 if log.len() > 40 {
                     log.pop_front();
                 }
             }
-            Output::Event(_) => self.nodes[node].view = None,
+            Output::Event(_) => {
+                self.nodes[node].view = None;
+                self.changed = true;
+            }
         }
     }
 
@@ -763,6 +944,9 @@ impl World {
                     .write_starts(volume, block + i, asked.value_of(i), start, weak);
             }
         }
+        self.trace(node, || {
+            format!("== request {request_id}: {}", story::asked(&asked))
+        });
         self.nodes[node].requests.insert(request_id, asked);
         let len = if kind == RequestKind::Flush {
             0
@@ -793,19 +977,34 @@ impl World {
     }
 
     fn complete(&mut self, node: usize, id: RequestId, result: Result<(), RequestError>) {
-        self.trace(node, || format!("< complete {} {result:?}", id.0));
         let Some(asked) = self.nodes[node].requests.remove(&id.0) else {
             self.fail(format!("{} completes request {} twice", name(node), id.0));
             return;
         };
         let now = self.now;
+        self.trace(node, || {
+            let took = (now - asked.start) as f64 / 1e6;
+            let how = match &result {
+                Ok(()) => "is acknowledged".to_string(),
+                Err(error) => format!("fails ({error:?})"),
+            };
+            format!(
+                "request {} ({}) {how} after {took:.2} ms",
+                id.0,
+                story::asked(&asked)
+            )
+        });
         let ok = result.is_ok();
+        sometimes!(self.marks, !ok, "request-failed");
         match asked.kind {
             RequestKind::Read => {
                 if let (true, Some(payload)) = (ok, asked.payload) {
                     let content = self.content(node, payload);
                     for (i, value) in content.into_iter().enumerate() {
                         let block = asked.block + i as u64;
+                        if self.spoiled.contains_key(&(asked.volume, block)) {
+                            continue;
+                        }
                         let read = self
                             .history
                             .read(asked.volume, block, value, asked.start, now);
@@ -891,11 +1090,12 @@ impl World {
             Ev::Timer { node, life } => {
                 if self.nodes[node].life == life {
                     self.nodes[node].timer_at = u64::MAX;
+                    let skew = self.nodes[node].skew;
                     let due = self.nodes[node]
                         .resource
                         .as_ref()
                         .and_then(Resource::next_timeout)
-                        .is_some_and(|t| t.0 <= at);
+                        .is_some_and(|t| t.0 <= at + skew);
                     if due {
                         self.input(node, Input::Timeout);
                         self.check_timer(node);
@@ -934,15 +1134,26 @@ impl World {
                     }
                 }
             }
+            Ev::Feed { node, life, input } => {
+                if self.nodes[node].life == life {
+                    self.input(node, input);
+                }
+            }
             Ev::LinkUp { link, side } => self.link_up(link, side),
             Ev::Deliver { link, side, stream } => self.deliver(link, side, stream),
             Ev::Connect { a, b } => self.connect(a, b),
+        }
+        if std::mem::take(&mut self.changed) && self.config.weather == Weather::ByPlace {
+            crate::check::one_primary(self);
         }
         true
     }
 
     fn check_timer(&mut self, node: usize) {
-        let now = self.now;
+        if self.nodes[node].frozen_until > self.now {
+            return;
+        }
+        let now = self.now + self.nodes[node].skew;
         let stuck = self.nodes[node]
             .resource
             .as_ref()

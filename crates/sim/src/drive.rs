@@ -1,0 +1,361 @@
+//! Runs a planned world: brings the cluster up, lets its faults and requests happen when the plan
+//! says, heals, and waits until everything is whole again.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::check;
+use crate::faults::{Fault, Undo, happen, revert, word};
+use crate::marks::{self, Marks};
+use crate::operator::Operator;
+use crate::plan::{Orders, Plan, PlannedFault};
+use crate::rng::{Rng, mixed};
+use crate::story::Tail;
+use crate::swarm::{bring_up, rest, wait_for};
+use crate::world::{MS, SECOND, World};
+
+/// How much of a world's trace is wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Trace {
+    /// Nothing.
+    #[default]
+    Off,
+    /// Every line goes to standard output.
+    Print,
+    /// The last lines of each node are kept.
+    Keep(usize),
+}
+
+/// What became of a planned world.
+#[derive(Clone, Debug)]
+pub struct Played {
+    /// The seed.
+    pub seed: u64,
+    /// What went wrong.
+    pub violation: Option<String>,
+    /// Hash over everything that happened.
+    pub fingerprint: u64,
+    /// Events.
+    pub steps: u64,
+    /// Virtual time in nanoseconds.
+    pub time: u64,
+    /// Acknowledged writes.
+    pub acked: u64,
+    /// Rare paths that were reached.
+    pub marks: Marks,
+    /// In words: what kind of world it was.
+    pub shape: String,
+    /// The last lines of each node, if they were kept.
+    pub tail: Option<Tail>,
+    /// Nodes.
+    pub nodes: usize,
+}
+
+impl Played {
+    /// Before anything happened.
+    pub(crate) fn nothing(seed: u64) -> Self {
+        Played {
+            seed,
+            violation: None,
+            fingerprint: 0,
+            steps: 0,
+            time: 0,
+            acked: 0,
+            marks: Marks::default(),
+            shape: String::new(),
+            tail: None,
+            nodes: 0,
+        }
+    }
+}
+
+/// Runs the planned world of a seed.
+pub fn run(seed: u64, orders: &Orders, trace: Trace) -> Played {
+    let mut plan = Plan::new(seed, orders);
+    plan.config.trace = trace == Trace::Print;
+    let shape = plan.describe();
+    let mut w = World::new(plan.config.clone());
+    if let Trace::Keep(lines) = trace {
+        w.tail = Some(Tail::new(w.nodes.len(), lines));
+    }
+    let mut o = Operator::new(plan.settings.clone(), w.nodes.len());
+    let played = catch_unwind(AssertUnwindSafe(|| {
+        Drive::new(&plan).play(&mut w, &mut o);
+    }));
+    if let Err(panic) = played {
+        let text = panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()))
+            .unwrap_or_default();
+        w.violation = Some(format!("panic: {text}"));
+    }
+    Played {
+        violation: w.violation,
+        fingerprint: w.fingerprint,
+        steps: w.steps,
+        time: w.now,
+        acked: w.acked,
+        marks: w.marks,
+        shape,
+        tail: w.tail,
+        nodes: w.nodes.len(),
+        ..Played::nothing(seed)
+    }
+}
+
+struct Drive<'a> {
+    plan: &'a Plan,
+    /// When the trouble began.
+    start: u64,
+    next_fault: usize,
+    next_request: usize,
+    undo: Vec<(u64, Undo)>,
+    /// When the operator looks next.
+    look_at: u64,
+    /// When the operator promotes an heir; none while there is a Primary.
+    promote_at: Option<u64>,
+    promotions: u64,
+    /// When the operator mends things next; none while there is trouble.
+    heal_at: Option<u64>,
+    /// Events at the start of the present second, and its number.
+    second: (u64, u64),
+}
+
+impl<'a> Drive<'a> {
+    fn new(plan: &'a Plan) -> Self {
+        Drive {
+            plan,
+            start: 0,
+            next_fault: 0,
+            next_request: 0,
+            undo: Vec::new(),
+            look_at: 0,
+            promote_at: None,
+            promotions: 0,
+            heal_at: None,
+            second: (0, 0),
+        }
+    }
+
+    fn play(&mut self, w: &mut World, o: &mut Operator) {
+        bring_up(w, o, self.plan.full_sync);
+        if w.violation.is_some() {
+            return;
+        }
+        self.start = w.now;
+        self.look_at = w.now;
+        self.go_on(w, o, |d| {
+            d.next_fault < d.plan.faults.len() || !d.undo.is_empty()
+        });
+        if w.violation.is_some() {
+            return;
+        }
+        check::differences_are_marked(w);
+        w.trace(0, || "== the trouble is over".into());
+        self.heal(w, o);
+        self.heal_at = Some(w.now + SECOND);
+        self.go_on(w, o, |d| d.next_request < d.plan.requests.len());
+        let mut round = 0u64;
+        let takeover = self.plan.takeover;
+        wait_for(w, o, PATIENCE, "everything is in sync again", |w, o| {
+            if round.is_multiple_of(50) {
+                o.heal(w);
+            }
+            round += 1;
+            if round > takeover / (20 * MS) && o.primary.is_none() && !o.is_changing() {
+                promote_an_heir(w, o, round);
+            }
+            rest(w)
+        });
+        if w.violation.is_some() {
+            return;
+        }
+        w.run_for(3 * SECOND);
+        o.tick(w);
+        if let Some(text) = check::not_converged(w) {
+            w.fail(format!("it does not stay in sync: {text}"));
+            return;
+        }
+        check::replicas_are_equal(w);
+        check::differences_are_marked(w);
+        check::generations_agree(w);
+        check::one_primary(w);
+    }
+
+    /// Lets time pass, with everything that is due, while a condition holds.
+    fn go_on(&mut self, w: &mut World, o: &mut Operator, wanted: impl Fn(&Drive<'_>) -> bool) {
+        let end = w.now + 600 * SECOND;
+        while w.violation.is_none() && w.now < end && wanted(self) {
+            let until = self.next_at(w);
+            while w.step(until) {}
+            if w.violation.is_some() {
+                return;
+            }
+            w.now = w.now.max(until);
+            self.requests(w, o);
+            if w.now >= self.look_at {
+                self.look_at = w.now + 5 * MS;
+                self.look(w, o);
+            }
+            self.faults(w, o);
+        }
+    }
+
+    fn next_at(&self, w: &World) -> u64 {
+        let mut at = self.look_at;
+        if let Some(fault) = self.plan.faults.get(self.next_fault) {
+            at = at.min(self.start + fault.at);
+        }
+        if let Some(request) = self.plan.requests.get(self.next_request) {
+            let due = self.start + request.at;
+            // One that is due already waits for the Primary; the operator's looks poll for that.
+            if due > w.now {
+                at = at.min(due);
+            }
+        }
+        at.max(w.now)
+    }
+
+    fn requests(&mut self, w: &mut World, o: &Operator) {
+        while let Some(request) = self.plan.requests.get(self.next_request) {
+            let Some(node) = o.accepts_io() else { return };
+            let is_due = self.start + request.at <= w.now;
+            if !is_due || !w.is_up(node) || w.nodes[node].requests.len() >= self.plan.depth {
+                return;
+            }
+            self.next_request += 1;
+            w.request(
+                node,
+                request.volume,
+                request.kind,
+                request.block,
+                request.count,
+            );
+        }
+    }
+
+    fn look(&mut self, w: &mut World, o: &mut Operator) {
+        o.tick(w);
+        if self.heal_at.is_some_and(|at| at <= w.now) {
+            self.heal_at = Some(w.now + SECOND);
+            o.heal(w);
+        }
+        check::memory_is_bounded(w, self.plan.depth * 33);
+        self.rate_is_bounded(w);
+        if o.primary.is_some() || o.is_changing() {
+            self.promote_at = None;
+            return;
+        }
+        match self.promote_at {
+            None => {
+                let mut rng = Rng::new(mixed(&[self.plan.seed, 77, self.promotions]));
+                self.promotions += 1;
+                self.promote_at = Some(w.now + rng.delay(self.plan.takeover));
+            }
+            Some(at) if at <= w.now => {
+                if promote_an_heir(w, o, self.plan.seed ^ self.promotions) {
+                    self.promote_at = None;
+                }
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// Nobody runs in circles: the events of one second have a bound.
+    fn rate_is_bounded(&mut self, w: &mut World) {
+        let second = w.now / SECOND;
+        if second == self.second.1 {
+            let blocks = u64::from(w.config.resync_max_kib_s) / 4;
+            let pairs = (w.nodes.len() * (w.nodes.len() - 1)) as u64;
+            let most = EVENTS_MOST + pairs * u64::from(w.config.volumes) * blocks * 16;
+            if w.steps - self.second.0 > most {
+                w.fail(format!(
+                    "more than {most} events in one second: somebody runs in circles"
+                ));
+            }
+        } else {
+            self.second = (w.steps, second);
+        }
+    }
+
+    fn faults(&mut self, w: &mut World, o: &mut Operator) {
+        let now = w.now;
+        let mut due = Vec::new();
+        self.undo.retain(|(at, what)| {
+            let is_due = *at <= now;
+            if is_due {
+                due.push(*what);
+            }
+            !is_due
+        });
+        for what in due {
+            if let Undo::CutAgain(node) = what {
+                self.undo.push((now + 100 * MS, Undo::Start(node)));
+            }
+            revert(w, o, what);
+        }
+        while let Some(fault) = self.plan.faults.get(self.next_fault)
+            && self.start + fault.at <= w.now
+            && w.violation.is_none()
+        {
+            self.next_fault += 1;
+            self.strike(w, o, fault);
+        }
+    }
+
+    fn strike(&mut self, w: &mut World, o: &mut Operator, planned: &PlannedFault) {
+        let kind = word(planned.fault);
+        w.trace(0, || {
+            format!("== fault {} of the plan: {kind}", planned.number)
+        });
+        if let Some(mark) = marks::find("fault-", kind) {
+            w.reached(mark);
+        }
+        let mut rng = Rng::new(planned.seed);
+        let ends = w.now + planned.lasts;
+        match happen(w, o, &mut rng, planned.fault) {
+            Some(Undo::CutAgain(node)) => {
+                // It starts soon, and falls again before it is quite there.
+                let start = w.now + rng.delay(20 * MS);
+                self.undo.push((start, Undo::Start(node)));
+                let soon = rng.pick(&[MS / 2, 5 * MS, 50 * MS]);
+                self.undo
+                    .push((start + rng.delay(soon), Undo::CutAgain(node)));
+            }
+            Some(undo) => self.undo.push((ends, undo)),
+            None => {}
+        }
+        if planned.fault != Fault::PowerCutAll {
+            check::differences_are_marked(w);
+        }
+        for node in 0..w.nodes.len() {
+            check::generations_are_sound(w, node);
+        }
+    }
+
+    fn heal(&mut self, w: &mut World, o: &mut Operator) {
+        for a in 0..w.nodes.len() {
+            for b in 0..w.nodes.len() {
+                w.set_blocked(a, b, false);
+            }
+            for volume in 0..w.config.volumes {
+                w.cure(a, volume);
+            }
+        }
+        o.calm = true;
+        o.heal(w);
+    }
+}
+
+fn promote_an_heir(w: &mut World, o: &mut Operator, number: u64) -> bool {
+    let heirs: Vec<usize> = o.heirs.iter().copied().filter(|n| o.is_up(*n)).collect();
+    let Some(heir) = heirs.get(number as usize % heirs.len().max(1)) else {
+        return false;
+    };
+    o.promote(w, *heir, false)
+}
+
+/// How long the cluster may take to become whole.
+const PATIENCE: u64 = 400 * SECOND;
+/// Events of one second that requests and timers may need, without resyncs.
+const EVENTS_MOST: u64 = 300_000;

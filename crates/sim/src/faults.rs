@@ -1,0 +1,339 @@
+//! Kinds of trouble: how each comes over a world and how it ends.
+
+use lockstep_core::command::Command;
+use lockstep_format::units::VolumeNr;
+
+use crate::check;
+use crate::disk::Lose;
+use crate::operator::Operator;
+use crate::rng::Rng;
+use crate::world::{MS, SECOND, World, name};
+
+/// Kinds of trouble.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// A connection breaks.
+    Reset,
+    /// Nothing passes between two nodes for a while.
+    Partition,
+    /// Nothing passes in one direction for a while.
+    OneWay,
+    /// One stream stands still for a while.
+    Stall,
+    /// A process dies and comes back.
+    Crash,
+    /// A node loses its power and comes back.
+    PowerCut,
+    /// All nodes lose their power at once.
+    PowerCutAll,
+    /// Another node becomes Primary in good order.
+    Handover,
+    /// The operator disconnects two nodes for a while.
+    Disconnect,
+    /// The operator takes a disk away for a while.
+    Detach,
+    /// The operator throws a replica away.
+    Invalidate,
+    /// The operator pauses resyncs for a while.
+    Pause,
+    /// The operator takes a node down for a while.
+    Down,
+    /// Nothing passes between a node and all others for a while.
+    Isolate,
+    /// One side of the next link hears of it late.
+    LateLink,
+    /// A process stands still for a while.
+    Freeze,
+    /// A node's clock jumps ahead.
+    Clock,
+    /// A disk is slow for a while.
+    SlowDisk,
+    /// A node loses its power, and once more while it recovers.
+    PowerCutTwice,
+    /// Reads fail.
+    ReadError,
+    /// Writes fail.
+    WriteError,
+    /// Flushes fail.
+    FlushError,
+    /// Metadata operations fail.
+    MetaError,
+    /// A disk acknowledges a write that never happens.
+    LostWrite,
+    /// A disk writes to a wrong place.
+    Misdirect,
+    /// The operator suspends requests for a while.
+    Suspend,
+    /// The operator changes options.
+    Options,
+    /// The operator makes a new generation on the Primary.
+    NewUuid,
+}
+
+/// The kinds that worlds of the first design draw from, with the words of the command line. Its
+/// order and length are part of what a seed means there.
+pub const FAULTS: [(Fault, &str); 13] = [
+    (Fault::Reset, "reset"),
+    (Fault::Partition, "partition"),
+    (Fault::OneWay, "oneway"),
+    (Fault::Stall, "stall"),
+    (Fault::Crash, "crash"),
+    (Fault::PowerCut, "powercut"),
+    (Fault::PowerCutAll, "powercut-all"),
+    (Fault::Handover, "handover"),
+    (Fault::Disconnect, "disconnect"),
+    (Fault::Detach, "detach"),
+    (Fault::Invalidate, "invalidate"),
+    (Fault::Pause, "pause"),
+    (Fault::Down, "down"),
+];
+
+/// The kinds that only planned worlds know, with the words of the command line.
+pub const MORE_FAULTS: [(Fault, &str); 15] = [
+    (Fault::Isolate, "isolate"),
+    (Fault::LateLink, "latelink"),
+    (Fault::Freeze, "freeze"),
+    (Fault::Clock, "clock"),
+    (Fault::SlowDisk, "slowdisk"),
+    (Fault::PowerCutTwice, "powercut-twice"),
+    (Fault::ReadError, "readerror"),
+    (Fault::WriteError, "writeerror"),
+    (Fault::FlushError, "flusherror"),
+    (Fault::MetaError, "metaerror"),
+    (Fault::LostWrite, "lostwrite"),
+    (Fault::Misdirect, "misdirect"),
+    (Fault::Suspend, "suspend"),
+    (Fault::Options, "options"),
+    (Fault::NewUuid, "newuuid"),
+];
+
+/// Every kind with its word.
+pub fn all() -> impl Iterator<Item = (Fault, &'static str)> {
+    FAULTS.into_iter().chain(MORE_FAULTS)
+}
+
+/// The word of a kind.
+pub fn word(fault: Fault) -> &'static str {
+    all()
+        .find(|(f, _)| *f == fault)
+        .map_or("unknown", |(_, word)| word)
+}
+
+/// The kinds of a list of words separated by commas.
+pub fn parse(list: &str) -> Result<Vec<Fault>, String> {
+    list.split(',')
+        .filter(|w| !w.is_empty())
+        .map(|word| {
+            all()
+                .find(|(_, name)| *name == word)
+                .map(|(fault, _)| fault)
+                .ok_or_else(|| {
+                    let known: Vec<_> = all().map(|(_, name)| name).collect();
+                    format!("no fault is called {word}; there are {}", known.join(", "))
+                })
+        })
+        .collect()
+}
+
+fn pause_of(rng: &mut Rng) -> u64 {
+    rng.pick(&[20 * MS, 300 * MS, 3 * SECOND])
+}
+
+/// How a fault ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Undo {
+    Open(usize, usize),
+    Start(usize),
+    Reconnect,
+    Reattach,
+    Pause(usize, usize, u16),
+    OpenAll(usize),
+    Cure(usize, u16),
+    Resume(usize),
+    CutAgain(usize),
+}
+
+/// Ends a fault.
+pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
+    match what {
+        Undo::Open(a, b) => {
+            w.trace(a, || format!("== the network to {} works again", name(b)));
+            w.set_blocked(a, b, false);
+            w.set_blocked(b, a, false);
+        }
+        Undo::Start(node) => o.start(w, node),
+        Undo::Reconnect => {
+            o.reconnect(w);
+        }
+        Undo::Reattach => {
+            o.reattach(w);
+        }
+        Undo::Pause(node, peer, volume) => {
+            o.toggle_pause(w, node, peer, volume);
+        }
+        Undo::OpenAll(node) => {
+            w.trace(node, || "== the network works again".into());
+            for peer in (0..w.nodes.len()).filter(|p| *p != node) {
+                w.set_blocked(node, peer, false);
+                w.set_blocked(peer, node, false);
+            }
+        }
+        Undo::Cure(node, volume) => {
+            w.trace(node, || {
+                format!("== the disk of volume {volume} works again")
+            });
+            w.cure(node, volume);
+            o.reattach(w);
+        }
+        Undo::Resume(node) => {
+            if o.is_up(node) {
+                w.command(node, Command::ResumeIo);
+            }
+        }
+        Undo::CutAgain(node) => o.crash(w, node, Lose::Unflushed),
+    }
+}
+
+/// Lets a fault happen; says how it ends, if it does not end by itself.
+pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Fault) -> Option<Undo> {
+    let nodes = w.nodes.len();
+    let a = rng.below(nodes as u64) as usize;
+    let b = (a + 1 + rng.below(nodes as u64 - 1) as usize) % nodes;
+    let volume = rng.below(u64::from(w.config.volumes)) as u16;
+    w.trace(a, || format!("== {fault:?} (other node {})", name(b)));
+    match fault {
+        Fault::Reset => {
+            w.reset(a, b);
+            None
+        }
+        Fault::Partition => {
+            w.set_blocked(a, b, true);
+            w.set_blocked(b, a, true);
+            Some(Undo::Open(a, b))
+        }
+        Fault::OneWay => {
+            w.set_blocked(a, b, true);
+            Some(Undo::Open(a, b))
+        }
+        Fault::Stall => {
+            let time = rng.delay(300 * MS);
+            w.stall(a, b, rng.below(2) as usize, time);
+            None
+        }
+        Fault::Crash | Fault::PowerCut => {
+            check::differences_are_marked(w);
+            let lose = if fault == Fault::Crash {
+                Lose::InFlight
+            } else {
+                Lose::Unflushed
+            };
+            o.crash(w, a, lose);
+            check::differences_are_marked(w);
+            Some(Undo::Start(a))
+        }
+        Fault::PowerCutAll => {
+            for node in 0..nodes {
+                o.crash(w, node, Lose::Unflushed);
+            }
+            for node in 0..nodes {
+                if node != a && rng.permille(700) {
+                    o.start(w, node);
+                }
+            }
+            Some(Undo::Start(a))
+        }
+        Fault::Handover => {
+            o.demote(w);
+            None
+        }
+        Fault::Disconnect => {
+            let force = rng.permille(300);
+            o.disconnect(w, a, b, force).then_some(Undo::Reconnect)
+        }
+        Fault::Detach => {
+            let force = rng.permille(300);
+            o.detach(w, a, volume, force).then_some(Undo::Reattach)
+        }
+        Fault::Invalidate => {
+            let reset = rng.permille(500);
+            o.invalidate(w, a, volume, reset);
+            None
+        }
+        Fault::Pause => o
+            .toggle_pause(w, a, b, volume)
+            .then_some(Undo::Pause(a, b, volume)),
+        Fault::Down => o.down(w, a).then_some(Undo::Start(a)),
+        Fault::Isolate => {
+            for peer in (0..nodes).filter(|p| *p != a) {
+                w.set_blocked(a, peer, true);
+                w.set_blocked(peer, a, true);
+            }
+            Some(Undo::OpenAll(a))
+        }
+        Fault::LateLink => {
+            w.next_link_late(a, rng.delay(2 * SECOND));
+            w.reset(a, b);
+            None
+        }
+        Fault::Freeze => {
+            let typical = pause_of(rng);
+            w.freeze(a, rng.delay(typical));
+            None
+        }
+        Fault::Clock => {
+            let typical = pause_of(rng);
+            w.jump(a, rng.delay(typical));
+            None
+        }
+        Fault::PowerCutTwice => {
+            o.crash(w, a, Lose::Unflushed);
+            Some(Undo::CutAgain(a))
+        }
+        Fault::SlowDisk
+        | Fault::ReadError
+        | Fault::WriteError
+        | Fault::FlushError
+        | Fault::MetaError
+        | Fault::LostWrite
+        | Fault::Misdirect => {
+            let trouble = &mut w.nodes[a].disks[usize::from(volume)].trouble;
+            let count = rng.range(1, 4) as u32;
+            match fault {
+                Fault::SlowDisk => trouble.slowness = rng.pick(&[10, 50, 300]),
+                Fault::ReadError => trouble.reads = count,
+                Fault::WriteError => trouble.writes = count,
+                Fault::FlushError => trouble.flushes = count,
+                Fault::MetaError => trouble.metas = count,
+                Fault::LostWrite => trouble.lost = count,
+                _ => trouble.misdirected = count,
+            }
+            Some(Undo::Cure(a, volume))
+        }
+        Fault::Suspend => {
+            if !o.is_up(a) {
+                return None;
+            }
+            w.command(a, Command::SuspendIo);
+            Some(Undo::Resume(a))
+        }
+        Fault::Options => {
+            if o.is_up(a) {
+                o.change_options(w, rng, a, b, volume);
+            }
+            None
+        }
+        Fault::NewUuid => {
+            if let Some(primary) = o.primary.filter(|p| o.is_up(*p)) {
+                w.command(
+                    primary,
+                    Command::NewCurrentUuid {
+                        volume: VolumeNr(volume),
+                        clear_bitmap: false,
+                        force_resync: false,
+                    },
+                );
+            }
+            None
+        }
+    }
+}
