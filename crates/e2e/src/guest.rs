@@ -284,11 +284,13 @@ impl Guest {
         Ok(())
     }
 
-    /// Lines of the kernel's log of level "error" or worse since the boot.
+    /// Lines of the kernel's log of level "error" or worse since the guest was ready. What the
+    /// kernel says before that is about the emulated board.
     pub fn kernel_errors(&self) -> Result<Vec<String>> {
         let log = self.sh("dmesg -r")?;
         Ok(log
             .lines()
+            .skip_while(|line| !line.ends_with("guest ready"))
             .filter(|line| {
                 let level = line.strip_prefix('<').and_then(|rest| rest.split_once('>'));
                 // The number holds the facility above its three low bits.
@@ -353,7 +355,8 @@ impl Guest {
             .arg(&image.initramfs)
             .arg("-append")
             .arg(format!(
-                "console=ttyS0 quiet loglevel=5 mitigations=off nokaslr panic=-1 \
+                "console=ttyS0 quiet loglevel=5 mitigations=off nokaslr no_timer_check clocksource=hpet \
+                 tsc=unstable panic=-1 \
                  guest.name={}",
                 self.setup.name
             ));

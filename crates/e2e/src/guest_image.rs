@@ -608,7 +608,7 @@ fi
 for directory in /sys/class/virtio-ports/*; do
     [ "$(cat "$directory/name")" = lockstep ] && port=/dev/${directory##*/}
 done
-echo "guest ready" > /dev/console
+echo "guest ready" > /dev/kmsg
 exec 3<> "$port"
 echo "READY" >&3
 while read -r number code <&3; do

@@ -1,0 +1,226 @@
+//! Kernel DRBD 8.4 on both ends, our WAN proxies between them.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use lockstep_e2e::guest::{COMMAND_LIMIT, can_emulate};
+use lockstep_e2e::guest_drbd::{DRBD_LIMIT, Pair84, PairSetup, drbd_state, wait_state};
+use lockstep_e2e::guest_line::LineState;
+use lockstep_e2e::guest_proxy::{Proxies, Proxy};
+
+/// What `lockstep proxy plan` prints for a line with interruptions.
+const NET: &str = "protocol A; ping-timeout 300; ping-int 30; socket-check-timeout 10; \
+     connect-int 3; timeout 60;";
+
+/// Files of random data, each durable before the next is written, until /run/stop exists.
+const LOAD: &str = "n=0; while [ ! -e /run/stop ]; do \
+     dd if=/dev/urandom of=/mnt/load$((n % 24)) bs=32k count=$((n % 7 + 1)) conv=fsync || exit 1; \
+     n=$((n + 1)); done; echo $n files";
+
+struct World {
+    pair: Pair84,
+    proxies: Proxies,
+}
+
+impl World {
+    /// Two connected nodes, alfa Primary. `options` are those of `add connection`.
+    fn connected(net: &str, options: &str) -> Result<World> {
+        let mut proxies = None;
+        let mut setup = PairSetup::new(net);
+        setup.disk_mib = 48;
+        let pair = Pair84::start(&setup, |alfa, bravo| {
+            let made = Proxies::start(alfa, bravo, options, "--memory-max 512M --workers 2")?;
+            let ports = made.ports();
+            proxies = Some(made);
+            Ok(ports)
+        })?;
+        let proxies = proxies.context("the pair is joined")?;
+        proxies.wait_session()?;
+        let world = World { pair, proxies };
+        world
+            .pair
+            .connect_clean()
+            .with_context(|| world.proxies.logs())?;
+        Ok(world)
+    }
+
+    /// [`World::connected`] with a filesystem on alfa and load on it.
+    fn under_load(options: &str) -> Result<World> {
+        let world = World::connected(NET, options)?;
+        world
+            .pair
+            .alfa
+            .sh("mkfs.ext4 -q /dev/drbd0 && mount /dev/drbd0 /mnt")?;
+        world.pair.alfa.start_job("load", LOAD)?;
+        Ok(world)
+    }
+
+    /// Waits until the proxy at alfa has taken that many more bytes from DRBD.
+    fn wait_bytes(&self, count: u64) -> Result<()> {
+        let from = self.read_bytes()?;
+        let begin = Instant::now();
+        while self.read_bytes()? < from + count {
+            ensure!(
+                begin.elapsed() < DRBD_LIMIT,
+                "the load stands still\n{}",
+                self.proxies.logs()
+            );
+            std::thread::sleep(Duration::from_millis(200));
+            let status = self.pair.alfa.job_status("load")?;
+            ensure!(status.is_none(), "the load has ended with {status:?}");
+        }
+        Ok(())
+    }
+
+    fn read_bytes(&self) -> Result<u64> {
+        self.proxies.a.state()?["counters"]["raw_in_bytes"]
+            .as_u64()
+            .context("raw_in_bytes")
+    }
+
+    /// How often DRBD on alfa has left the state Connected since the boot.
+    fn losses(&self) -> Result<usize> {
+        let log = self.pair.alfa.sh("dmesg")?;
+        Ok(log
+            .lines()
+            .filter(|line| line.contains("conn( Connected -> "))
+            .count())
+    }
+
+    fn end_load(&self) -> Result<()> {
+        self.pair.alfa.sh("touch /run/stop")?;
+        self.pair.alfa.finish_job("load", COMMAND_LIMIT)?;
+        self.pair.alfa.sh("umount /mnt").map(drop)
+    }
+}
+
+#[test]
+fn cuts_and_codec_switches_leave_drbd_connected_and_a_thin_line_makes_it_pull_ahead() -> Result<()>
+{
+    if !can_emulate() {
+        return Ok(());
+    }
+    let mut world = World::under_load("--memlimit=128M")?;
+    let proxies = &world.proxies;
+    for plugin in [
+        "zstd level 3",
+        "lzma level 1",
+        "lz4",
+        "zlib level 2",
+        "auto",
+        "none",
+    ] {
+        for proxy in [&proxies.a, &proxies.b] {
+            proxy.ctl(&[&format!("set plugin {} 0 {plugin}", proxy.connection)])?;
+        }
+        world.wait_bytes(1 << 19)?;
+    }
+    let cuts = [
+        (LineState::Down, 0),
+        (LineState::Stalled, 0),
+        (LineState::Down, seconds("LOCKSTEP_WAN_CUT_S", 8)),
+    ];
+    for (state, seconds) in cuts {
+        let before = proxies.a.state()?["counters"]["resumes"].as_u64();
+        proxies.wan.set_state(state);
+        proxies
+            .a
+            .wait("the suspension", |s| s["state"] == "Suspended")?;
+        // The length of the cut is what is tested.
+        std::thread::sleep(Duration::from_secs(seconds));
+        ensure!(drbd_state(&world.pair.alfa, 0)?.connection == "Connected");
+        proxies.wan.set_state(LineState::Up);
+        proxies.a.wait("the resumption", |s| {
+            s["state"] == "Connected" && s["counters"]["resumes"].as_u64() > before
+        })?;
+        world.wait_bytes(1 << 19)?;
+    }
+    ensure!(
+        world.losses()? == 0,
+        "DRBD has lost its peer\n{}",
+        proxies.logs()
+    );
+    for proxy in [&proxies.a, &proxies.b] {
+        let state = proxy.state()?;
+        let counters = &state["counters"];
+        ensure!(
+            counters["checksum_errors"] == 0
+                && counters["sessions"] == 1
+                && counters["resumes"].as_u64() >= Some(3),
+            "{state:#}"
+        );
+    }
+    world.end_load()?;
+    world.pair.wait_in_sync()?;
+
+    world.pair.adjust(&format!(
+        "{NET} on-congestion pull-ahead; congestion-fill 1M; sndbuf-size 256k;"
+    ))?;
+    let (alfa, wan) = (&world.pair.alfa, &world.proxies.wan);
+    for round in 0..3 {
+        let begin = Instant::now();
+        alfa.sh("drbdadm disconnect r0 && drbdadm connect r0")?;
+        world.pair.wait_in_sync()?;
+        // About two seconds; a wrong setting costs ten or thirty more, each time.
+        let took = begin.elapsed();
+        ensure!(took < Duration::from_secs(40), "round {round}: {took:?}");
+    }
+    wan.set_rate(Some(50_000));
+    wan.set_delay(Duration::from_millis(20));
+    alfa.sh("dd if=/dev/urandom of=/dev/drbd0 bs=64k count=48 seek=16 oflag=direct")?;
+    wait_state(alfa, "Ahead", DRBD_LIMIT, |s| s.connection == "Ahead")?;
+    alfa.sh("dd if=/dev/urandom of=/dev/drbd0 bs=4k count=64 seek=4096 oflag=direct")?;
+    wan.set_rate(Some(400_000));
+    world
+        .pair
+        .wait_in_sync()
+        .with_context(|| world.proxies.logs())?;
+    world.pair.check_same_data()
+}
+
+#[test]
+fn drbd_resyncs_after_a_long_cut_and_after_the_crash_of_either_proxy() -> Result<()> {
+    if !can_emulate() {
+        return Ok(());
+    }
+    let world = World::under_load("--memlimit=128M --session-hold=3")?;
+    let (proxies, alfa) = (&world.proxies, &world.pair.alfa);
+    let back_to_work = |what: &str| -> Result<()> {
+        proxies.wait_session()?;
+        world
+            .pair
+            .wait_in_sync()
+            .with_context(|| format!("after {what}\n{}", proxies.logs()))?;
+        world.wait_bytes(1 << 19)
+    };
+    world.wait_bytes(1 << 19)?;
+    proxies.wan.set_state(LineState::Down);
+    // Longer than session-hold: both nodes are reset, and alfa goes on alone.
+    wait_state(alfa, "the end of the session", DRBD_LIMIT, |s| {
+        s.connection == "WFConnection" && s.out_of_sync_kib > 512
+    })?;
+    std::thread::sleep(Duration::from_secs(seconds("LOCKSTEP_WAN_LONG_CUT_S", 0)));
+    proxies.wan.set_state(LineState::Up);
+    back_to_work("a long cut")?;
+    let crash = |proxy: &Proxy, what: &str| -> Result<()> {
+        let losses = world.losses()?;
+        proxy.kill()?;
+        alfa.wait("the loss", DRBD_LIMIT, |_| Ok(world.losses()? > losses))?;
+        proxy.start()?;
+        back_to_work(what)
+    };
+    crash(&proxies.a, "the crash of the sender's proxy")?;
+    crash(&proxies.b, "the crash of the receiver's proxy")?;
+    world.end_load()?;
+    world
+        .pair
+        .wait_in_sync()
+        .with_context(|| world.proxies.logs())?;
+    world.pair.check_same_data()
+}
+
+/// Lengths that CI cannot afford are given from outside; docs/testing.md names them.
+fn seconds(variable: &str, default: u64) -> u64 {
+    let value = std::env::var(variable).ok();
+    value.map_or(default, |text| text.parse().expect("a number of seconds"))
+}
