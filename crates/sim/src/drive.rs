@@ -77,7 +77,7 @@ pub fn run(seed: u64, orders: &Orders, trace: Trace) -> Played {
     if let Trace::Keep(lines) = trace {
         w.tail = Some(Tail::new(w.nodes.len(), lines));
     }
-    let mut o = Operator::new(plan.settings.clone(), w.nodes.len());
+    let mut o = Operator::new(plan.settings.clone(), w.nodes.len(), w.config.volumes);
     let played = catch_unwind(AssertUnwindSafe(|| {
         Drive::new(&plan).play(&mut w, &mut o);
     }));
@@ -348,7 +348,7 @@ impl<'a> Drive<'a> {
 }
 
 fn promote_an_heir(w: &mut World, o: &mut Operator, number: u64) -> bool {
-    let heirs: Vec<usize> = o.heirs.iter().copied().filter(|n| o.is_up(*n)).collect();
+    let heirs: Vec<usize> = o.heirs().into_iter().filter(|n| o.is_up(*n)).collect();
     let Some(heir) = heirs.get(number as usize % heirs.len().max(1)) else {
         return false;
     };

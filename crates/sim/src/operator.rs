@@ -14,7 +14,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use crate::disk::Lose;
 use crate::rng::Rng;
 use crate::sometimes;
-use crate::world::{World, name};
+use crate::world::{MAX_VOLUMES, World, name};
 
 /// Options that differ between worlds.
 #[derive(Clone, Debug)]
@@ -72,11 +72,17 @@ pub struct Operator {
     pub primary: Option<usize>,
     promoting: Option<(usize, u64)>,
     demoting: Option<(usize, u64)>,
-    /// Nodes that have all data and may become Primary.
-    pub heirs: BTreeSet<usize>,
-    holders: BTreeSet<usize>,
+    /// Of each volume the nodes that have all its data, a bit each. Who has all of every volume
+    /// may become Primary; that may be nobody, if a Primary without some disk served the other
+    /// volumes alone.
+    heirs: Vec<u32>,
+    holders: Vec<u32>,
+    /// Nodes that lost power with data that were not flushed, until they are in sync again. Only
+    /// who lives on knows that they may lack something: if all others restart before that, what
+    /// was not flushed may be lost.
+    lossy: u32,
     /// The mask that `holders` was made of last; 0 if it may be older.
-    seen: u32,
+    seen: [u32; MAX_VOLUMES],
     /// A Primary without power: what it did not flush may be lost if it comes back first.
     pending_loss: Option<usize>,
     /// Peer pairs that the operator keeps apart.
@@ -95,16 +101,17 @@ fn peer_id(n: usize) -> NodeId {
 
 impl Operator {
     /// Nobody is up.
-    pub fn new(settings: Settings, nodes: usize) -> Self {
+    pub fn new(settings: Settings, nodes: usize, volumes: u16) -> Self {
         Operator {
             settings,
             stages: vec![Stage::Down; nodes],
             primary: None,
             promoting: None,
             demoting: None,
-            heirs: (0..nodes).collect(),
-            holders: BTreeSet::new(),
-            seen: 0,
+            heirs: vec![(1 << nodes) - 1; usize::from(volumes)],
+            holders: vec![0; usize::from(volumes)],
+            lossy: 0,
+            seen: [0; MAX_VOLUMES],
             pending_loss: None,
             apart: BTreeSet::new(),
             paused: BTreeSet::new(),
@@ -205,26 +212,44 @@ impl Operator {
         }
     }
 
+    /// Nodes that have all data and may become Primary.
+    pub fn heirs(&self) -> Vec<usize> {
+        members(self.heirs.iter().fold(u32::MAX, |all, of| all & of))
+    }
+
     /// The node dies; the operator learns who may take over.
     pub fn crash(&mut self, w: &mut World, node: usize, lose: Lose) {
-        let Some(snapshot) = w.snapshot(node) else {
+        let Some(view) = w.view(node) else {
             return;
         };
-        if snapshot.role == Role::Primary || self.primary == Some(node) {
-            self.heirs = self.heirs_of(w, node, &snapshot);
+        if view.role == Role::Primary || self.primary == Some(node) {
+            for volume in 0..self.heirs.len() {
+                self.heirs[volume] = self.heirs_of(w, node, view.holders[volume], volume);
+            }
             self.primary = None;
             if lose == Lose::Unflushed {
                 self.pending_loss = Some(node);
             }
             w.trace(node, || "== the Primary dies".into());
-        } else if self.primary.is_none() && lose == Lose::Unflushed && self.heirs.contains(&node) {
-            if self.heirs.len() > 1 {
-                self.heirs.remove(&node);
-            } else {
+        } else if self.primary.is_none() && lose == Lose::Unflushed {
+            let mut alone = false;
+            for heirs in self.heirs.iter_mut().filter(|h| **h & 1 << node != 0) {
+                if heirs.count_ones() > 1 {
+                    *heirs &= !(1 << node);
+                } else {
+                    alone = true;
+                }
+            }
+            if alone {
                 w.history.unflushed_may_be_lost(w.now);
             }
         }
-        mark_crash(w, &snapshot, self.stages[node] != Stage::Up);
+        if lose == Lose::Unflushed {
+            self.lossy |= 1 << node;
+        }
+        if let Some(snapshot) = w.snapshot(node) {
+            mark_crash(w, &snapshot, self.stages[node] != Stage::Up);
+        }
         self.forget(node);
         w.crash(node, lose);
         sometimes!(
@@ -232,8 +257,12 @@ impl Operator {
             (0..w.nodes.len()).all(|n| !w.is_up(n)),
             "all-nodes-down"
         );
-        let heirs = self.heirs.clone();
         if self.primary.is_none() {
+            let witness = (0..w.nodes.len()).any(|n| w.is_up(n) && self.lossy & 1 << n == 0);
+            if self.lossy != 0 && !witness {
+                w.history.unflushed_may_be_lost(w.now);
+            }
+            let heirs = self.heirs();
             w.trace(node, || format!("== heirs: {heirs:?}"));
         }
     }
@@ -248,21 +277,21 @@ impl Operator {
         }
     }
 
-    /// Nodes that have everything which this Primary acknowledged.
-    fn heirs_of(&self, w: &World, node: usize, snapshot: &Snapshot) -> BTreeSet<usize> {
-        let mut holders = members(holders(node, snapshot));
+    /// Nodes that have everything of a volume which this Primary acknowledged.
+    fn heirs_of(&self, w: &World, node: usize, holders: u32, volume: usize) -> u32 {
         // A peer that fell and came back while this node did not notice may have lost something.
-        holders.retain(|peer| *peer == node || w.shares_link(node, *peer));
-        if w.config.protocol != Protocol::C && holders.contains(&node) {
-            return BTreeSet::from([node]);
+        let holders = members(holders)
+            .into_iter()
+            .filter(|peer| *peer == node || w.shares_link(node, *peer))
+            .fold(0, |all, peer| all | 1 << peer);
+        if w.config.protocol != Protocol::C && holders & 1 << node != 0 {
+            return 1 << node;
         }
-        if holders.is_empty() {
-            holders = self.holders.clone();
+        match (holders, self.holders[volume]) {
+            (0, 0) => 1 << node,
+            (0, last) => last,
+            (now, _) => now,
         }
-        if holders.is_empty() {
-            holders.insert(node);
-        }
-        holders
     }
 
     /// Looks at answers and goes on.
@@ -317,9 +346,11 @@ impl Operator {
             if answer.is_ok()
                 && let Some(view) = w.view(node)
             {
-                self.heirs = members(view.holders);
-                if self.heirs.is_empty() {
-                    self.heirs = self.holders.clone();
+                for (volume, heirs) in self.heirs.iter_mut().enumerate() {
+                    *heirs = match view.holders[volume] {
+                        0 => self.holders[volume],
+                        now => now,
+                    };
                 }
                 self.primary = None;
             }
@@ -331,29 +362,40 @@ impl Operator {
     fn learn(&mut self, w: &mut World) {
         if let Some(primary) = self.primary {
             if let Some(view) = w.view(primary)
-                && view.holders != 0
                 && self.seen != view.holders
             {
                 self.seen = view.holders;
-                self.holders = members(view.holders);
-            }
-        } else if self.promoting.is_none() {
-            self.seen = 0;
-            for heir in self.heirs.clone() {
-                if let Some(view) = w.view(heir) {
-                    if view.holders & 1 << heir == 0 {
-                        continue;
-                    }
-                    for peer in members(view.holders) {
-                        let mutual = w.view(peer).is_some_and(|v| v.holders & 1 << heir != 0);
-                        if mutual || peer == heir {
-                            self.heirs.insert(peer);
-                        }
+                for (volume, holders) in self.holders.iter_mut().enumerate() {
+                    if view.holders[volume] != 0 {
+                        *holders = view.holders[volume];
                     }
                 }
             }
         } else {
-            self.seen = 0;
+            self.seen = [0; MAX_VOLUMES];
+            if self.promoting.is_none() {
+                for volume in 0..self.heirs.len() {
+                    for heir in members(self.heirs[volume]) {
+                        self.heirs[volume] |= mutual_holders(w, heir, volume);
+                    }
+                }
+            }
+        }
+        if self.lossy != 0 {
+            self.forget_loss(w);
+        }
+    }
+
+    /// Who is in sync with a node that lost nothing lacks nothing.
+    fn forget_loss(&mut self, w: &mut World) {
+        let sources = self.primary.map_or_else(|| self.heirs(), |p| vec![p]);
+        for source in sources {
+            if self.lossy & 1 << source == 0 {
+                let in_sync = (0..self.heirs.len()).fold(u32::MAX, |all, volume| {
+                    all & mutual_holders(w, source, volume)
+                });
+                self.lossy &= !in_sync;
+            }
         }
     }
 
@@ -376,7 +418,7 @@ impl Operator {
         if self.primary.is_some() || self.is_changing() || !self.is_up(node) {
             return false;
         }
-        if !force && !self.heirs.contains(&node) {
+        if !force && !self.heirs().contains(&node) {
             return false;
         }
         let command = w.command(node, Command::Primary { force });
@@ -604,36 +646,52 @@ fn mark_crash(w: &mut World, snapshot: &Snapshot, is_starting: bool) {
 }
 
 /// The members of a mask of nodes.
-fn members(mask: u32) -> BTreeSet<usize> {
+fn members(mask: u32) -> Vec<usize> {
     (0..32).filter(|n| mask & 1 << n != 0).collect()
 }
 
-/// Nodes that have all data according to this one, a bit each: itself if UpToDate, and the UpToDate peers to
-/// which it replicates, on all volumes.
-pub fn holders(node: usize, snapshot: &Snapshot) -> u32 {
-    let mut found = 0;
-    if snapshot
-        .devices
-        .iter()
-        .all(|d| d.disk_state == DiskState::UpToDate)
-    {
-        found |= 1 << node;
+/// Nodes, a bit each, that a node which holds a volume's data takes for holders of them and that
+/// think so of it; none if it does not hold them itself.
+fn mutual_holders(w: &mut World, node: usize, volume: usize) -> u32 {
+    let mine = w.view(node).map_or(0, |v| v.holders[volume]);
+    if mine & 1 << node == 0 {
+        return 0;
+    }
+    members(mine)
+        .into_iter()
+        .filter(|peer| {
+            let theirs = w.view(*peer).map_or(0, |v| v.holders[volume]);
+            *peer == node || theirs & 1 << node != 0
+        })
+        .fold(0, |all, peer| all | 1 << peer)
+}
+
+/// For each volume the nodes that have all its data according to this one, a bit each: itself if
+/// UpToDate, and the UpToDate peers to which it replicates.
+pub fn holders(node: usize, snapshot: &Snapshot) -> [u32; MAX_VOLUMES] {
+    let mut found = [0; MAX_VOLUMES];
+    for device in &snapshot.devices {
+        if device.disk_state == DiskState::UpToDate {
+            found[usize::from(device.volume.0)] |= 1 << node;
+        }
     }
     for connection in &snapshot.connections {
-        let all = connection.state == ConnState::Connected
-            && connection.peer_devices.iter().all(|p| {
-                p.disk_state == DiskState::UpToDate
-                    && matches!(
-                        p.repl_state,
-                        ReplState::Established
-                            | ReplState::SyncTarget
-                            | ReplState::PausedSyncT
-                            | ReplState::VerifyS
-                            | ReplState::VerifyT
-                    )
-            });
-        if all {
-            found |= 1 << connection.peer.0;
+        if connection.state != ConnState::Connected {
+            continue;
+        }
+        for p in &connection.peer_devices {
+            let follows = p.disk_state == DiskState::UpToDate
+                && matches!(
+                    p.repl_state,
+                    ReplState::Established
+                        | ReplState::SyncTarget
+                        | ReplState::PausedSyncT
+                        | ReplState::VerifyS
+                        | ReplState::VerifyT
+                );
+            if follows {
+                found[usize::from(p.volume.0)] |= 1 << connection.peer.0;
+            }
         }
     }
     found

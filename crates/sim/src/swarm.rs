@@ -63,7 +63,7 @@ pub fn run(seed: u64, limits: &Limits) -> Outcome {
     let mut rng = Rng::new(seed ^ 0x5eed);
     let (config, settings, plan, load) = draw(seed, &mut rng, limits, &mut shape);
     let mut w = World::new(config);
-    let mut operator = Operator::new(settings, w.nodes.len());
+    let mut operator = Operator::new(settings, w.nodes.len(), w.config.volumes);
     let result = catch_unwind(AssertUnwindSafe(|| {
         play(&mut w, &mut operator, &mut rng, plan, load);
     }));
@@ -356,7 +356,7 @@ fn trouble(
             o.tick(w);
             check::one_primary(w);
             if o.primary.is_none() && !o.is_changing() && rng.permille(100) {
-                let heirs: Vec<usize> = o.heirs.iter().copied().collect();
+                let heirs = o.heirs();
                 if !heirs.is_empty() {
                     let heir = rng.pick(&heirs);
                     o.promote(w, heir, false);
@@ -416,7 +416,7 @@ fn converge(w: &mut World, o: &mut Operator, rng: &mut Rng, busy: bool, load: &m
         round += 1;
         if busy && w.now < busy_until {
             if o.primary.is_none() && !o.is_changing() && rng.permille(100) {
-                let heirs: Vec<usize> = o.heirs.iter().copied().collect();
+                let heirs = o.heirs();
                 if let Some(heir) = heirs.first() {
                     o.promote(w, *heir, false);
                 }

@@ -197,13 +197,16 @@ impl std::fmt::Display for LogLine {
     }
 }
 
+/// Most volumes of a world.
+pub const MAX_VOLUMES: usize = 4;
+
 /// The part of a node's state that the operator and the checkers ask for all the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
     /// Role.
     pub role: Role,
-    /// A bit for each node that has all data according to this one.
-    pub holders: u32,
+    /// For each volume a bit for each node that has all its data according to this one.
+    pub holders: [u32; MAX_VOLUMES],
 }
 
 #[derive(Debug)]
@@ -368,6 +371,7 @@ pub(crate) fn stream_index(stream: Stream) -> usize {
 impl World {
     /// A cluster of fresh disks; no node is up yet.
     pub fn new(config: Config) -> Self {
+        assert!(usize::from(config.volumes) <= MAX_VOLUMES);
         let nodes = (0..config.nodes)
             .map(|n| Node {
                 resource: None,
