@@ -39,6 +39,9 @@ pub(crate) struct PeerWrite {
     range: Option<RangeId>,
     al: Option<u64>,
     stage: Stage,
+    /// The sender had no disk when it sent it. Decided at reception, because what is known of the
+    /// peer's disk is over when the link is lost, and the write is carried out all the same.
+    sender_diskless: bool,
     /// The sender knows that it is on stable storage.
     confirmed: bool,
 }
@@ -171,6 +174,7 @@ impl Resource {
         (block_id, flags): (BlockId, DataFlags),
     ) {
         let has_disk = self.takes_writes(volume);
+        let sender_diskless = self.state.peer_device(volume, peer).disk < DiskState::Inconsistent;
         let sectors = u64::from(size_bytes) / Sector::SIZE;
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
@@ -201,6 +205,7 @@ impl Resource {
             range: None,
             al: None,
             stage: Stage::Active,
+            sender_diskless,
             confirmed: false,
         });
         if let Some(io) = self.peer_io(volume, peer) {
@@ -294,14 +299,11 @@ impl Resource {
             self.peer_write_failed(volume, peer, number);
             return;
         }
-        let sender_diskless = {
-            let disk = self.state.peer_device(volume, peer).disk;
-            disk < DiskState::Inconsistent
-        };
         let Some(write) = self.peer_write(peer, number) else {
             return;
         };
         write.al = Some(serial);
+        let sender_diskless = write.sender_diskless;
         if sender_diskless {
             write.flags.remove(DataFlags::MAY_SET_IN_SYNC);
         }

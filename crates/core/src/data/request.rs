@@ -561,7 +561,8 @@ impl Resource {
 
     // Flushes.
 
-    /// Durable here, and at every Lockstep peer of protocol C that follows. A kernel peer answers
+    /// Durable here, and at every Lockstep peer of protocol C that follows (without a disk here: of
+    /// whatever protocol). A kernel peer answers
     /// no flush; what it has acked before is all that can be had (semantics.md, 23.1 D6).
     fn start_flush_request(&mut self, key: Key) {
         let Some(req) = self.io.requests.get(key) else {
@@ -570,9 +571,11 @@ impl Resource {
         let volume = req.volume;
         self.close_epoch();
         let mut waits = Vec::new();
+        let local = self.takes_writes(volume);
         for (peer, conn) in &self.connections {
             let p = self.state.peer_device(volume, *peer);
-            let counts = conn.is_lockstep() && conn.net.protocol == Protocol::C && p.replicates();
+            let promises = conn.net.protocol == Protocol::C || !local;
+            let counts = conn.is_lockstep() && promises && p.replicates();
             if counts
                 && !planted!(self, FlushWaitsForNoPeer)
                 && conn.io.sent_count > conn.io.settled_count
@@ -580,7 +583,6 @@ impl Resource {
                 waits.push((*peer, conn.io.sent_count));
             }
         }
-        let local = self.takes_writes(volume);
         self.io.flushes.push(key);
         if let Some(req) = self.io.requests.get_mut(key) {
             req.waits = waits;

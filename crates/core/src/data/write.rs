@@ -24,6 +24,9 @@ use crate::state::ReplSets;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 
+/// First protocol version whose writes say which acks they want.
+const FIRST_WITH_ACK_FLAGS: u32 = 100;
+
 /// A request of a front end from its admission to its end.
 #[derive(Debug)]
 pub(crate) struct AppRequest {
@@ -314,12 +317,19 @@ impl Resource {
         };
         let (volume, epoch, dagtag) = (req.volume, req.epoch, req.dagtag);
         let (kind, sector, size, payload) = (req.kind, req.sector, req.size_bytes, req.payload);
+        let only_copy = req.local == Local::None;
         let may_set_in_sync = self.state.peer_device(volume, peer).repl.has_progress();
         self.barrier_before(peer, epoch);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
-        let protocol = conn.net.protocol;
+        // Without a disk here the peer's copy is the only one: sent is not kept.
+        let only_copy = only_copy && conn.protocol() >= FIRST_WITH_ACK_FLAGS;
+        let protocol = if only_copy {
+            Protocol::C
+        } else {
+            conn.net.protocol
+        };
         let features = conn.features();
         let start = Dagtag(dagtag.0.wrapping_sub(u64::from(size) / Sector::SIZE));
         let jump = conn.io.mirror != Some(start);
@@ -428,10 +438,37 @@ impl Resource {
         }
         // Zero-outs are always possible, so a failed one is as bad as a failed write.
         if result.is_err() {
+            self.await_only_copies(key);
             self.disk_failed(volume, DiskFault::Data);
         }
         self.try_complete(key);
         self.settle_log();
+    }
+
+    /// The local copy failed: a peer that merely was sent the write (protocol A) counts when it
+    /// says that it has it, which it does with the barrier of the epoch.
+    fn await_only_copies(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let sent_only: NodeMask = req
+            .ok
+            .intersection(req.unsettled)
+            .iter()
+            .filter(|peer| {
+                self.connections
+                    .get(peer)
+                    .is_some_and(|c| c.net.protocol == Protocol::A)
+            })
+            .collect();
+        if req.completed || sent_only.is_empty() {
+            return;
+        }
+        for peer in sent_only.iter() {
+            req.ok.remove(peer);
+            req.pending.insert(peer);
+        }
+        self.close_epoch();
     }
 
     /// An ack of a write, in whatever form.
