@@ -24,6 +24,7 @@ use crate::generation::Generations;
 use crate::options::DiskOptions;
 use crate::report::Level;
 use crate::resource::{Pending, Resource};
+use crate::state::State;
 use crate::transition::Change;
 use crate::twopc::WishKind;
 
@@ -359,30 +360,8 @@ impl Resource {
             ));
         }
         let generations = Generations::from_superblock(&superblock, node_id);
-        // Applications saw newer data than these, and nobody is there who could bring them up
-        // to date (semantics.md, 6).
-        let exposed = self
-            .devices
-            .get(&volume)
-            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
-        let current_elsewhere = self.state.devices.get(&volume).is_some_and(|d| {
-            d.peers
-                .values()
-                .any(|p| p.repl > ReplState::Off && p.disk == DiskState::UpToDate)
-        });
-        if self.state.role == lockstep_format::wire::Role::Primary
-            && !exposed.is_zero()
-            && !current_elsewhere
-            && !exposed.same_generation(generations.current)
-        {
-            return Err(error(
-                ErrorCode::ERR_DATA_NOT_CURRENT,
-                format!(
-                    "{path}: holds data of generation {}, but this Primary served generation \
-                     {exposed}; connect a node that has these, or demote this one first",
-                    generations.current
-                ),
-            ));
+        if self.serves_newer_data(volume, generations.current, &self.state) {
+            return Err(self.data_not_current(volume, path, generations.current));
         }
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return Ok(());
@@ -594,12 +573,16 @@ impl Resource {
             return self.empty_log(volume);
         }
         step.outstanding = 1;
+        // What this disk's writes of an earlier life left in its cache may be lost until it is
+        // flushed, and only the log said so: the bits that come from it are cleared by a resync
+        // that reads the cache.
+        let flush_data = disk.options.disk_flushes && !disk.info.write_through;
         disk.generations.flags.insert(DeviceFlags::AL_CLEAN);
         if let Some((offset, bytes)) = disk.encode_superblock(0, members, false) {
             let op = MetaOp::Write {
                 offset,
                 bytes,
-                flush_data: false,
+                flush_data,
             };
             self.meta(volume, op, Pending::AttachRead(volume, AttachIo::Recover));
         }
@@ -635,10 +618,47 @@ impl Resource {
         Ok(())
     }
 
+    /// Applications of this Primary saw newer data than those of generation `current`, and nobody
+    /// is there who could bring them up to date (semantics.md, 6). It is asked again when the disk
+    /// comes into use, because such a node may have been lost meanwhile.
+    pub(crate) fn serves_newer_data(&self, volume: VolumeNr, current: Uuid, state: &State) -> bool {
+        let exposed = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+        let current_elsewhere = state.devices.get(&volume).is_some_and(|d| {
+            d.peers
+                .values()
+                .any(|p| p.repl > ReplState::Off && p.disk == DiskState::UpToDate)
+        });
+        state.role == lockstep_format::wire::Role::Primary
+            && !exposed.is_zero()
+            && !current_elsewhere
+            && !exposed.same_generation(current)
+    }
+
+    fn data_not_current(&self, volume: VolumeNr, path: &str, current: Uuid) -> CommandError {
+        let exposed = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+        error(
+            ErrorCode::ERR_DATA_NOT_CURRENT,
+            format!(
+                "{path}: holds data of generation {current}, but this Primary served generation \
+                 {exposed}; connect a node that has these, or demote this one first"
+            ),
+        )
+    }
+
     /// The metadata are in memory and recovered: the disk takes part from now on.
     fn metadata_ready(&mut self, volume: VolumeNr) {
         let node_id = self.node_id;
-        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let announced = device.announced.clone();
+        let Some(disk) = device.disk.as_mut() else {
             return;
         };
         let DiskPhase::Reading { command, .. } = disk.phase else {
@@ -649,6 +669,9 @@ impl Resource {
         };
         if let Some(block) = disk.superblock.as_mut() {
             block.node_id = Some(node_id);
+        }
+        for uuid in announced {
+            disk.generations.note_planned(uuid);
         }
         disk.generations.flags.remove(DeviceFlags::AL_CLEAN);
         disk.generations
@@ -700,6 +723,15 @@ impl Resource {
 
     /// No connected peer has a disk: the metadata say what this one is worth.
     pub(crate) fn attach_alone(&mut self, volume: VolumeNr) {
+        let attached = self.devices.get(&volume).and_then(|d| d.attached());
+        if let Some((current, path)) =
+            attached.map(|disk| (disk.generations.current, disk.data_path.clone()))
+            && self.serves_newer_data(volume, current, &self.state)
+        {
+            let cause = self.data_not_current(volume, &path, current);
+            self.attach_failed(volume, cause);
+            return;
+        }
         let disk_state = self.disk_state_from_metadata(volume);
         let mut change = Change::new().disk(volume, disk_state);
         let outdated: Vec<NodeId> = self

@@ -3,6 +3,7 @@
 use alloc::collections::BTreeMap;
 use alloc::collections::VecDeque;
 use alloc::string::String;
+use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{ReplState, UuidFlags};
@@ -30,6 +31,10 @@ pub struct Device {
     /// Generation of the data that this node has shown to applications; what a diskless node has
     /// instead of a current UUID.
     pub exposed_uuid: Uuid,
+    /// Generations that this node announced while it had no disk and that were not confirmed. Its
+    /// own disk has to know them when it comes back: somebody may go by one of them although no
+    /// write was made in it.
+    pub announced: Vec<Uuid>,
     /// A new current UUID is due (semantics.md, 12.4).
     pub new_uuid_pending: bool,
     /// It became Primary: what it writes gets a generation of its own in any case, because the
@@ -306,6 +311,7 @@ impl Device {
             size_sectors: 0,
             disk: None,
             exposed_uuid: Uuid::ZERO,
+            announced: Vec::new(),
             new_uuid_pending: false,
             new_uuid_forced: false,
             openers: Openers::default(),

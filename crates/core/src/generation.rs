@@ -185,7 +185,8 @@ impl Generations {
     /// by a crash, it counts as an ancestor of the next one. The mark tells that the follower is
     /// the newer of the two as long as this node has not moved on.
     pub(crate) fn note_planned(&mut self, uuid: Uuid) {
-        if self.history.iter().any(|e| e.same_generation(uuid)) {
+        let known = self.history.iter().any(|e| e.same_generation(uuid));
+        if known || uuid.same_generation(self.current) {
             return;
         }
         self.history.rotate_right(1);

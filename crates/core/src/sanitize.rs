@@ -47,6 +47,7 @@ impl Resource {
         let Some(device) = self.devices.get(&volume) else {
             return;
         };
+        let negotiated_alone = self.negotiated_alone(volume, new);
         let Some(state) = new.devices.get_mut(&volume) else {
             return;
         };
@@ -80,7 +81,7 @@ impl Resource {
         } else if up_to_date {
             DiskState::UpToDate
         } else {
-            self.disk_state_from_metadata(volume)
+            negotiated_alone
         };
         let inconsistent = state.disk == DiskState::Inconsistent;
         for (peer, p) in &mut state.peers {
@@ -97,6 +98,20 @@ impl Resource {
                 p.repl = ReplState::PausedSyncS;
                 p.susp_other = true;
             }
+        }
+    }
+
+    /// What a disk becomes if no UpToDate peer is left to negotiate with.
+    fn negotiated_alone(&self, volume: VolumeNr, new: &State) -> DiskState {
+        let stale = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.attached())
+            .is_some_and(|disk| self.serves_newer_data(volume, disk.generations.current, new));
+        if stale {
+            DiskState::Detaching
+        } else {
+            self.disk_state_from_metadata(volume)
         }
     }
 
@@ -405,7 +420,7 @@ impl Resource {
                 && state.peers.values().all(|p| p.repl == ReplState::Off)
         };
         if lost_negotiation {
-            let disk = self.disk_state_from_metadata(volume);
+            let disk = self.negotiated_alone(volume, new);
             if let Some(state) = new.devices.get_mut(&volume) {
                 state.disk = disk;
             }

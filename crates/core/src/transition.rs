@@ -168,6 +168,15 @@ impl Resource {
             let failed = (before.disk > DiskState::Failed && after.disk == DiskState::Failed)
                 || (before.disk >= DiskState::Inconsistent && after.disk < DiskState::Inconsistent);
             due |= failed && new.role == Role::Primary && after.data_accessible();
+            // Somebody may go by a generation that this node announced while it had no disk, and
+            // has to see that the data here went on without it.
+            let back = before.disk < DiskState::Consistent && after.disk == DiskState::UpToDate;
+            let announced = self
+                .devices
+                .get(volume)
+                .is_some_and(|d| !d.announced.is_empty());
+            let forced = promoted || (back && announced && new.role == Role::Primary);
+            due |= forced;
             if planted!(self, NoNewUuidOnLoss) {
                 due = promoted;
             }
@@ -175,7 +184,10 @@ impl Resource {
             if let Some(device) = self.devices.get_mut(volume) {
                 if due {
                     device.new_uuid_pending = true;
-                    device.new_uuid_forced |= promoted;
+                    device.new_uuid_forced |= forced;
+                }
+                if back {
+                    device.announced.clear();
                 }
                 if demoted {
                     device.new_uuid_pending = false;

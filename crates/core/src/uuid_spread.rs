@@ -33,6 +33,9 @@ use crate::state::ReplSets;
 use crate::transition::Change;
 use crate::uuids::PeerUuids;
 
+/// Given-up generations of a diskless Primary that are remembered.
+const ANNOUNCED_COUNT: usize = 16;
+
 /// A new current UUID on its way.
 #[derive(Debug)]
 pub struct NewUuid {
@@ -368,6 +371,11 @@ impl Resource {
 
     /// Tells everybody what the data are called that this node exposes from now on.
     fn send_exposed(&mut self, volume: VolumeNr, uuid: Uuid) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.announced.push(uuid);
+            let most = device.announced.len().saturating_sub(ANNOUNCED_COUNT);
+            device.announced.drain(..most);
+        }
         let weak_nodes = self.weak_nodes(volume);
         for peer in self.established_peers().iter() {
             let packet = CurrentUuid { uuid, weak_nodes };
@@ -438,6 +446,7 @@ impl Resource {
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.exposed_uuid = uuid;
                     device.new_uuid_pending = false;
+                    device.announced.retain(|u| *u != uuid);
                 }
                 self.new_uuid_done(volume);
                 continue;
@@ -638,6 +647,7 @@ impl Resource {
         let own = self.state.disk(volume);
         if own < DiskState::Inconsistent {
             self.expose_from(peer, volume, &set);
+            self.vouch_for(peer, volume, set.current);
             return;
         }
         let created = self
@@ -896,6 +906,22 @@ impl Resource {
         }
     }
 
+    /// A disk that comes back cannot know whether a Primary without a disk went on without it.
+    /// This one says that it did not.
+    fn vouch_for(&mut self, peer: NodeId, volume: VolumeNr, current: Uuid) {
+        let exposed = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+        if self.state.role == Role::Primary
+            && self.state.peer_device(volume, peer).disk != DiskState::UpToDate
+            && !exposed.is_zero()
+            && current.same_generation(exposed)
+        {
+            self.send_uuids(peer, volume, UuidFlags::empty());
+        }
+    }
+
     /// `P_CURRENT_UUID`: a diskless node's generation, or a survivor's before a reconciliation.
     pub(crate) fn current_uuid_received(
         &mut self,
@@ -925,6 +951,18 @@ impl Resource {
         pd.uuids = Some(set.clone());
         if connected && from_primary && self.state.disk(volume) == DiskState::UpToDate {
             self.new_datagen(peer, volume, &set, Some(packet.weak_nodes));
+        }
+        let same = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.current_uuid().same_generation(packet.uuid));
+        if connected
+            && from_primary
+            && same
+            && self.state.disk(volume) == DiskState::Consistent
+            && self.disk_state_from_metadata(volume) == DiskState::UpToDate
+        {
+            self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
         }
     }
 

@@ -20,3 +20,51 @@ fn a_remote_read_finds_what_was_received_before_it() {
     holds(789);
     holds(544);
 }
+
+/// The link was lost between the reception of a write and its turn, and nobody remembered that its
+/// sender had no disk: the block was marked nowhere.
+#[test]
+fn a_write_of_a_diskless_primary_is_marked_also_if_the_link_is_lost_before_its_turn() {
+    holds(773);
+}
+
+/// A disk was attached after a crash, its log became bits, a resync cleared them, and a power cut
+/// took data from its cache that it had never flushed.
+#[test]
+fn what_a_restarted_source_copied_is_durable_at_the_source() {
+    holds(962);
+    holds(1057);
+}
+
+/// The peer that knew of newer data was lost between the look at the metadata and the use of the
+/// disk, and a Primary went on with its old disk.
+#[test]
+fn a_primary_does_not_go_on_with_an_old_disk_when_the_peer_is_lost_during_the_attach() {
+    holds(1126);
+}
+
+/// A Primary without a disk used protocol A: acknowledged and flushed was what it had merely sent.
+#[test]
+fn a_primary_without_a_disk_acknowledges_only_what_the_peer_has() {
+    holds(1131);
+}
+
+/// A Primary without some of its disks served the other volumes alone: nobody has everything.
+#[test]
+fn nobody_takes_over_from_a_primary_that_had_the_newest_data_of_one_volume_only() {
+    holds(993);
+    holds(1158);
+}
+
+/// The only node that had not lost power crashed as well, before it could tell the other one.
+#[test]
+fn unflushed_data_may_go_when_all_nodes_restart_after_a_power_cut_of_one() {
+    holds(1028);
+}
+
+/// A disk came back to a Primary without one, at the very generation that this one served, and
+/// stayed Consistent for ever because nobody said so.
+#[test]
+fn a_primary_without_a_disk_vouches_for_a_disk_that_comes_back() {
+    holds(851);
+}
