@@ -111,6 +111,14 @@ impl Pair {
         Ok(pair)
     }
 
+    /// For front ends on the Primary.
+    pub fn opener(&self) -> Opener {
+        Opener {
+            shard: self.nodes[0].shard.clone(),
+            id: self.nodes[0].id,
+        }
+    }
+
     /// Random 4 KiB operations at depth `qd` on the Primary for `time`.
     pub fn measure(&self, direction: Direction, qd: usize, time: Duration) -> io::Result<Figure> {
         let (sender, events) = channel();
@@ -121,6 +129,25 @@ impl Pair {
             .map_err(|_| other("the shard has ended"))?
             .ok_or_else(|| other("the resource is gone"))?;
         run_load(&mut port, &events, self.bytes, direction, qd, time)
+    }
+}
+
+/// Opens ports of a pair's Primary; the pair must live as long as they.
+#[derive(Clone)]
+pub struct Opener {
+    shard: ShardHandle<Resource>,
+    id: ResourceId,
+}
+
+impl Opener {
+    /// A port of the volume.
+    pub fn port(&self, sink: Box<dyn PortSink>) -> io::Result<Box<dyn VolumePort + Send>> {
+        let port = self
+            .shard
+            .open_port(self.id, VOLUME, sink)
+            .map_err(|_| other("the shard has ended"))?
+            .ok_or_else(|| other("the resource is gone"))?;
+        Ok(Box::new(port))
     }
 }
 

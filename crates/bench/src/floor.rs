@@ -185,7 +185,7 @@ fn drive(
             )?;
             receive_busy = true;
         }
-        ring.submit_and_wait(1)?;
+        crate::raw::submit_and_wait(&ring)?;
         let now = Instant::now();
         let mut done = Vec::new();
         for entry in ring.completion() {
@@ -274,7 +274,7 @@ fn serve(socket: &TcpStream, store: &mut Store, qd: usize) -> io::Result<()> {
             )?;
             send_busy = true;
         }
-        ring.submit_and_wait(1)?;
+        crate::raw::submit_and_wait(&ring)?;
         let completions: Vec<(u64, i32)> = ring
             .completion()
             .map(|entry| (entry.user_data(), entry.result()))

@@ -5,6 +5,8 @@
 
 pub mod engine;
 pub mod floor;
+pub mod fronts;
+pub mod nbd;
 pub mod raw;
 pub mod run;
 pub mod stats;

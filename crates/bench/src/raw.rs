@@ -77,6 +77,15 @@ pub fn prepare(path: &Path, bytes: u64) -> io::Result<File> {
     Ok(file)
 }
 
+/// Submits, and waits for one completion. The kernel may come back without one, to do other work of
+/// the thread; then the caller finds nothing and comes again.
+pub(crate) fn submit_and_wait(ring: &IoUring) -> io::Result<()> {
+    match ring.submit_and_wait(1) {
+        Err(error) if error.kind() != io::ErrorKind::Interrupted => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// Random operations at depth `qd` over the first `bytes` of the file, for `time`.
 pub fn measure(
     file: &File,
@@ -124,7 +133,7 @@ pub fn measure(
         if in_flight == 0 {
             break;
         }
-        ring.submit_and_wait(1)?;
+        submit_and_wait(&ring)?;
         let now = Instant::now();
         for entry in ring.completion() {
             let slot = entry.user_data() as usize;

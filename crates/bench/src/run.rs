@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::engine::{Disks, Pair};
 use crate::floor::{self, Store};
+use crate::fronts::{Target, Volume, can_make_devices, has_qemu};
 use crate::raw::{self, Direction};
 use crate::stats::{Figure, Row};
 
@@ -25,17 +26,18 @@ pub struct Plan {
     pub directory: PathBuf,
 }
 
-/// Runs everything; `progress` gets a line per row.
+/// Runs everything; `progress` gets a line per row, and one for each that this machine cannot run.
 pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Row>> {
     let mut rows = Vec::new();
+    let directory = Scratch::new(&plan.directory)?;
     progress("engine, RAM disks");
     let pair = Pair::new(&Disks::Ram, plan.ram_bytes)?;
     for qd in [1, 32] {
         rows.push(write_row(plan, &pair, "engine write, RAM disks", qd, None)?);
     }
+    front_rows(plan, &pair, &directory.path, &mut rows, &mut progress)?;
     drop(pair);
     progress("engine, file disks (making the files)");
-    let directory = Scratch::new(&plan.directory)?;
     let pair = Pair::new(&Disks::Files(directory.path.clone()), plan.file_bytes)?;
     for qd in [1, 32] {
         progress(&format!("engine, file disks, depth {qd}"));
@@ -49,6 +51,113 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Row>> 
         rows.push(read_row(plan, &pair, qd, &directory.path)?);
     }
     Ok(rows)
+}
+
+/// Each front end over the pair beside the floor, and alone beside its counterpart.
+fn front_rows(
+    plan: &Plan,
+    pair: &Pair,
+    directory: &Path,
+    rows: &mut Vec<Row>,
+    progress: &mut impl FnMut(&str),
+) -> io::Result<()> {
+    let devices = can_make_devices();
+    let qemu = has_qemu();
+    if !devices {
+        progress("no block device rows: they need root, /dev/fuse and /dev/loop-control");
+    }
+    if !qemu {
+        progress("nothing to compare the front ends with: qemu-storage-daemon is not installed");
+    }
+    for front in [Front::Nbd, Front::Device] {
+        if front == Front::Device && !devices {
+            continue;
+        }
+        progress(&format!("{}, RAM disks, two nodes", front.name()));
+        let mut ours = front.serve(&Volume::Pair(pair.opener()), directory)?;
+        let bytes = plan.ram_bytes;
+        let (mut local, mut remote) = (Store::ram(bytes as usize), Store::ram(bytes as usize));
+        for qd in [1, 32] {
+            let (mut floors, mut figures) = (Vec::new(), Vec::new());
+            for _ in 0..plan.rounds {
+                floors.push(floor::measure(
+                    &mut local,
+                    &mut remote,
+                    bytes,
+                    qd,
+                    plan.time,
+                )?);
+                figures.push(ours.measure(Direction::Write, qd, plan.time)?);
+            }
+            let name = format!("{} write, RAM disks", front.name());
+            let floor = Figure::median(floors);
+            let figure = Figure::median(figures);
+            rows.push(row(&name, qd, floor.iops, 0.0, "floor", figure));
+        }
+        drop(ours);
+        progress(&format!("{} alone, volume in memory", front.name()));
+        let volume = Volume::ram(plan.ram_bytes)?;
+        let mut ours = front.serve(&volume, directory)?;
+        let mut theirs = match qemu {
+            true => Some(front.serve_by_qemu(plan.ram_bytes, directory)?),
+            false => None,
+        };
+        for qd in [1, 32] {
+            for (direction, what) in [(Direction::Write, "write"), (Direction::Read, "read")] {
+                let (mut others, mut figures) = (Vec::new(), Vec::new());
+                for _ in 0..plan.rounds {
+                    if let Some(theirs) = &mut theirs {
+                        others.push(theirs.measure(direction, qd, plan.time)?);
+                    }
+                    figures.push(ours.measure(direction, qd, plan.time)?);
+                }
+                let name = format!("{} {what}, front end alone", front.name());
+                let other = Figure::median(others);
+                let figure = Figure::median(figures);
+                rows.push(row(
+                    &name,
+                    qd,
+                    0.0,
+                    other.iops,
+                    "qemu-storage-daemon",
+                    figure,
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How the volume is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Front {
+    /// NBD on a unix socket.
+    Nbd,
+    /// FUSE file and loop device.
+    Device,
+}
+
+impl Front {
+    fn name(self) -> &'static str {
+        match self {
+            Front::Nbd => "NBD",
+            Front::Device => "FUSE+loop",
+        }
+    }
+
+    fn serve(self, volume: &Volume, directory: &Path) -> io::Result<Target> {
+        match self {
+            Front::Nbd => Target::nbd(volume, directory),
+            Front::Device => Target::device(volume),
+        }
+    }
+
+    fn serve_by_qemu(self, bytes: u64, directory: &Path) -> io::Result<Target> {
+        match self {
+            Front::Nbd => Target::qemu_nbd(bytes, directory),
+            Front::Device => Target::qemu_device(bytes, directory),
+        }
+    }
 }
 
 fn write_row(

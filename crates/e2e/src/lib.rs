@@ -491,7 +491,8 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-fn binary() -> Result<PathBuf> {
+/// The binary under test.
+pub fn binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("LOCKSTEP_BIN") {
         return Ok(PathBuf::from(path));
     }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::Workload;
 use anyhow::{Context, bail, ensure};
 use lockstep_daemon::client::Client;
 use lockstep_daemon::place::Place;
@@ -65,6 +66,7 @@ impl Nodes {
         let config = all.config()?;
         for node in &all.nodes {
             fs::write(node.dir.join("drbd.conf"), &config)?;
+            fs::write(node.dir.join("node-name"), format!("{}\n", node.name))?;
         }
         Ok(all)
     }
@@ -100,14 +102,18 @@ impl Nodes {
     }
 
     /// Starts a node's daemon and waits until it answers.
-    pub(super) fn start(&mut self, index: usize) -> anyhow::Result<()> {
+    pub(super) fn start(&mut self, index: usize, workload: Workload) -> anyhow::Result<()> {
         let bin = self.dir.join("bin/lockstepd");
         let node = &mut self.nodes[index];
         let log = fs::File::options()
             .create(true)
             .append(true)
             .open(node.dir.join("log"))?;
-        let child = Command::new(bin)
+        let mut command = Command::new(bin);
+        if workload == Workload::Blocks {
+            command.arg("--no-device");
+        }
+        let child = command
             .args(["--pool-mib", "64", "--shards", "1", "--dir"])
             .arg(&node.dir)
             .env("__DRBD_NODE__", node.name)
@@ -134,6 +140,13 @@ impl Nodes {
             child.wait().context("waiting for lockstepd's end")?;
         }
         Ok(())
+    }
+
+    /// The daemons go on when this program ends.
+    pub(super) fn leave_all(&mut self) {
+        for node in &mut self.nodes {
+            node.daemon = None;
+        }
     }
 
     /// SIGTERM to all, and SIGKILL to who does not end.
@@ -209,6 +222,11 @@ impl Nodes {
     /// The mountable device of a node.
     pub(super) fn device(&self, index: usize) -> PathBuf {
         self.nodes[index].dir.join("dev/drbd0")
+    }
+
+    /// The socket that serves a node's volumes by NBD.
+    pub(super) fn nbd_socket(&self, index: usize) -> PathBuf {
+        self.nodes[index].dir.join("nbd.sock")
     }
 
     /// The disk image of a node.

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use lockstep_daemon::place::Place;
 use lockstep_format::disk::Magic;
 use lockstep_format::disk::any::AnySuperBlock;
 use lockstep_format::disk::layout::Layout;
@@ -145,18 +146,23 @@ impl Tool<'_> {
     }
 }
 
-/// Takes the write lock of a minor, waiting at most one second.
+/// Takes the write lock of a minor, waiting at most one second. Minors are a node's own, so the
+/// lock of a node with a directory of its own lies there, where also its user may write.
 pub(super) fn lock_minor(minor: u32) -> Result<File, Failure> {
-    let directory = ["/run/lock", "/var/lock", "/tmp"]
+    let place = Place::find(None);
+    let own = (!place.is_default()).then(|| place.dir().to_owned());
+    let directory = own
         .into_iter()
-        .find(|path| std::path::Path::new(path).is_dir())
-        .unwrap_or("/tmp");
-    let path = format!("{directory}/drbd-147-{minor}");
+        .chain(["/run/lock", "/var/lock", "/tmp"].map(PathBuf::from))
+        .find(|path| path.is_dir())
+        .unwrap_or_else(|| "/tmp".into());
+    let lock = directory.join(format!("drbd-147-{minor}"));
+    let path = lock.display();
     let file = File::options()
         .create(true)
         .truncate(false)
         .write(true)
-        .open(&path)
+        .open(&lock)
         .map_err(|e| Failure::usage(format!("cannot open the lock file {path}: {e}")))?;
     let deadline = Instant::now() + Duration::from_secs(1);
     loop {
