@@ -386,27 +386,30 @@ impl Disk {
         }
         let shape = self.layout.bitmap_shape(sectors);
         let base = self.layout.bitmap_byte() as usize;
-        let mut active = Vec::new();
-        if !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
+        let mut marked: Vec<bool> = blocks
+            .iter()
+            .map(|block| {
+                entry.bitmap_index.is_some_and(|slot| {
+                    let (byte, mask) = shape.position(slot, *block);
+                    self.meta[base + byte as usize] & mask != 0
+                })
+            })
+            .collect();
+        // The log is read only if the bitmap does not tell all.
+        if marked.contains(&false) && !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
             let at = self.layout.al_byte() as usize;
             let len = self.layout.geometry().al.bytes() as usize;
             match al::replay(&self.meta[at..at + len], self.layout.geometry().al) {
-                Ok(replay) if replay.coverage == al::Coverage::Complete => active = replay.active,
+                Ok(replay) if replay.coverage == al::Coverage::Complete => {
+                    for (block, marked) in blocks.iter().zip(&mut marked) {
+                        let sector = lockstep_format::units::Sector(block * 8);
+                        *marked |= replay.active.contains(&sector.al_extent());
+                    }
+                }
                 // Nothing is known: an attach marks everything.
-                _ => return Ok(vec![true; blocks.len()]),
+                _ => marked.fill(true),
             }
         }
-        let slot = entry.bitmap_index;
-        Ok(blocks
-            .iter()
-            .map(|block| {
-                let sector = lockstep_format::units::Sector(block * 8);
-                let bit = slot.is_some_and(|slot| {
-                    let (byte, mask) = shape.position(slot, *block);
-                    self.meta[base + byte as usize] & mask != 0
-                });
-                bit || active.contains(&sector.al_extent())
-            })
-            .collect())
+        Ok(marked)
     }
 }

@@ -119,7 +119,7 @@ impl Register {
     }
 
     fn prune(&mut self, oldest_read: u64) {
-        if self.versions.len() > 24 {
+        if self.versions.len() > 12 {
             self.versions
                 .retain(|v| v.superseded_hard >= oldest_read || v.end == NEVER && v.dead == NEVER);
         }

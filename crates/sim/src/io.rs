@@ -282,7 +282,7 @@ impl World {
             && let Some(tag) = disk.closing.take()
         {
             disk.open = false;
-            let input = Input::DiskClosed { tag };
+            let input = Box::new(Input::DiskClosed { tag });
             self.at(MS / 100, Ev::Input { node, life, input });
         }
     }

@@ -377,11 +377,11 @@ impl World {
                         Ev::Input {
                             node,
                             life,
-                            input: Input::LinkDown {
+                            input: Box::new(Input::LinkDown {
                                 peer,
                                 link: LinkId(link),
                                 reason: LinkDownReason::Broken,
-                            },
+                            }),
                         },
                     );
                 }

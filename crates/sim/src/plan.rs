@@ -356,6 +356,9 @@ pub const DEFAULT_KINDS: &[Fault] = &[
     Fault::Clock,
     Fault::SlowDisk,
     Fault::PowerCutTwice,
+    Fault::Suspend,
+    Fault::Options,
+    Fault::NewUuid,
 ];
 
 fn kinds(orders: &Orders, mut rng: Rng) -> Vec<Fault> {

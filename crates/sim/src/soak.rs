@@ -245,6 +245,9 @@ pub fn report(found: &Played, small: &Shrunk, lines: usize) -> String {
             for line in tail.of(node) {
                 let _ = writeln!(text, "{line}");
             }
+            if let Some(state) = traced.states.get(node) {
+                let _ = writeln!(text, "Its state at the end: {state}");
+            }
         }
     }
     text

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{DiskOp, Input, MetaOp, RequestKind, Tag};
+use lockstep_core::report::Snapshot;
 use lockstep_format::disk::layout::Layout;
 use lockstep_format::units::{Sector, VolumeNr};
 use lockstep_format::wire::Packet;
@@ -34,6 +35,10 @@ impl Tail {
     }
 
     pub(crate) fn push(&mut self, node: usize, line: String) {
+        // Pings of an idle cluster would push out what matters.
+        if line.ends_with("Ping") || line.ends_with("PingAck") {
+            return;
+        }
         let lines = &mut self.lines[node];
         if lines.len() >= self.limit {
             lines.pop_front();
@@ -45,6 +50,42 @@ impl Tail {
     pub fn of(&self, node: usize) -> impl Iterator<Item = &str> {
         self.lines[node].iter().map(String::as_str)
     }
+}
+
+/// A node's state in a few lines.
+pub(crate) fn state(snapshot: &Snapshot) -> String {
+    let mut text = format!("{:?}", snapshot.role);
+    if !snapshot.suspended.is_empty() {
+        text += &format!(", suspended: {}", snapshot.suspended.join(", "));
+    }
+    for device in &snapshot.devices {
+        text += &format!(
+            "\n  volume {}: {:?}, generation {:016x}, {} requests and {} disk operations pending",
+            device.volume,
+            device.disk_state,
+            device.current_uuid.0,
+            device.upper_pending,
+            device.lower_pending
+        );
+    }
+    for connection in &snapshot.connections {
+        text += &format!(
+            "\n  with {}: {:?}",
+            name(usize::from(connection.peer.0)),
+            connection.state
+        );
+        for p in &connection.peer_devices {
+            text += &format!(
+                "; volume {}: {:?}, its disk {:?}, {} blocks marked, {} sent without answer",
+                p.volume,
+                p.repl_state,
+                p.disk_state,
+                p.out_of_sync_sectors / 8,
+                p.pending
+            );
+        }
+    }
+    text
 }
 
 /// A tag as slot and use of the slot.

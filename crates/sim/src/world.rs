@@ -264,13 +264,13 @@ pub(crate) enum Ev {
     Input {
         node: usize,
         life: u32,
-        input: Input,
+        input: Box<Input>,
     },
     /// An input that waited for a process that stood still.
     Feed {
         node: usize,
         life: u32,
-        input: Input,
+        input: Box<Input>,
     },
     LinkUp {
         link: u64,
@@ -620,7 +620,8 @@ impl World {
         self.trace(node, || {
             format!("== the process stands still for {} ms", time / MS)
         });
-        self.nodes[node].frozen_until = self.now + time;
+        let n = &mut self.nodes[node];
+        n.frozen_until = n.frozen_until.max(self.now + time);
     }
 
     /// The disk works again.
@@ -654,7 +655,14 @@ impl World {
         let frozen_until = self.nodes[node].frozen_until;
         if frozen_until > self.now {
             let life = self.nodes[node].life;
-            self.at(frozen_until - self.now, Ev::Feed { node, life, input });
+            self.at(
+                frozen_until - self.now,
+                Ev::Feed {
+                    node,
+                    life,
+                    input: Box::new(input),
+                },
+            );
             return;
         }
         if self.is_traced()
@@ -713,7 +721,7 @@ impl World {
                     })
                 };
                 let delay = self.delay(Place::Node(node), self.config.disk_delay);
-                let input = Input::DiskOpened { tag, result };
+                let input = Box::new(Input::DiskOpened { tag, result });
                 self.at(delay, Ev::Input { node, life, input });
             }
             Output::CloseDisk { tag, volume } => {
@@ -737,7 +745,7 @@ impl World {
                 if let Some(tag) = want_sent {
                     let place = Place::Wire(node, usize::from(peer.0), stream_index(stream));
                     let delay = self.delay(place, self.config.net_delay);
-                    let input = Input::Sent { tag };
+                    let input = Box::new(Input::Sent { tag });
                     self.at(delay, Ev::Input { node, life, input });
                 }
             }
@@ -783,7 +791,7 @@ impl World {
                 let content = self.content(node, payload);
                 let digest = digest_of(&algorithm, &content);
                 let delay = self.delay(Place::Node(node), self.config.disk_delay / 4);
-                let input = Input::DigestDone { tag, digest };
+                let input = Box::new(Input::DigestDone { tag, digest });
                 self.at(delay, Ev::Input { node, life, input });
             }
             Output::Copy { from, to } => {
@@ -793,7 +801,7 @@ impl World {
             Output::Handler { tag, name, .. } => {
                 self.trace(node, || format!("runs the handler {name}"));
                 let delay = self.delay(Place::Node(node), MS * 10);
-                let input = Input::HandlerDone { tag, exit_code: 0 };
+                let input = Box::new(Input::HandlerDone { tag, exit_code: 0 });
                 self.at(delay, Ev::Input { node, life, input });
             }
             Output::Release { buf } => self.release(node, buf),
@@ -1092,7 +1100,9 @@ impl World {
         self.mix(at);
         match ev {
             Ev::Timer { node, life } => {
-                if self.nodes[node].life == life {
+                // One that was set for a later time than the present one is void.
+                let n = &self.nodes[node];
+                if n.life == life && n.timer_at == at {
                     self.nodes[node].timer_at = u64::MAX;
                     let skew = self.nodes[node].skew;
                     let due = self.nodes[node]
@@ -1130,7 +1140,7 @@ impl World {
             }
             Ev::Input { node, life, input } => {
                 if self.nodes[node].life == life {
-                    match input {
+                    match *input {
                         Input::LinkDown { link, reason, .. } => {
                             self.link_down(link.0, node, reason)
                         }
@@ -1140,7 +1150,7 @@ impl World {
             }
             Ev::Feed { node, life, input } => {
                 if self.nodes[node].life == life {
-                    self.input(node, input);
+                    self.input(node, *input);
                 }
             }
             Ev::LinkUp { link, side } => self.link_up(link, side),
