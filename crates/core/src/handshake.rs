@@ -101,6 +101,7 @@ impl Resource {
             if let Some(pd) = device.peers.get_mut(&peer) {
                 pd.verdict = None;
                 pd.sent_handshake = false;
+                pd.last_state = None;
             }
         }
         let patience = self
@@ -943,12 +944,15 @@ impl Resource {
             return;
         }
         self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
-        if !waits(self) || !self.same_current(volume, peer) {
+        if !waits(self) {
             return;
         }
         // One generation: the peer's choice of a direction is as good as this node's.
         let own = self.state.disk(volume);
-        if theirs.repl == ReplState::WfBitmapS
+        let same = self.same_current(volume, peer);
+        if !same {
+            // Decided below.
+        } else if theirs.repl == ReplState::WfBitmapS
             && self.state.role == Role::Secondary
             && theirs.disk == DiskState::UpToDate
             && own >= DiskState::Inconsistent
@@ -956,6 +960,12 @@ impl Resource {
             self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapT));
         } else if theirs.repl == ReplState::WfBitmapT && own == DiskState::UpToDate {
             self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapS));
+        }
+        if waits(self) {
+            // Nothing to resync here. It would wait for ever; a new handshake decides for both.
+            let text = "the peer waits for a resync that this node does not want; connecting again";
+            self.log(Level::Warn, Some(peer), Some(volume), text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
         }
     }
 
