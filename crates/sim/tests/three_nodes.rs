@@ -156,3 +156,25 @@ fn who_follows_the_primary_is_the_source_of_who_does_not() {
 fn a_demotion_waits_for_the_writes_in_flight() {
     holds(1686, ALL);
 }
+
+/// A target's source was a target itself: a block that it had sent before it got the newer one was
+/// acknowledged after, and both forgot the mark.
+#[test]
+fn an_ack_of_an_overtaken_block_clears_no_mark() {
+    holds(228, KILLS_AND_LINKS);
+}
+
+/// A resync waited for a third node to answer for the Primary's writes; that one had not been
+/// connected to the Primary, and came back UpToDate in between.
+#[test]
+fn an_answer_that_cannot_come_does_not_hold_the_end_of_a_resync() {
+    holds(1829, KILLS_AND_LINKS);
+    holds(1213, KILLS_AND_LINKS);
+}
+
+/// A handshake was decided with packets of the attempt before, on one side only, which then waited
+/// for a bitmap.
+#[test]
+fn a_handshake_goes_by_packets_of_its_own_attempt() {
+    holds(292, KILLS_AND_LINKS);
+}

@@ -875,6 +875,7 @@ impl Resource {
                 }
             }
         }
+        self.target_marked_again(volume, peer, desc.sector, desc.size_bytes);
         self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
         self.target_kick(volume, peer);
     }

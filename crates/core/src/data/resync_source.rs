@@ -26,6 +26,8 @@ pub(crate) struct SourceRead {
     digest: Option<Digest>,
     range: Option<RangeId>,
     payload: Option<Payload>,
+    /// A resync wrote the block here since it was asked for: what the peer gets may be older.
+    overtaken: bool,
 }
 
 impl Resource {
@@ -103,6 +105,7 @@ impl Resource {
             digest,
             range: None,
             payload: None,
+            overtaken: false,
         };
         let key = io.source.insert(read);
         io.source_by_sector.insert(request.sector, key);
@@ -278,7 +281,33 @@ impl Resource {
         self.source_end(volume, peer, key);
     }
 
+    /// This node's block is replaced by a resync of its own, which does not wait for what its
+    /// targets were sent: their acks clear no mark.
+    pub(crate) fn overtake_source_reads(&mut self, volume: VolumeNr, sector: Sector, size: u32) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let end = sector.end_of(size);
+        for pd in device.peers.values_mut() {
+            for key in pd.io.source.keys() {
+                if let Some(read) = pd.io.source.get_mut(key) {
+                    let request = &read.request;
+                    read.overtaken |=
+                        request.sector < end && sector < request.sector.end_of(request.size_bytes);
+                }
+            }
+        }
+    }
+
     fn source_in_sync(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        let overtaken = self.peer_io(volume, peer).is_some_and(|io| {
+            let key = io.source_by_sector.get(&request.sector).copied();
+            key.and_then(|key| io.source.get(key))
+                .is_some_and(|read| read.overtaken)
+        });
+        if overtaken {
+            return;
+        }
         if let Some(io) = self.disk_io(volume)
             && let Some(slot) = io.slot(peer)
         {

@@ -29,6 +29,8 @@ use crate::timers::Timer;
 const STEP: Duration = Duration::from_millis(100);
 /// Longest time that written data wait for the flush that they share with others.
 const FLUSH_DELAY: Duration = Duration::from_millis(10);
+/// After this time without an answer the flush before the end is asked for again.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
 /// How long bits that were cleared may wait to be written.
 const BITMAP_DELAY: Duration = Duration::from_secs(2);
 /// How often third nodes are asked about marks that are left, and how many extents at once.
@@ -69,6 +71,7 @@ pub(crate) struct TargetSync {
     /// Flush answers that are awaited: the Primary and the nodes that have to answer for it.
     flush_waits: Vec<(NodeId, NodeMask)>,
     flush_sequence: u64,
+    flush_asked: Instant,
 }
 
 #[derive(Debug)]
@@ -78,6 +81,8 @@ struct TargetRequest {
     range: Option<RangeId>,
     payload: Option<Payload>,
     stage: Stage,
+    /// The source marked the block again: what it sent may be older than the mark.
+    marked_again: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -368,6 +373,7 @@ impl Resource {
                 range: None,
                 payload: None,
                 stage: Stage::Waiting,
+                marked_again: false,
             });
             sync.by_sector.insert(sector, key);
             let owner = Owner::Target(peer, key);
@@ -431,6 +437,10 @@ impl Resource {
         };
         sync.flush_waits = waits;
         if !sync.flush_waits.is_empty() {
+            // A node that was not connected to the Primary then never hears of the question.
+            if now - sync.flush_asked >= FLUSH_PATIENCE {
+                self.request_flushes(volume, peer);
+            }
             return;
         }
         let failed = left;
@@ -542,6 +552,7 @@ impl Resource {
         }
         // How other nodes stand to this block is not known from here on.
         self.set_out_of_sync(volume, data.sector, size, NodeMask::EMPTY);
+        self.overtake_source_reads(volume, data.sector, size);
         self.forward_marks(volume, peer, NodeMask::EMPTY, data.sector, size);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
@@ -707,8 +718,10 @@ impl Resource {
             return;
         };
         let (sector, size_bytes) = (request.sector, request.size_bytes);
+        let marked_again = request.marked_again;
         if let Some(io) = self.disk_io(volume)
             && let Some(slot) = io.slot(peer)
+            && !marked_again
         {
             io.bitmap.clear_range(slot, sector, size_bytes);
         }
@@ -726,6 +739,28 @@ impl Resource {
         };
         self.send(peer, Stream::Control, volume, Packet::RsWriteAck(ack));
         self.target_end(volume, peer, key);
+    }
+
+    /// The source marked a range: requests that were sent before do not settle it.
+    pub(crate) fn target_marked_again(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let end = sector.end_of(size_bytes);
+        for key in sync.requests.keys() {
+            if let Some(request) = sync.requests.get_mut(key)
+                && request.stage != Stage::Waiting
+            {
+                request.marked_again |=
+                    request.sector < end && sector < request.sector.end_of(request.size_bytes);
+            }
+        }
     }
 
     /// A reply that is not on this disk.
@@ -980,6 +1015,9 @@ impl Resource {
             })
             .collect();
         if primaries.is_empty() {
+            if let Some(sync) = self.target(volume, peer) {
+                sync.flush_waits.clear();
+            }
             return;
         }
         let answering: NodeMask = self
@@ -1003,8 +1041,10 @@ impl Resource {
             let packet = Packet::FlushRequests(FlushRequests { flush_sequence });
             self.send(primary, Stream::Data, VolumeNr::NONE, packet);
         }
+        let now = self.now;
         if let Some(sync) = self.target(volume, peer) {
             sync.flush_waits = waits;
+            sync.flush_asked = now;
             sync.flush_sequence = flush_sequence;
         }
     }
