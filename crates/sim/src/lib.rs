@@ -5,6 +5,7 @@
 
 mod buffers;
 pub mod check;
+pub mod cuts;
 pub mod disk;
 pub mod drive;
 pub mod faults;
@@ -20,6 +21,7 @@ pub mod rng;
 pub mod scenario;
 pub mod shrink;
 pub mod soak;
+pub mod stories;
 pub mod story;
 pub mod swarm;
 pub mod world;

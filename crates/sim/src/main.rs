@@ -36,6 +36,14 @@ enum Sub {
     },
     /// Searches the deliberate bugs of the core: each must be found. Needs feature `planted`.
     Planted(PlantedArgs),
+    /// Cuts stories at every packet: the link, a process, a node's power.
+    Cuts {
+        /// Only this story.
+        story: Option<String>,
+        /// Only this cut, event by event: FROM-TO-PACKET-BLOW, for example A-B-7-link.
+        #[arg(long, requires = "story")]
+        trace: Option<lockstep_sim::cuts::Cut>,
+    },
 }
 
 #[derive(Args)]
@@ -178,6 +186,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Sub::Soak(args) => soak(&args),
         Sub::Bench { worlds } => Ok(bench(worlds)),
         Sub::Planted(args) => planted(args),
+        Sub::Cuts { story, trace } => cuts(story.as_deref(), trace),
     }
 }
 
@@ -400,6 +409,48 @@ fn run_first_design(args: &RunArgs) -> anyhow::Result<ExitCode> {
         worlds as f64 / seconds
     );
     Ok(code(failed == 0))
+}
+
+fn cuts(only: Option<&str>, trace: Option<lockstep_sim::cuts::Cut>) -> anyhow::Result<ExitCode> {
+    let all = lockstep_sim::stories::STORIES;
+    let names: Vec<&str> = all.iter().map(|s| s.name).collect();
+    if let Some(name) = only.filter(|name| !names.contains(name)) {
+        bail!("no story is called {name}; there are {}", names.join(", "));
+    }
+    let mut failed = 0;
+    for story in all
+        .iter()
+        .filter(|s| only.is_none_or(|name| s.name == name))
+    {
+        if let Some(cut) = trace {
+            let story = lockstep_sim::cuts::Story {
+                trace: true,
+                ..*story
+            };
+            println!("{:?}", story.play(cut));
+            continue;
+        }
+        let name = story.name;
+        let report = lockstep_sim::cuts::cut_everywhere(story, |cut, result| {
+            if let Err(text) = result {
+                println!("{name} {cut} FAILED: {text}");
+            }
+        });
+        let report = report.map_err(anyhow::Error::msg)?;
+        failed += report.failed.len();
+        println!(
+            "{name}: {} packets, {} cuts, {} failed; {}",
+            report.packets,
+            report.cuts,
+            report.failed.len(),
+            story.text
+        );
+    }
+    Ok(if failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 #[cfg(feature = "planted")]

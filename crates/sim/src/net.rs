@@ -269,6 +269,7 @@ impl World {
                 payload,
             },
         );
+        self.count_delivery(from, to);
     }
 
     /// A node hears that a link is gone.

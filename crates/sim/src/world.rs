@@ -347,6 +347,8 @@ pub struct World {
     pub history: History,
     /// What went wrong first.
     pub violation: Option<String>,
+    /// Counts packets, for tests that cut a story at each of them.
+    pub trap: crate::cuts::Trap,
     /// Hash over everything that happened.
     pub fingerprint: u64,
     /// Events so far.
@@ -415,6 +417,7 @@ impl World {
             connect_pending: BTreeSet::new(),
             history: History::default(),
             violation: None,
+            trap: Default::default(),
             fingerprint: 0xcbf2_9ce4_8422_2325,
             steps: 0,
             packets: 0,

@@ -132,3 +132,27 @@ fn the_disk_that_a_new_primary_had_lost_is_brought_up_to_date() {
         s.read(B, 10, 4);
     }
 }
+
+/// A write of a Primary without a disk reached the peer's disk after the link was gone, and was not
+/// marked towards the Primary's own disk, because the peer did not know any more that it had none.
+#[test]
+fn a_write_of_a_diskless_primary_is_marked_also_when_the_link_breaks_meanwhile() {
+    let mut reached = 0;
+    for delay in 0..300 {
+        let mut s = Scenario::new(delay / 50, 2, Protocol::C);
+        s.operator.detach(&mut s.world, A, 0, false);
+        s.pass(SECOND);
+        s.write_and_wait(A, 10, 4);
+        s.write(A, 12_000, 2);
+        s.operator.heal(&mut s.world);
+        s.world.run_for(delay % 50 * MS / 50);
+        s.world.sever(A, B);
+        s.pass(SECOND / 2);
+        let written = s.world.nodes[B].disks[0].content[12_000] != 0;
+        reached += u32::from(written);
+        let b = s.world.snapshot(B).expect("B is up");
+        let marked = b.connections[0].peer_devices[0].out_of_sync_sectors;
+        assert_eq!(marked, if written { 48 } else { 32 });
+    }
+    assert!(reached > 0, "some links lived long enough");
+}

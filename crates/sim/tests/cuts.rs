@@ -1,0 +1,75 @@
+//! Connect, bitmap exchange, resync and two-phase commits, cut at every packet.
+//!
+//! A cut that fails is shown event by event by `lockstep-sim cuts STORY --trace FROM-TO-PACKET-BLOW`.
+
+use lockstep_sim::cuts::cut_everywhere;
+use lockstep_sim::stories::STORIES;
+
+/// Plays every cut of a story. Each of them has to end well.
+#[track_caller]
+fn every_cut_heals(name: &str) {
+    let story = STORIES.iter().find(|s| s.name == name).expect("a story");
+    let report = cut_everywhere(story, |_, _| {}).expect("the uncut story ends well");
+    assert!(
+        report.packets >= story.least_packets,
+        "only {} packets",
+        report.packets
+    );
+    let list: Vec<String> = report
+        .failed
+        .iter()
+        .map(|(cut, text)| format!("{cut}: {text}"))
+        .collect();
+    assert!(
+        list.is_empty(),
+        "{} of {} cuts failed:\n{}",
+        list.len(),
+        report.cuts,
+        list.join("\n")
+    );
+}
+
+#[test]
+fn a_reconnect_without_changes_heals_after_every_cut() {
+    every_cut_heals("reconnect");
+}
+
+#[test]
+fn a_reconnect_with_a_resync_heals_after_every_cut() {
+    every_cut_heals("resync");
+}
+
+#[test]
+fn a_resync_under_writes_heals_after_every_cut() {
+    every_cut_heals("resync-under-writes");
+}
+
+#[test]
+fn a_handover_heals_after_every_cut() {
+    every_cut_heals("handover");
+}
+
+#[test]
+fn a_detach_and_an_attach_heal_after_every_cut() {
+    every_cut_heals("attach");
+}
+
+#[test]
+fn a_disconnect_and_a_connect_heal_after_every_cut() {
+    every_cut_heals("disconnect");
+}
+
+#[test]
+fn a_full_resync_heals_after_every_cut() {
+    every_cut_heals("full-resync");
+}
+
+#[test]
+fn the_return_of_a_crashed_primary_heals_after_every_cut() {
+    every_cut_heals("crashed-primary");
+}
+
+#[test]
+fn a_reconnect_next_to_a_third_node_heals_after_every_cut() {
+    every_cut_heals("resync-of-three");
+}
