@@ -4,6 +4,8 @@
 mod lines;
 #[path = "tools/nodes.rs"]
 mod nodes;
+#[path = "tools/pacemaker.rs"]
+mod pacemaker;
 #[path = "tools/reactor.rs"]
 mod reactor;
 #[path = "tools/stock.rs"]
