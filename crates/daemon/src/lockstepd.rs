@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Seek, Write};
+use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -16,7 +17,9 @@ use rustix::fs::FlockOperation;
 use rustix::mm::MlockAllFlags;
 
 use crate::devices::Silent;
+use crate::metrics;
 use crate::node::{Node, NodeConfig};
+use crate::notify::Manager;
 use crate::place::Place;
 use crate::server;
 
@@ -29,6 +32,8 @@ pub struct DaemonConfig {
     pub new_session: bool,
     /// Shards, memory, devices.
     pub node: NodeConfig,
+    /// Where metrics are given out; nowhere if not said.
+    pub metrics: Option<SocketAddr>,
 }
 
 /// Runs the daemon until SIGTERM, SIGINT or a client's `stop`.
@@ -54,6 +59,10 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
         NbdLimits::default(),
     )
     .context("starting the NBD server")?;
+    if let Some(address) = config.metrics {
+        metrics::start(address, node.clone())
+            .with_context(|| format!("listening on {address} for metrics"))?;
+    }
     let path = place.control_socket();
     let listener =
         server::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
@@ -73,7 +82,16 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
         })
         .context("starting a thread")?;
     tracing::info!(dir = %place.dir().display(), pid = std::process::id(), "lockstepd is ready");
+    if let Some(manager) = Manager::of_environment() {
+        manager.say("READY=1");
+        manager
+            .watch(Arc::downgrade(&node))
+            .context("starting a thread")?;
+    }
     stopped.recv().context("waiting for the end")?;
+    if let Some(manager) = Manager::of_environment() {
+        manager.say("STOPPING=1");
+    }
     nbd.stop();
     node.stop();
     // Who comes now finds that nobody listens.

@@ -79,6 +79,7 @@ fn state_of(message: &Reply) -> Option<&str> {
         | Reply::Done
         | Reply::Failed { .. }
         | Reply::Hello { .. }
+        | Reply::Counts { .. }
         | Reply::Report { .. } => None,
     }
 }

@@ -18,6 +18,8 @@ use lockstep_io::tcp::{Acceptor, Path, PeerNet};
 use crate::board::{Board, has_progress};
 use crate::devices::{Devices, OpenPort};
 use crate::handlers::{self, Handlers};
+use crate::meter::{Meter, Metering};
+use crate::metrics::VolumeCounts;
 use crate::options::{self, Moment, OptionError};
 use crate::place::Place;
 use crate::report::{
@@ -43,6 +45,8 @@ pub struct Node {
     board: Arc<Board>,
     devices: Mutex<Devices>,
     touched: Arc<Touched>,
+    /// What users of each volume ask for; as long as the volume is configured.
+    meters: Mutex<BTreeMap<(String, u16), Arc<Meter>>>,
 }
 
 /// A resource of the node.
@@ -121,6 +125,7 @@ impl Node {
             board: board.clone(),
             devices: Mutex::new(Devices::none()),
             touched,
+            meters: Mutex::default(),
         });
         if config.devices {
             let weak = Arc::downgrade(&node);
@@ -179,8 +184,26 @@ impl Node {
             return None;
         }
         let shard = &self.shards[entry.shard];
+        let meter = lock(&self.meters)
+            .entry((resource.to_owned(), volume))
+            .or_default()
+            .clone();
+        let metering = Metering::new(meter);
+        let sink = metering.sink(sink);
         let port = shard.open_port(entry.id, VolumeNr(volume), sink).ok()??;
-        Some(Box::new(port))
+        Some(metering.port(Box::new(port)))
+    }
+
+    /// What users of the volumes have asked for, by resource and volume.
+    pub fn counts(&self) -> Vec<VolumeCounts> {
+        lock(&self.meters)
+            .iter()
+            .map(|((resource, volume), meter)| VolumeCounts {
+                resource: resource.clone(),
+                volume: *volume,
+                kinds: meter.counted(),
+            })
+            .collect()
     }
 
     /// Orderly end: everything down, shards stopped.
@@ -404,6 +427,7 @@ impl Node {
             self.board.remove(name);
         }
         lock(&self.resources).remove(name);
+        lock(&self.meters).retain(|(resource, _), _| resource != name);
         lock(&self.touched.names).remove(&(entry.shard, entry.id));
         self.devices().resume(name);
         match self.shards[entry.shard].remove_resource(entry.id) {
@@ -514,6 +538,9 @@ impl Node {
     pub(crate) fn del_minor(&self, minor: u32) -> CommandResult {
         let (name, entry, volume) = self.find_minor(minor)?;
         let result = self.core(&entry, Command::DelVolume { volume });
+        if result.is_ok() {
+            lock(&self.meters).remove(&(name.clone(), volume.0));
+        }
         self.done(&name, &entry, result, |c| {
             c.volumes.remove(&volume.0);
             for peer in c.peers.values_mut() {

@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::metrics::VolumeCounts;
 use crate::report::{OptionTexts, ResourceReport};
 
 /// Version of the protocol.
@@ -45,6 +46,8 @@ pub enum Request {
     /// Reports are made anew. A watcher, who may send nothing else, is told of what has changed;
     /// others get [`Reply::Done`].
     Refresh,
+    /// What users of the volumes have asked for; answered by [`Reply::Counts`].
+    Counts,
     /// Orderly end of the daemon: everything down, then exit.
     Stop,
     /// `new-resource`.
@@ -376,6 +379,11 @@ pub enum Reply {
     Report {
         /// The resources.
         resources: Vec<ResourceReport>,
+    },
+    /// What users of the volumes have asked for.
+    Counts {
+        /// By resource and volume; volumes that were never used are missing.
+        volumes: Vec<VolumeCounts>,
     },
     /// A resource came into being or changed.
     Changed {

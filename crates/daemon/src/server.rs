@@ -157,6 +157,9 @@ fn answer(node: &Node, request: Request) -> Reply {
         Request::Report { resource } => Reply::Report {
             resources: node.reports(resource.as_deref()),
         },
+        Request::Counts => Reply::Counts {
+            volumes: node.counts(),
+        },
         Request::Refresh => {
             drop(node.reports(None));
             Reply::Done

@@ -1,5 +1,7 @@
 //! Tools that others wrote for DRBD, unchanged, on Lockstep.
 
+#[path = "tools/console.rs"]
+mod console;
 #[path = "tools/lines.rs"]
 mod lines;
 #[path = "tools/nodes.rs"]

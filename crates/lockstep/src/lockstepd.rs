@@ -8,12 +8,13 @@ use lockstep_daemon::node::NodeConfig;
 use lockstep_daemon::place::Place;
 
 const USAGE: &str = "\
-Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device]
+Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--metrics ADDRESS]
 
   --dir DIR      the node's directory (default: LOCKSTEP_DIR, else /run/lockstep)
   --shards N     threads that replicate (default: one per processor, at most 2)
   --pool-mib N   memory for data of each of them in MiB, 16 to 65536 (default 256)
   --no-device    no mountable devices, only NBD
+  --metrics ADDRESS  gives out metrics by HTTP there, such as 127.0.0.1:9942 (default: nowhere)
 
 One daemon runs per directory. SIGTERM ends it in order. Logs go to standard error; LOCKSTEP_LOG
 sets the level (error, warn, info, debug, trace; default info).";
@@ -52,6 +53,7 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let mut dir = None;
     let mut new_session = false;
+    let mut metrics = None;
     let mut node = NodeConfig {
         shards: processors.min(2),
         pool_bytes: 256 << 20,
@@ -73,6 +75,11 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
             "--dir" => dir = Some(needed()?),
             "--shards" => node.shards = number(name, &needed()?, 1, 64)?,
             "--pool-mib" => node.pool_bytes = number(name, &needed()?, 16, 65_536)? << 20,
+            "--metrics" => {
+                let text = needed()?;
+                let wrong = || format!("--metrics {text}: ADDRESS:PORT is needed");
+                metrics = Some(text.parse().map_err(|_| wrong())?);
+            }
             "--no-device" => node.devices = false,
             "--new-session" => new_session = true,
             "--help" | "-h" => return Ok(None),
@@ -84,6 +91,7 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
         place,
         new_session,
         node,
+        metrics,
     }))
 }
 

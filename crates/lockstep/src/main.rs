@@ -1,6 +1,7 @@
 //! The one binary: its name, or else the first argument, selects the role.
 
 mod bench;
+mod console;
 mod demo;
 mod drbdadm;
 mod drbdmeta;
@@ -8,20 +9,65 @@ mod drbdsetup;
 mod inspect;
 mod lockstepd;
 mod proxy;
+mod words;
 
 use std::process::ExitCode;
 
-const USAGE: &str = "\
-Usage: lockstep COMMAND [ARGS]
+/// The commands with what they do.
+pub(crate) const COMMANDS: &[(&str, &str)] = &[
+    (
+        "status",
+        "the resources as a tree; why a state is not good and what to do",
+    ),
+    (
+        "explain",
+        "generations, quorum, and who waits for whom of one resource",
+    ),
+    ("top", "requests, their times, and resyncs, live"),
+    (
+        "recover",
+        "shows what each side of a split brain would lose, and ends it",
+    ),
+    (
+        "inspect",
+        "shows files and traffic in the formats that Lockstep reads and writes",
+    ),
+    (
+        "drbdadm",
+        "brings resources to the state of the configuration (also by that name)",
+    ),
+    (
+        "drbdmeta",
+        "creates, shows and repairs metadata (also by that name)",
+    ),
+    (
+        "drbdsetup",
+        "changes and shows the state of this node's resources (also by that name)",
+    ),
+    ("lockstepd", "runs this node (also by that name)"),
+    (
+        "proxy",
+        "WAN proxy, its control, planning (also drbd-proxy and drbd-proxy-ctl by name)",
+    ),
+    (
+        "bench",
+        "measures Lockstep against the bare minimum on this machine",
+    ),
+    (
+        "demo",
+        "three nodes, a database, and the Primary killed in mid-load",
+    ),
+    ("completions", "prints shell completions: bash, zsh, fish"),
+    ("man", "writes manual pages into a directory"),
+];
 
-  bench      measures Lockstep against the bare minimum on this machine
-  demo       three nodes, a database, and the Primary killed in mid-load
-  drbdadm    brings resources to the state of the configuration (also by that name)
-  drbdmeta   creates, shows and repairs metadata (also by that name)
-  drbdsetup  changes and shows the state of this node's resources (also by that name)
-  inspect    shows files and traffic in the formats that Lockstep reads and writes
-  lockstepd  runs this node (also by that name)
-  proxy      WAN proxy, its control, planning (also drbd-proxy and drbd-proxy-ctl by name)";
+fn usage() -> String {
+    let mut text = String::from("Usage: lockstep COMMAND [ARGS]\n");
+    for (name, what) in COMMANDS {
+        text.push_str(&format!("\n  {name:<12}{what}"));
+    }
+    text
+}
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().collect();
@@ -51,8 +97,10 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "lockstepd" => lockstepd::run(args),
         "inspect" => inspect::run(args),
         "proxy" => proxy::run(args),
+        "status" | "explain" | "top" | "recover" => console::run(command, args),
+        "completions" | "man" => words::run(command, args),
         "--help" | "-h" | "help" => {
-            println!("{USAGE}");
+            println!("{}", usage());
             ExitCode::SUCCESS
         }
         other => usage_error(&format!("lockstep: unknown command '{other}'")),
@@ -60,6 +108,6 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
 }
 
 fn usage_error(problem: &str) -> ExitCode {
-    eprintln!("{problem}\n\n{USAGE}");
+    eprintln!("{problem}\n\n{}", usage());
     ExitCode::from(2)
 }

@@ -44,6 +44,19 @@ pub(crate) fn run(words: &[String]) -> ExitCode {
     ExitCode::from(code)
 }
 
+/// Commands and options, for completions and manual pages.
+pub(crate) fn words() -> Vec<crate::words::Command> {
+    commands::COMMANDS
+        .iter()
+        .filter(|command| command.shown != commands::Shown::Nowhere)
+        .map(|command| crate::words::Command {
+            name: command.name,
+            summary: String::new(),
+            options: command.options().iter().map(|(name, _)| *name).collect(),
+        })
+        .collect()
+}
+
 /// Runs a command line on a system; returns the exit code.
 fn run_with(system: &System, words: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let args = match args::parse(words) {

@@ -5,12 +5,12 @@ mod codes;
 mod dialect;
 mod events;
 mod gi;
-mod paint;
+pub(crate) mod paint;
 mod request;
 #[cfg(test)]
-mod sample;
+pub(crate) mod sample;
 mod show;
-mod status;
+pub(crate) mod status;
 mod status_json;
 mod verbs;
 mod wait;
@@ -37,6 +37,18 @@ const UNKNOWN_OBJECT: u8 = 10;
 /// Runs `drbdsetup ARGS`.
 pub(crate) fn run(args: &[String]) -> ExitCode {
     ExitCode::from(run_to_code(args))
+}
+
+/// Commands and options, for completions and manual pages.
+pub(crate) fn words() -> Vec<crate::words::Command> {
+    verbs::VERBS
+        .iter()
+        .map(|verb| crate::words::Command {
+            name: verb.name,
+            summary: verb.summary.to_owned(),
+            options: verb.option_names(),
+        })
+        .collect()
 }
 
 fn run_to_code(args: &[String]) -> u8 {

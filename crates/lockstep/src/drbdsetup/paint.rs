@@ -4,7 +4,7 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 /// Whether colour codes are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Colour {
+pub(crate) enum Colour {
     /// Yes.
     On,
     /// No.
@@ -13,7 +13,7 @@ pub(super) enum Colour {
 
 /// Whose state it is: own states are bold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
+pub(crate) enum Side {
     Own,
     Peer,
 }
@@ -46,7 +46,7 @@ impl Colour {
         }
     }
 
-    pub(super) fn role(self, side: Side, role: Role, text: &str) -> String {
+    pub(crate) fn role(self, side: Side, role: Role, text: &str) -> String {
         let class = match role {
             Role::Primary => Class::Primary,
             Role::Secondary => Class::Normal,
@@ -55,7 +55,7 @@ impl Colour {
         self.paint(side, class, text)
     }
 
-    pub(super) fn conn(self, state: ConnState, text: &str) -> String {
+    pub(crate) fn conn(self, state: ConnState, text: &str) -> String {
         let class = match state {
             ConnState::StandAlone | ConnState::Connecting => Class::Bad,
             ConnState::Connected => Class::Normal,
@@ -64,7 +64,7 @@ impl Colour {
         self.paint(Side::Own, class, text)
     }
 
-    pub(super) fn repl(self, state: ReplState, text: &str) -> String {
+    pub(crate) fn repl(self, state: ReplState, text: &str) -> String {
         let class = match state {
             ReplState::Established
             | ReplState::VerifyS
@@ -81,7 +81,7 @@ impl Colour {
         self.paint(side, class, text)
     }
 
-    pub(super) fn disk(self, side: Side, state: DiskState, intended: bool, text: &str) -> String {
+    pub(crate) fn disk(self, side: Side, state: DiskState, intended: bool, text: &str) -> String {
         let class = match state {
             DiskState::Diskless if intended => Class::Good,
             DiskState::Diskless | DiskState::Inconsistent | DiskState::Outdated => Class::Bad,
@@ -91,30 +91,35 @@ impl Colour {
         self.paint(side, class, text)
     }
 
-    pub(super) fn quorum(self, quorum: bool) -> String {
+    pub(crate) fn quorum(self, quorum: bool) -> String {
         let class = if quorum { Class::Good } else { Class::Bad };
         self.paint(Side::Own, class, yes_no(quorum))
     }
 
-    pub(super) fn failing(self, failing: bool) -> String {
+    pub(crate) fn failing(self, failing: bool) -> String {
         let class = if failing { Class::Bad } else { Class::Good };
         self.paint(Side::Own, class, yes_no(failing))
     }
 
-    pub(super) fn open(self, open: bool) -> String {
+    /// A mark before something that is not good.
+    pub(crate) fn failing_mark(self, text: &str) -> String {
+        self.paint(Side::Own, Class::Bad, text)
+    }
+
+    pub(crate) fn open(self, open: bool) -> String {
         let class = if open { Class::Primary } else { Class::Normal };
         self.paint(Side::Own, class, yes_no(open))
     }
 }
 
 /// `yes` or `no`.
-pub(super) fn yes_no(value: bool) -> &'static str {
+pub(crate) fn yes_no(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
 }
 
 /// Builds lines of fields. A line that would get longer than the width goes on in a new one.
 #[derive(Debug)]
-pub(super) struct Wrapped {
+pub(crate) struct Wrapped {
     out: String,
     /// Visible characters of the present line behind its indent.
     column: usize,
@@ -125,7 +130,7 @@ pub(super) struct Wrapped {
 }
 
 impl Wrapped {
-    pub(super) fn new(width: usize) -> Wrapped {
+    pub(crate) fn new(width: usize) -> Wrapped {
         Wrapped {
             out: String::new(),
             column: 0,
@@ -137,20 +142,20 @@ impl Wrapped {
     }
 
     /// Starts an item: its first line has one indent, what follows another.
-    pub(super) fn item(&mut self, first_indent: usize, indent: usize) {
+    pub(crate) fn item(&mut self, first_indent: usize, indent: usize) {
         self.end_line();
         self.first_indent = first_indent;
         self.indent = indent;
     }
 
     /// Goes on with the same item in a new line.
-    pub(super) fn next_line(&mut self) {
+    pub(crate) fn next_line(&mut self) {
         self.end_line();
         self.first_indent = self.indent;
     }
 
     /// A field that may contain colour codes.
-    pub(super) fn field(&mut self, text: &str) {
+    pub(crate) fn field(&mut self, text: &str) {
         let len = visible(text);
         if self.fresh {
             self.out.push_str(&" ".repeat(self.first_indent));
@@ -167,19 +172,19 @@ impl Wrapped {
         self.fresh = false;
     }
 
-    pub(super) fn end_line(&mut self) {
+    pub(crate) fn end_line(&mut self) {
         if !self.fresh {
             self.out.push('\n');
         }
         self.fresh = true;
     }
 
-    pub(super) fn blank_line(&mut self) {
+    pub(crate) fn blank_line(&mut self) {
         self.end_line();
         self.out.push('\n');
     }
 
-    pub(super) fn finish(mut self) -> String {
+    pub(crate) fn finish(mut self) -> String {
         self.end_line();
         self.out
     }

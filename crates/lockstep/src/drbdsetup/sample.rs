@@ -7,7 +7,7 @@ use lockstep_daemon::report::{
 };
 
 /// Primary with a diskless second volume, one peer in resync, one unreachable over two paths.
-pub(super) fn web() -> ResourceReport {
+pub(crate) fn web() -> ResourceReport {
     let path = |net: u8, host: u8, established| PathReport {
         local: format!("ipv4:10.{net}.0.1:7790"),
         remote: format!("ipv4:10.{net}.0.{host}:7790"),

@@ -10,18 +10,18 @@ use super::paint::{Colour, Side, Wrapped, yes_no};
 
 /// How much is printed, and for whom.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Style {
-    pub(super) verbose: bool,
-    pub(super) statistics: bool,
-    pub(super) colour: Colour,
+pub(crate) struct Style {
+    pub(crate) verbose: bool,
+    pub(crate) statistics: bool,
+    pub(crate) colour: Colour,
     /// Standard output is a terminal.
-    pub(super) terminal: bool,
+    pub(crate) terminal: bool,
     /// Characters per line.
-    pub(super) width: usize,
+    pub(crate) width: usize,
 }
 
 /// All resources as text.
-pub(super) fn text(resources: &[ResourceReport], style: Style) -> String {
+pub(crate) fn text(resources: &[ResourceReport], style: Style) -> String {
     let mut out = Wrapped::new(style.width);
     for resource in resources {
         one_resource(&mut out, resource, style);
@@ -194,7 +194,7 @@ fn one_peer_device(out: &mut Wrapped, p: &PeerDeviceReport, single: bool, s: Sty
 }
 
 /// `suspended:` and `resync-suspended:`.
-pub(super) fn list_or_no(reasons: &[String]) -> String {
+pub(crate) fn list_or_no(reasons: &[String]) -> String {
     if reasons.is_empty() {
         "no".to_owned()
     } else {
@@ -203,12 +203,12 @@ pub(super) fn list_or_no(reasons: &[String]) -> String {
 }
 
 /// `blocked:` of a device.
-pub(super) fn blocked(d: &DeviceReport) -> &'static str {
+pub(crate) fn blocked(d: &DeviceReport) -> &'static str {
     if d.al_suspended { "upper" } else { "no" }
 }
 
 /// How much of a resync or verify is done, in percent.
-pub(super) fn done_percent(resync: &ResyncReport) -> f64 {
+pub(crate) fn done_percent(resync: &ResyncReport) -> f64 {
     if resync.total_sectors == 0 {
         return 100.0;
     }
@@ -217,13 +217,13 @@ pub(super) fn done_percent(resync: &ResyncReport) -> f64 {
 }
 
 /// Seconds to the end of a resync at its present speed; none without progress.
-pub(super) fn eta_seconds(resync: &ResyncReport) -> Option<u64> {
+pub(crate) fn eta_seconds(resync: &ResyncReport) -> Option<u64> {
     let rate = u64::from(resync.rate_kib_s);
     (rate != 0).then(|| (resync.left_sectors / 2) / rate)
 }
 
 /// The same as printed.
-pub(super) fn eta_text(resync: &ResyncReport) -> String {
+pub(crate) fn eta_text(resync: &ResyncReport) -> String {
     eta_seconds(resync).map_or_else(|| "nan".to_owned(), |s| s.to_string())
 }
 

@@ -72,6 +72,14 @@ impl Verb {
         }
     }
 
+    /// Names of all options.
+    pub(super) fn option_names(&self) -> Vec<&'static str> {
+        let specs = self.specs().map(|spec| spec.name);
+        specs
+            .chain(self.flags.iter().map(|flag| flag.name))
+            .collect()
+    }
+
     /// Number of arguments that have to be given.
     pub(super) fn needed(&self) -> usize {
         self.arguments

@@ -177,7 +177,7 @@ impl Watch {
                 eprintln!("events2: {text}");
                 Vec::new()
             }
-            Reply::Done | Reply::Hello { .. } => Vec::new(),
+            Reply::Done | Reply::Hello { .. } | Reply::Counts { .. } => Vec::new(),
         }
     }
 
