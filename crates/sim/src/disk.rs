@@ -15,6 +15,15 @@ use crate::rng::Rng;
 /// Bytes of one block of simulated data.
 pub const BLOCK: u64 = 4096;
 
+/// Where metadata lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Where {
+    /// On a device of its own.
+    External,
+    /// At the end of the data device.
+    Internal,
+}
+
 /// What a crash does to the disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lose {
@@ -209,8 +218,16 @@ pub struct Disk {
     /// Completed writes that no flush made durable yet, oldest first.
     unflushed: VecDeque<Volatile>,
     sequence: u64,
-    /// The metadata device.
+    /// The metadata area.
     pub meta: Vec<u8>,
+    /// Where it begins on its device.
+    meta_base: u64,
+    /// Size of the metadata device.
+    pub meta_bytes: u64,
+    /// Size of the data device.
+    pub data_bytes: u64,
+    /// It reported an error at least once.
+    pub had_errors: bool,
     /// Where things are on it.
     pub layout: Layout,
     /// Opened by the node.
@@ -225,28 +242,36 @@ pub struct Disk {
     pub trouble: Trouble,
 }
 
-/// Size of the metadata device.
+/// Size of an external metadata device, and room for internal metadata.
 pub const META_BYTES: u64 = 256 << 10;
 
 impl Disk {
     /// A zeroed disk after `create-md`.
-    pub fn new(node: usize, blocks: u64, peers: u8) -> Self {
-        let layout = Layout::new(
-            Placement::FlexExternal,
-            Geometry::for_peers(peers),
-            META_BYTES,
-        )
-        .expect("the metadata device is large enough");
-        let mut meta = vec![0u8; META_BYTES as usize];
+    pub fn new(node: usize, blocks: u64, peers: u8, meta: Where) -> Self {
+        let geometry = Geometry::for_peers(peers);
+        let (placement, device_bytes) = match meta {
+            Where::External => (Placement::FlexExternal, META_BYTES),
+            Where::Internal => (Placement::Internal, blocks * BLOCK + META_BYTES),
+        };
+        let layout = Layout::new(placement, geometry, device_bytes)
+            .expect("the metadata device is large enough");
+        let (meta_base, blocks, data_bytes) = match meta {
+            Where::External => (0, blocks, blocks * BLOCK),
+            Where::Internal => {
+                let blocks = layout.usable_sectors(device_bytes / 512) / 8;
+                (blocks * BLOCK, blocks, device_bytes)
+            }
+        };
+        let mut meta = vec![0u8; (device_bytes - meta_base) as usize];
         let mut superblock = SuperBlock::fresh(&layout);
         superblock.node_id = Some(NodeId(node as u8));
         let mut block = [0u8; BLOCK_BYTES];
         superblock.encode(&mut block);
-        let at = layout.superblock_byte() as usize;
+        let at = (layout.superblock_byte() - meta_base) as usize;
         meta[at..at + BLOCK_BYTES].copy_from_slice(&block);
         al::encode_initialised(&mut block);
         for number in 0..layout.geometry().al.blocks() {
-            let at = layout.al_byte() as usize + number as usize * BLOCK_BYTES;
+            let at = (layout.al_byte() - meta_base) as usize + number as usize * BLOCK_BYTES;
             meta[at..at + BLOCK_BYTES].copy_from_slice(&block);
         }
         Disk {
@@ -254,6 +279,10 @@ impl Disk {
             unflushed: VecDeque::new(),
             sequence: 0,
             meta,
+            meta_base,
+            meta_bytes: device_bytes,
+            data_bytes,
+            had_errors: false,
             layout,
             open: false,
             flying: BTreeMap::new(),
@@ -261,6 +290,29 @@ impl Disk {
             closing: None,
             trouble: Trouble::default(),
         }
+    }
+
+    /// Index into the metadata area of a byte of its device.
+    fn meta_index(&self, byte: u64) -> usize {
+        byte.checked_sub(self.meta_base)
+            .expect("metadata is not read from the data area") as usize
+    }
+
+    /// Bytes of the metadata device.
+    pub fn meta_at(&self, offset: u64, len: usize) -> &[u8] {
+        let at = self.meta_index(offset);
+        &self.meta[at..at + len]
+    }
+
+    /// Stores bytes on the metadata device.
+    pub fn store_meta(&mut self, offset: u64, bytes: &[u8]) {
+        let at = self.meta_index(offset);
+        self.meta[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// The bytes lie in the metadata area.
+    pub fn is_meta(&self, offset: u64, len: u64) -> bool {
+        offset >= self.meta_base && offset + len <= self.meta_bytes
     }
 
     /// The last write that has completed.
@@ -350,17 +402,16 @@ impl Disk {
     fn torn_meta(&mut self, offset: u64, bytes: &[u8], rng: &mut Rng) {
         let all = rng.below(4);
         for (i, chunk) in bytes.chunks(BLOCK_BYTES).enumerate() {
-            let at = offset as usize + i * BLOCK_BYTES;
-            if at as u64 == self.layout.superblock_byte() {
+            let at = offset + (i * BLOCK_BYTES) as u64;
+            if at == self.layout.superblock_byte() {
                 if rng.permille(500) {
-                    self.meta[at..at + chunk.len()].copy_from_slice(chunk);
+                    self.store_meta(at, chunk);
                 }
                 continue;
             }
             for (j, sector) in chunk.chunks(512).enumerate() {
                 if all == 0 || all > 1 && rng.permille(500) {
-                    let at = at + j * 512;
-                    self.meta[at..at + 512].copy_from_slice(sector);
+                    self.store_meta(at + j as u64 * 512, sector);
                 }
             }
         }
@@ -368,8 +419,8 @@ impl Disk {
 
     /// The superblock on the medium.
     pub fn superblock(&self) -> Result<SuperBlock, String> {
-        let at = self.layout.superblock_byte() as usize;
-        let block = self.meta[at..at + BLOCK_BYTES]
+        let block = self
+            .meta_at(self.layout.superblock_byte(), BLOCK_BYTES)
             .try_into()
             .expect("a whole block");
         SuperBlock::decode(block).map_err(|e| e.to_string())
@@ -385,7 +436,7 @@ impl Disk {
             return Ok(vec![true; blocks.len()]);
         }
         let shape = self.layout.bitmap_shape(sectors);
-        let base = self.layout.bitmap_byte() as usize;
+        let base = self.meta_index(self.layout.bitmap_byte());
         let mut marked: Vec<bool> = blocks
             .iter()
             .map(|block| {
@@ -397,9 +448,11 @@ impl Disk {
             .collect();
         // The log is read only if the bitmap does not tell all.
         if marked.contains(&false) && !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
-            let at = self.layout.al_byte() as usize;
             let len = self.layout.geometry().al.bytes() as usize;
-            match al::replay(&self.meta[at..at + len], self.layout.geometry().al) {
+            match al::replay(
+                self.meta_at(self.layout.al_byte(), len),
+                self.layout.geometry().al,
+            ) {
                 Ok(replay) if replay.coverage == al::Coverage::Complete => {
                     for (block, marked) in blocks.iter().zip(&mut marked) {
                         let sector = lockstep_format::units::Sector(block * 8);

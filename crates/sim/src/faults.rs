@@ -296,6 +296,13 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         | Fault::MetaError
         | Fault::LostWrite
         | Fault::Misdirect => {
+            let is_error = !matches!(fault, Fault::SlowDisk);
+            // If the disks of several nodes fail, nobody can demand that the data survives.
+            let a = if is_error {
+                *w.bad_node.get_or_insert(a)
+            } else {
+                a
+            };
             let trouble = &mut w.nodes[a].disks[usize::from(volume)].trouble;
             let count = rng.range(1, 4) as u32;
             match fault {

@@ -4,7 +4,7 @@ use lockstep_core::event::MetaOp as CoreMetaOp;
 use lockstep_core::event::{DiskError, DiskOp, Input, Tag};
 use lockstep_format::units::{Sector, VolumeNr};
 
-use crate::disk::{BLOCK, DataOp, Fate, Flying, META_BYTES, MetaOp};
+use crate::disk::{BLOCK, DataOp, Fate, Flying, MetaOp};
 use crate::sometimes;
 use crate::story;
 use crate::world::{Ev, MS, Place, World, name, span};
@@ -18,7 +18,7 @@ impl World {
             self.trace(node, || text);
         }
         let v = usize::from(volume.0);
-        let size = self.config.blocks;
+        let size = self.nodes[node].disks[v].content.len() as u64;
         let block_of = |sector: Sector| sector.0 / 8;
         let op = match op {
             DiskOp::Read { sector, payload } => {
@@ -115,6 +115,7 @@ impl World {
         };
         let mut result = Ok(None);
         let fate = self.nodes[node].disks[v].trouble.fate(&op);
+        self.nodes[node].disks[v].had_errors |= fate == Fate::Failed;
         if fate != Fate::Good {
             self.trace(node, || format!("== volume {v}: {}", fate.words()));
         }
@@ -196,7 +197,7 @@ impl World {
                     } => offset < o + b.len() as u64 && *o < offset + bytes.len() as u64,
                     MetaOp::Read { .. } => false,
                 });
-                let beyond = offset + bytes.len() as u64 > META_BYTES;
+                let beyond = !disk.is_meta(offset, bytes.len() as u64);
                 let flush_upto = flush_data.then(|| disk.sequence());
                 if overlaps || beyond || !open {
                     self.fail(format!(
@@ -238,6 +239,7 @@ impl World {
             return;
         };
         if disk.trouble.meta_fails() {
+            disk.had_errors = true;
             self.trace(node, || {
                 format!("== volume {v}: a metadata operation fails")
             });
@@ -247,9 +249,7 @@ impl World {
             return;
         }
         let result: Result<Vec<u8>, DiskError> = Ok(match op {
-            MetaOp::Read { offset, len } => {
-                disk.meta[offset as usize..offset as usize + len as usize].to_vec()
-            }
+            MetaOp::Read { offset, len } => disk.meta_at(offset, len as usize).to_vec(),
             MetaOp::Write {
                 offset,
                 bytes,
@@ -258,7 +258,7 @@ impl World {
                 if let Some(upto) = flush_upto {
                     disk.flushed(upto);
                 }
-                disk.meta[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+                disk.store_meta(offset, &bytes);
                 Vec::new()
             }
         });

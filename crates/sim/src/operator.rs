@@ -11,7 +11,7 @@ use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_format::units::{NodeId, VolumeNr};
 
-use crate::disk::Lose;
+use crate::disk::{Lose, Where};
 use crate::rng::Rng;
 use crate::sometimes;
 use crate::world::{MAX_VOLUMES, World, name};
@@ -179,13 +179,17 @@ impl Operator {
     }
 
     fn attach(&self, w: &mut World, node: usize, volume: u16) -> u64 {
+        let (meta_path, index) = match w.config.metadata {
+            Where::External => (Some(format!("meta{volume}")), MetaIndex::FlexExternal),
+            Where::Internal => (None, MetaIndex::Internal),
+        };
         w.command(
             node,
             Command::Attach {
                 volume: VolumeNr(volume),
                 data_path: format!("data{volume}"),
-                meta_path: Some(format!("meta{volume}")),
-                index: MetaIndex::FlexExternal,
+                meta_path,
+                index,
                 options: self.settings.disk.clone(),
             },
         )
@@ -563,6 +567,38 @@ impl Operator {
         );
     }
 
+    /// Takes away a disk that reported errors and is not whole since then, without a resync that
+    /// would mend it; it is attached again later, as an operator does after a repair.
+    fn replace_bad_disks(&mut self, w: &mut World, node: usize) {
+        let Some(snapshot) = w.snapshot(node) else {
+            return;
+        };
+        for device in &snapshot.devices {
+            let volume = usize::from(device.volume.0);
+            let mut peers = snapshot
+                .connections
+                .iter()
+                .flat_map(|c| &c.peer_devices)
+                .filter(|p| p.volume == device.volume);
+            let idle =
+                peers.all(|p| matches!(p.repl_state, ReplState::Off | ReplState::Established));
+            if w.nodes[node].disks[volume].had_errors
+                && device.disk_state == DiskState::Inconsistent
+                && idle
+                && w.nodes[node].commands.is_empty()
+            {
+                w.command(
+                    node,
+                    Command::Detach {
+                        volume: device.volume,
+                        force: false,
+                        diskless: false,
+                    },
+                );
+            }
+        }
+    }
+
     /// Throws a Secondary's data away while the Primary has all.
     pub fn invalidate(&mut self, w: &mut World, node: usize, volume: u16, reset: bool) -> bool {
         let Some(primary) = self.primary else {
@@ -627,6 +663,7 @@ impl Operator {
         self.detached.clear();
         for node in 0..w.nodes.len() {
             if self.is_up(node) {
+                self.replace_bad_disks(w, node);
                 self.attach_diskless(w, node);
                 self.connect_all(w, node);
             }

@@ -7,6 +7,7 @@ use std::fmt;
 use lockstep_core::event::RequestKind;
 use lockstep_core::options::{OnIoError, Protocol};
 
+use crate::disk::Where;
 use crate::faults::{self, Fault};
 use crate::operator::Settings;
 use crate::rng::{Rng, mixed};
@@ -260,11 +261,12 @@ impl Plan {
         words.sort_unstable();
         words.dedup();
         format!(
-            "{} nodes, protocol {:?}, {} volumes of {} MiB, {} requests, {} faults ({})",
+            "{} nodes, protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
             c.nodes,
             c.protocol,
             c.volumes,
             c.blocks / 256,
+            c.metadata,
             self.requests.len(),
             self.faults.len(),
             words.join(" ")
@@ -306,6 +308,7 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         resync_max_kib_s: rng.pick(&[2048, 10_240, 102_400]),
         trace: false,
         weather: Weather::ByPlace,
+        metadata: Where::External,
         bandwidth: rng
             .permille(300)
             .then(|| rng.pick(&[2 << 20, 12 << 20, 120 << 20])),
@@ -331,6 +334,9 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
     settings.net.use_rle = rng.permille(700);
     settings.disk.on_io_error =
         rng.pick(&[OnIoError::Detach, OnIoError::Detach, OnIoError::PassOn]);
+    if rng.permille(400) && !small {
+        config.metadata = Where::Internal;
+    }
     (config, settings)
 }
 

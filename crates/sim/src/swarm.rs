@@ -8,6 +8,7 @@ use lockstep_core::options::Protocol;
 use lockstep_format::units::VolumeNr;
 
 use crate::check;
+use crate::disk::Where;
 pub use crate::faults::{FAULTS, Fault};
 use crate::faults::{Undo, happen, revert};
 use crate::operator::{Operator, Settings};
@@ -122,6 +123,7 @@ fn draw(
         trace: limits.trace,
         weather: Weather::OneStream,
         bandwidth: None,
+        metadata: Where::External,
     };
     let mut settings = Settings::new(protocol, config.resync_max_kib_s);
     if rng.permille(600) {

@@ -16,7 +16,7 @@ use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 
 use crate::buffers::Buffers;
-use crate::disk::{BLOCK, Disk, Lose, META_BYTES, Toll, Trouble};
+use crate::disk::{BLOCK, Disk, Lose, Toll, Trouble, Where};
 use crate::history::History;
 use crate::marks::{self, Marks};
 use crate::rng::Rng;
@@ -53,6 +53,8 @@ pub struct Config {
     pub weather: Weather,
     /// Bytes per second that one stream carries; none is without a limit.
     pub bandwidth: Option<u64>,
+    /// Where the metadata of all disks lies.
+    pub metadata: Where,
 }
 
 /// Where the delays and other small chances of a world come from.
@@ -107,6 +109,7 @@ impl Config {
             trace: false,
             weather: Weather::OneStream,
             bandwidth: None,
+            metadata: Where::External,
         }
     }
 }
@@ -326,6 +329,8 @@ pub struct World {
     pub tail: Option<Tail>,
     /// Rare paths that were reached.
     pub marks: Marks,
+    /// The node whose disks fail, once one has.
+    pub bad_node: Option<usize>,
     /// A state changed since the last look at who is Primary.
     changed: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
@@ -379,7 +384,7 @@ impl World {
                 resource: None,
                 life: 0,
                 disks: (0..config.volumes)
-                    .map(|_| Disk::new(n, config.blocks, config.nodes as u8 - 1))
+                    .map(|_| Disk::new(n, config.blocks, config.nodes as u8 - 1, config.metadata))
                     .collect(),
                 buffers: Buffers::default(),
                 connecting: BTreeSet::new(),
@@ -402,6 +407,7 @@ impl World {
             local: Rng::new(0),
             tail: None,
             marks: Marks::default(),
+            bad_node: None,
             changed: false,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
@@ -712,8 +718,8 @@ impl World {
                 } else {
                     disk.open = true;
                     Ok(DiskInfo {
-                        data_bytes: disk.content.len() as u64 * BLOCK,
-                        meta_bytes: META_BYTES,
+                        data_bytes: disk.data_bytes,
+                        meta_bytes: disk.meta_bytes,
                         logical_block_bytes: 512,
                         physical_block_bytes: 4096,
                         discard: true,
