@@ -1,5 +1,5 @@
 # The two commands of the README. Each installs first what the machine lacks.
-.PHONY: all prepare build test test-guest demo bench clean
+.PHONY: all prepare build test test-guest demo deb bench clean
 
 all: build
 
@@ -23,6 +23,10 @@ demo: build
 # Random worlds of the simulator on all cores until stopped (docs/testing.md).
 soak:
 	cargo run --release --locked -p lockstep-sim -- soak $(SOAK)
+
+# The Debian package, in target/.
+deb: build
+	packaging/build-deb target/release/lockstep target
 
 clean:
 	cargo clean

@@ -8,6 +8,8 @@ mod lines;
 mod nodes;
 #[path = "tools/pacemaker.rs"]
 mod pacemaker;
+#[path = "tools/package.rs"]
+mod package;
 #[path = "tools/reactor.rs"]
 mod reactor;
 #[path = "tools/stock.rs"]
