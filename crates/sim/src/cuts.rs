@@ -13,7 +13,7 @@ use lockstep_core::event::LinkId;
 use lockstep_core::event::{Input, LinkDownReason};
 
 use crate::check;
-use crate::disk::Lose;
+use crate::disk::{Lose, MetaOp};
 use crate::scenario::Scenario;
 use crate::world::{Config, Ev, MS, SECOND, World, id, name};
 
@@ -23,9 +23,73 @@ pub struct Trap {
     counts: Option<BTreeMap<(usize, usize), u64>>,
     stop: Option<(usize, usize, u64)>,
     sprung: bool,
+    /// Sectors of each metadata write of a node that is done.
+    meta: Option<(usize, Vec<u32>)>,
+    meta_stop: Option<MetaPoint>,
+}
+
+/// A metadata write of a node that only begins: the first sectors are there, then the node dies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MetaPoint {
+    /// Writes that are done before.
+    pub before: usize,
+    /// Sectors of it that are on the disk.
+    pub sectors: u32,
+}
+
+impl Trap {
+    /// Records a node's metadata writes, and stops in one of them.
+    pub fn on_metadata(node: usize, stop: Option<MetaPoint>) -> Self {
+        Trap {
+            meta: Some((node, Vec::new())),
+            meta_stop: stop,
+            ..Trap::default()
+        }
+    }
+
+    /// The story has come to the point where it is cut.
+    pub fn has_sprung(&self) -> bool {
+        self.sprung
+    }
+
+    /// Sectors of each metadata write that was done.
+    pub fn metadata_writes(&self) -> &[u32] {
+        self.meta.as_ref().map_or(&[], |(_, writes)| writes)
+    }
 }
 
 impl World {
+    /// A metadata write of a node is about to be done. True: it is torn, and the node must die.
+    pub(crate) fn tears_metadata(&mut self, node: usize, volume: usize, id: u64) -> bool {
+        let Some((watched, writes)) = self.trap.meta.as_mut() else {
+            return false;
+        };
+        let disk = &mut self.nodes[node].disks[volume];
+        let Some(MetaOp::Write { offset, bytes, .. }) = disk.flying_meta.get(&id).map(|f| &f.op)
+        else {
+            return false;
+        };
+        if *watched != node {
+            return false;
+        }
+        let stop = self.trap.meta_stop.filter(|s| s.before == writes.len());
+        writes.push((bytes.len() / 512) as u32);
+        let Some(stop) = stop else { return false };
+        self.trap.sprung = true;
+        let at = *offset as usize;
+        // The superblock is written whole or not at all.
+        let whole = *offset == disk.layout.superblock_byte() && (stop.sectors as usize) < 8;
+        let len = if whole {
+            0
+        } else {
+            stop.sectors as usize * 512
+        };
+        let bytes = bytes[..len].to_vec();
+        disk.meta[at..at + len].copy_from_slice(&bytes);
+        disk.flying_meta.remove(&id);
+        true
+    }
+
     /// A packet was handed to a node.
     pub(crate) fn count_delivery(&mut self, from: usize, to: usize) {
         let Some(counts) = self.trap.counts.as_mut() else {
@@ -157,6 +221,8 @@ pub struct Story {
     pub least_packets: u64,
     /// Number of nodes.
     pub nodes: usize,
+    /// Blocks of the volume.
+    pub blocks: u64,
     /// The first resync copies everything.
     pub full_sync: bool,
     /// What comes before the part that is cut.
@@ -199,10 +265,10 @@ impl Story {
     }
 
     /// The story up to the part that is cut.
-    fn begin(&self, cut: Option<Cut>) -> Scenario {
+    pub(crate) fn begin(&self, cut: Option<Cut>) -> Scenario {
         let config = Config {
             nodes: self.nodes,
-            blocks: 2048,
+            blocks: self.blocks,
             disk_delay: MS / 10,
             net_delay: MS / 5,
             trace: self.trace,
@@ -213,13 +279,13 @@ impl Story {
         s.world.trap = Trap {
             counts: Some(BTreeMap::new()),
             stop: cut.map(|c| (c.from, c.to, c.packet)),
-            sprung: false,
+            ..Trap::default()
         };
         s
     }
 
     /// Tells the part that is cut, to its end or to the packet.
-    fn tell(&self, s: &mut Scenario) {
+    pub(crate) fn tell(&self, s: &mut Scenario) {
         let end = s.world.now + 60 * SECOND;
         let mut done = 0;
         while s.world.now < end && s.world.violation.is_none() {
@@ -254,7 +320,7 @@ fn blow(s: &mut Scenario, cut: Cut) {
 }
 
 /// Everything works again: somebody becomes Primary and writes, and all come together.
-fn mend(s: &mut Scenario) {
+pub(crate) fn mend(s: &mut Scenario) {
     s.world.trap = Trap::default();
     for a in 0..s.world.nodes.len() {
         for b in 0..s.world.nodes.len() {

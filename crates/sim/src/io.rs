@@ -234,6 +234,9 @@ impl World {
     }
 
     pub(crate) fn meta_done(&mut self, node: usize, v: usize, id: u64) {
+        if self.tears_metadata(node, v, id) {
+            return;
+        }
         let disk = &mut self.nodes[node].disks[v];
         let Some(Flying { tag, op }) = disk.flying_meta.remove(&id) else {
             return;

@@ -5,6 +5,7 @@
 
 mod buffers;
 pub mod check;
+pub mod crash_points;
 pub mod cuts;
 pub mod disk;
 pub mod drive;

@@ -325,6 +325,22 @@ mod tests {
         assert_eq!(present(), None);
     }
 
+    /// Crash points are no random worlds: they show these bugs in any case.
+    #[test]
+    fn crash_points_of_planted_bugs_fail() {
+        use crate::crash_points::{cut_once, cut_twice};
+        use crate::disk::Lose;
+        use crate::scenario::A;
+        use crate::stories::ALONE;
+        let once = |bug| with(Some(bug), || cut_once(&ALONE, A, Lose::Unflushed));
+        assert!(!once(Planted::LogNotReplayed).failed.is_empty());
+        assert!(!once(Planted::EvictBeforeBitmap).failed.is_empty());
+        let twice = with(Some(Planted::RecoveryStampsEarly), || {
+            cut_twice(&ALONE, A, Lose::Unflushed, 4)
+        });
+        assert!(!twice.failed.is_empty());
+    }
+
     #[test]
     fn a_search_says_what_it_found_as_json() {
         let bug = Planted::LostBuffer;

@@ -172,6 +172,7 @@ const PAIR: Story = Story {
     text: "",
     least_packets: 1,
     nodes: 2,
+    blocks: 2048,
     full_sync: false,
     before: |_| {},
     step: |_, _| true,
@@ -233,3 +234,29 @@ fn take_disk_away(s: &mut Scenario, step: u32, node: usize) -> bool {
         _ => s.operator.reattach(&mut s.world),
     }
 }
+
+/// For crash points: the Primary is alone and writes to more extents than its activity log holds,
+/// so bits are set, extents leave the log, and their bitmap pages are written before.
+pub const ALONE: Story = Story {
+    name: "alone",
+    text: "A Primary without its peer writes to more extents than the activity log holds.",
+    blocks: 76 * 1024,
+    before: |s| {
+        s.cut(A, B, true);
+        s.pass(20 * SECOND);
+    },
+    step: |s, step| {
+        if !s.world.nodes[A].requests.is_empty() {
+            return false;
+        }
+        if step < 12 {
+            for extent in 0..6 {
+                s.write(A, u64::from(step * 6 + extent) * 1024 + 5, 1);
+            }
+        }
+        s.cut(A, B, step < 12);
+        true
+    },
+    steps: 13,
+    ..PAIR
+};
