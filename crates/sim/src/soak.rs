@@ -91,7 +91,10 @@ impl Soak {
             let mut shown = started;
             loop {
                 match receive.recv_timeout(Duration::from_millis(200)) {
-                    Ok(result) => self.take(&mut sum, &result),
+                    Ok(result) => {
+                        sum.elapsed = started.elapsed();
+                        self.take(&mut sum, &result);
+                    }
                     Err(mpsc::RecvTimeoutError::Timeout) => {}
                     Err(mpsc::RecvTimeoutError::Disconnected) => break,
                 }
@@ -137,7 +140,13 @@ impl Soak {
             );
             return;
         }
-        let budget = if self.shrink { SHRINK_EVENTS } else { 0 };
+        // When the time is over, a failure is reported as it was found.
+        let is_late = self.time.is_some_and(|time| sum.elapsed >= time);
+        let budget = if self.shrink && !is_late {
+            SHRINK_EVENTS
+        } else {
+            0
+        };
         let small = shrink(result.seed, &self.orders, result, budget);
         let text = report(result, &small, self.lines);
         println!("{text}");
@@ -155,7 +164,7 @@ impl Soak {
 }
 
 /// Events that the search for a smaller world may spend.
-pub const SHRINK_EVENTS: u64 = 30_000_000;
+pub const SHRINK_EVENTS: u64 = 10_000_000;
 
 fn show(sum: &Sum) {
     let line = format!(
