@@ -4,6 +4,8 @@
 mod console;
 #[path = "tools/lines.rs"]
 mod lines;
+#[path = "tools/monitor.rs"]
+mod monitor;
 #[path = "tools/nodes.rs"]
 mod nodes;
 #[path = "tools/pacemaker.rs"]
@@ -14,3 +16,5 @@ mod package;
 mod reactor;
 #[path = "tools/stock.rs"]
 mod stock;
+#[path = "tools/wrong.rs"]
+mod wrong;

@@ -161,6 +161,11 @@ impl Nodes {
         &self.nodes[node].dir
     }
 
+    /// The disk of a node.
+    pub(crate) fn disk(&self, node: usize) -> &Path {
+        &self.nodes[node].disk
+    }
+
     /// A command in the node's own view of the machine.
     pub(crate) fn command(&self, node: usize, program: &str, args: &[&str]) -> Command {
         let n = &self.nodes[node];
