@@ -139,6 +139,33 @@ impl Proxy {
         Ok(())
     }
 
+    /// Starts a second process that takes over from the first, which must end by itself.
+    pub fn upgrade(&self) -> Result<()> {
+        let mut child = self.child.lock().expect("no thread panics with it");
+        let old = child.as_mut().context("the proxy does not run")?;
+        let mut new = self.spawn(&["--take-over"])?;
+        let begin = Instant::now();
+        let status = loop {
+            if let Some(status) = old.try_wait()? {
+                break status;
+            }
+            if begin.elapsed() > PATIENCE {
+                new.kill()?;
+                new.wait()?;
+                bail!("the old proxy does not end:\n{}", self.log_tail());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        *child = Some(new);
+        drop(child);
+        ensure!(
+            status.success(),
+            "the old proxy: {status}\n{}",
+            self.log_tail()
+        );
+        self.wait_answer()
+    }
+
     /// Control commands; each must succeed. Answers with their output.
     pub fn ctl(&self, commands: &[&str]) -> Result<String> {
         let mut command = Command::new(crate::binary()?);

@@ -95,8 +95,8 @@ impl World {
 }
 
 #[test]
-fn cuts_and_codec_switches_leave_drbd_connected_and_a_thin_line_makes_it_pull_ahead() -> Result<()>
-{
+fn cuts_codec_switches_and_upgrades_leave_drbd_connected_and_a_thin_line_makes_it_pull_ahead()
+-> Result<()> {
     if !can_emulate() {
         return Ok(());
     }
@@ -133,6 +133,11 @@ fn cuts_and_codec_switches_leave_drbd_connected_and_a_thin_line_makes_it_pull_ah
         proxies.a.wait("the resumption", |s| {
             s["state"] == "Connected" && s["counters"]["resumes"].as_u64() > before
         })?;
+        world.wait_bytes(1 << 19)?;
+    }
+    for proxy in [&proxies.a, &proxies.b] {
+        proxy.upgrade()?;
+        proxies.wait_session()?;
         world.wait_bytes(1 << 19)?;
     }
     ensure!(

@@ -17,7 +17,7 @@ use crate::core::shaper::Schedule;
 use crate::core::stats::Snapshot;
 use crate::core::time::Instant;
 use crate::mail::{Post, Reply, mailbox};
-use crate::net::Reactor;
+use crate::net::{Reactor, handover};
 use crate::spill::Spill;
 use crate::tls::{Identity, Tls};
 use crate::workers::Workers;
@@ -73,25 +73,32 @@ pub struct Options {
     pub control: Option<PathBuf>,
     /// Address for Prometheus.
     pub metrics: Option<SocketAddr>,
+    /// Take over connections, buffers and DRBD's sockets from the proxy that answers on the
+    /// control socket, if one does.
+    pub take_over: bool,
 }
 
 /// A running proxy. Dropping it stops it.
 #[derive(Debug)]
 pub struct Daemon {
     post: Post,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<bool>>,
     control: Option<PathBuf>,
     metrics: Option<SocketAddr>,
+    taken_over: Option<usize>,
 }
 
 /// A request on the control socket: one JSON line.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Request {
     /// Commands in order; the first failure ends the list.
     pub commands: Vec<String>,
     /// Reports as JSON.
     #[serde(default)]
     pub json: bool,
+    /// Not a command: everything is to be handed over to the asking process.
+    #[serde(default)]
+    pub hand_over: bool,
 }
 
 /// The answer to one command.
@@ -114,6 +121,7 @@ impl Default for Options {
             spill_limit_bytes: 0,
             control: None,
             metrics: None,
+            take_over: false,
         }
     }
 }
@@ -177,13 +185,26 @@ impl Daemon {
             .map_err(|_| "no random numbers".to_string())?;
         let engine = Engine::new(Instant(0), daemon_options, seed);
         let pool = Workers::start(workers, &post).map_err(|error| error.to_string())?;
-        let reactor = Reactor::new(engine, mailbox, pool, spill, identity, Clock::now())
+        let given = match &options.control {
+            Some(path) if options.take_over => handover::ask(path)?,
+            _ => None,
+        };
+        let uptime = given
+            .as_ref()
+            .map_or(Duration::ZERO, handover::Given::uptime);
+        let taken_over = given.as_ref().map(handover::Given::count);
+        // Ages of what is taken over must not lie before the beginning of time.
+        let started = Clock::now().checked_sub(uptime).unwrap_or_else(Clock::now);
+        let mut reactor = Reactor::new(engine, mailbox, pool, spill, identity, started)
             .map_err(|error| error.to_string())?;
+        if let Some(given) = given {
+            let stream = reactor.take_over(given)?;
+            handover::confirm(stream)?;
+            // The old process has let go of it.
+            let _ = options.control.as_deref().map(std::fs::remove_file);
+        }
         let control = options.control.as_deref().map(open_control).transpose()?;
-        let metrics = options
-            .metrics
-            .map(|addr| TcpListener::bind(addr).map_err(|error| format!("metrics {addr}: {error}")))
-            .transpose()?;
+        let metrics = options.metrics.map(open_metrics).transpose()?;
         let metrics_addr = metrics
             .as_ref()
             .and_then(|listener| listener.local_addr().ok());
@@ -204,6 +225,7 @@ impl Daemon {
             thread: Some(thread),
             control: options.control,
             metrics: metrics_addr,
+            taken_over,
         })
     }
 
@@ -226,10 +248,22 @@ impl Daemon {
         self.metrics
     }
 
-    /// Waits until the proxy was told to stop.
+    /// How many connections were taken over from another process at the start.
+    pub fn taken_over(&self) -> Option<usize> {
+        self.taken_over
+    }
+
+    /// Waits until the proxy was told to stop, or has handed over.
     pub fn wait(mut self) {
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        self.join();
+    }
+
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take()
+            && thread.join().unwrap_or(false)
+        {
+            // The name now belongs to the new process.
+            self.control = None;
         }
     }
 
@@ -243,9 +277,7 @@ impl Daemon {
 impl Drop for Daemon {
     fn drop(&mut self) {
         crate::net::stop(&self.post);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.join();
         if let Some(path) = &self.control {
             let _ = std::fs::remove_file(path);
         }
@@ -297,6 +329,25 @@ fn open_control(path: &Path) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
+/// A process that has just handed over may still hold the address for a moment.
+fn open_metrics(addr: SocketAddr) -> Result<TcpListener, String> {
+    let end = Clock::now() + Duration::from_secs(5);
+    loop {
+        match TcpListener::bind(addr) {
+            Ok(listener) => return Ok(listener),
+            Err(error) if Clock::now() > end => return Err(format!("metrics {addr}: {error}")),
+            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+        }
+    }
+}
+
+/// Only the same user, or root, may have DRBD's data and the session keys.
+fn may_take_over(stream: &UnixStream) -> bool {
+    let own = rustix::process::geteuid();
+    rustix::net::sockopt::socket_peercred(stream)
+        .is_ok_and(|peer| peer.uid.is_root() || peer.uid == own)
+}
+
 fn serve_control(listener: &UnixListener, post: &Post) {
     for stream in listener.incoming() {
         let Ok(stream) = stream else { continue };
@@ -315,6 +366,17 @@ fn serve_client(stream: UnixStream, post: &Post) {
         return;
     }
     let replies: Vec<Reply> = match serde_json::from_str::<Request>(&line) {
+        Ok(request) if request.hand_over => {
+            let result = match out.try_clone() {
+                Ok(stream) if may_take_over(&stream) => post.hand_over(stream),
+                Ok(_) => Err("only root and the proxy's own user may take over".into()),
+                Err(error) => Err(error.to_string()),
+            };
+            match result {
+                Ok(()) => return,
+                Err(error) => vec![Err(error)],
+            }
+        }
         Ok(request) => post.commands(request.commands, request.json),
         Err(error) => vec![Err(format!("not a request: {error}"))],
     };

@@ -1,8 +1,10 @@
 //! The way into the I/O thread for all other threads: a queue and an eventfd that wakes it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -20,6 +22,8 @@ pub(crate) enum Mail {
         reply: Sender<Vec<Reply>>,
     },
     Snapshot(Sender<Box<Snapshot>>),
+    /// A new process asks for everything, on this stream.
+    HandOver(UnixStream, Sender<Result<(), String>>),
     Stop,
 }
 
@@ -77,6 +81,14 @@ impl Post {
             .then(|| receiver.recv().ok())?
     }
 
+    /// Hands everything over to the process behind a stream.
+    pub(crate) fn hand_over(&self, stream: UnixStream) -> Result<(), String> {
+        let (sender, receiver) = channel();
+        self.send(Mail::HandOver(stream, sender));
+        let stopped = || Err("the proxy is stopping".into());
+        receiver.recv().unwrap_or_else(|_| stopped())
+    }
+
     /// Runs control commands.
     pub(crate) fn commands(&self, commands: Vec<String>, json: bool) -> Vec<Reply> {
         let (reply, receiver) = channel();
@@ -101,6 +113,11 @@ impl Mailbox {
     pub(crate) fn silence(&self) {
         let mut count = [0u8; 8];
         let _ = rustix::io::read(&*self.bell, &mut count);
+    }
+
+    /// The next message, if one comes in time.
+    pub(crate) fn take_within(&self, limit: Duration) -> Option<Mail> {
+        self.queue.recv_timeout(limit).ok()
     }
 
     /// The next message.

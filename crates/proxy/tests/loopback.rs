@@ -230,6 +230,52 @@ fn is_reset(socket: &mut TcpStream) -> bool {
 }
 
 #[test]
+fn a_new_process_takes_over_in_mid_stream_without_a_reset() {
+    let dir = tempfile::tempdir().unwrap();
+    let with = |name: &str, take_over| Options {
+        control: Some(dir.path().join(name)),
+        take_over,
+        ..options(secret())
+    };
+    let mut pair = Pair::up(with("a", false), with("b", false), "--memlimit=8M");
+    ok(&pair.a, "set plugin r0-b-a 0 zstd level 1");
+    let (data_a, mut data_b) = pair.open(DATA);
+    let (mut meta_a, mut meta_b) = pair.open(META);
+    let (forth, back) = (sample(40_000_000, 7), sample(20_000_000, 8));
+    let sender = send(data_a, forth.clone());
+    let answer = send(data_b.try_clone().unwrap(), back.clone());
+    // The receiver at b takes some, so that every buffer on the way is in use.
+    receive(&mut data_b, &forth[..1_000_000]);
+    for round in 0..2 {
+        let (old, name) = match round {
+            0 => (&mut pair.a, "a"),
+            _ => (&mut pair.b, "b"),
+        };
+        let new = Daemon::start(with(name, true)).unwrap();
+        assert_eq!(new.taken_over(), Some(1));
+        std::mem::replace(old, new).wait();
+        receive(
+            &mut data_b,
+            &forth[(round + 1) * 1_000_000..(round + 2) * 1_000_000],
+        );
+    }
+    assert!(ok(&pair.a, "show proxy-settings r0-b-a").contains("zstd level 1"));
+    meta_a.write_all(b"ping").unwrap();
+    receive(&mut meta_b, b"ping");
+    receive(&mut data_b, &forth[3_000_000..]);
+    let mut data_a = sender.join().unwrap();
+    receive(&mut data_a, &back);
+    answer.join().unwrap();
+    let state = connection(&pair.a);
+    assert_eq!(state["counters"]["streams_reset"], 0);
+    assert_eq!(state["counters"]["sessions"], 1);
+    assert!(state["counters"]["resumes"].as_u64() >= Some(1));
+    // The control socket is the new process's, and a start beside it is refused.
+    let wrong = Daemon::start(with("a", false)).unwrap_err();
+    assert!(wrong.contains("already answers"), "{wrong}");
+}
+
+#[test]
 fn both_sockets_carry_bytes_both_ways_and_close_in_order() {
     let pair = Pair::up(options(secret()), options(secret()), "");
     ok(&pair.a, "set plugin r0-b-a 0 zstd level 1");

@@ -48,6 +48,7 @@ fn send(asked: &Asked, commands: Vec<String>) -> ExitCode {
     let wanted = Request {
         commands,
         json: asked.json,
+        ..Request::default()
     };
     let answers = match request(&asked.socket, &wanted) {
         Ok(answers) => answers,

@@ -28,6 +28,8 @@ Resources:
 
 Other:
   --config FILE          control commands to run at the start, one a line
+  --take-over            continue the connections of the proxy that runs now, without
+                         touching DRBD's sockets; without one, start as usual
   --socket PATH          control socket (/run/lockstep/proxy.sock)
   --metrics IP:PORT      Prometheus metrics at /metrics, state at /status
   --log FILTER           such as info or debug (info)
@@ -88,6 +90,11 @@ fn serve(asked: Asked) -> Result<(), String> {
         tracing::warn!("carriers are neither encrypted nor authenticated");
     }
     let daemon = Daemon::start(asked.options)?;
+    if let Some(count) = daemon.taken_over() {
+        tracing::info!(count, "connections taken over; --config is not read again");
+        daemon.wait();
+        return Ok(());
+    }
     for (number, command) in commands {
         match daemon.commands(&[&command]).pop() {
             Some(Ok(note)) if note.is_empty() => {}
@@ -128,7 +135,7 @@ fn parse(args: &[String]) -> Result<Asked, String> {
     let (mut secret, mut key, mut peers) = (None, None, Vec::new());
     let (mut cert, mut cert_key, mut authority, mut peer_name) = (None, None, None, None);
     let (mut insecure, mut config, mut log) = (false, None, "info".to_string());
-    for (name, value) in options(args, &["insecure"])? {
+    for (name, value) in options(args, &["insecure", "take-over"])? {
         let read = || std::fs::read(&value).map_err(|error| format!("--{name} {value}: {error}"));
         match name.as_str() {
             "secret-file" => secret = Some(read()?),
@@ -139,6 +146,7 @@ fn parse(args: &[String]) -> Result<Asked, String> {
             "ca" => authority = Some(PathBuf::from(&value)),
             "peer-name" => peer_name = Some(value.clone()),
             "insecure" => insecure = true,
+            "take-over" => found.take_over = true,
             "memory-max" => found.memory_max_bytes = plan::parse_size(&value)?,
             "workers" => {
                 found.workers = value

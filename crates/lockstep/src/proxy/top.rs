@@ -57,6 +57,7 @@ fn watch(args: &[String]) -> Result<(), String> {
     let wanted = Request {
         commands: vec!["show connections".into()],
         json: true,
+        ..Request::default()
     };
     let mut histories = BTreeMap::new();
     loop {

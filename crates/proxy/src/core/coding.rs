@@ -23,7 +23,7 @@ const SPILLS_MAX: usize = 8;
 impl Engine {
     /// Moves a link's bytes on: code, send, spill.
     pub(crate) fn pump(&mut self, now: Instant, id: LinkId) {
-        let Some(link) = self.links.get(&id) else {
+        let Some(link) = self.links.get(&id).filter(|_| !self.frozen) else {
             return;
         };
         let live = is_live(link);

@@ -4,6 +4,8 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::plugin::{Choice, Plugin, chain_choice};
 use super::shaper::Schedule;
 
@@ -13,7 +15,7 @@ pub(crate) const MEMLIMIT_MIN: u64 = 1 << 20;
 pub(crate) const CARRIERS_MAX: u32 = 16;
 
 /// Who opens the carriers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Dial {
     /// The end whose outside address sorts lower.
     Auto,

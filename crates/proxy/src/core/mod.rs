@@ -8,6 +8,7 @@ pub(crate) mod config;
 pub(crate) mod engine;
 mod flow;
 pub(crate) mod frame;
+pub(crate) mod handover;
 mod link;
 pub(crate) mod message;
 pub(crate) mod plugin;

@@ -64,7 +64,7 @@ impl Engine {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        if !link.config.dials() {
+        if !link.config.dials() || self.frozen {
             return;
         }
         if link.control.is_none() && link.dialing.is_none() && link.redial_at <= now {
@@ -680,7 +680,7 @@ impl Engine {
     }
 
     /// The control carrier is lost: keep DRBD's sockets, close the rest, come back.
-    fn suspend(&mut self, now: Instant, id: LinkId, reason: &str) {
+    pub(crate) fn suspend(&mut self, now: Instant, id: LinkId, reason: &str) {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
@@ -906,6 +906,9 @@ impl Engine {
         let wan = link.config.options.wan_timeout;
         let hold = link.config.options.session_hold;
         let mut at = now.after(Duration::from_secs(60));
+        if self.frozen {
+            return at;
+        }
         let mut by = |when: Instant| at = at.min(when);
         if link.config.dials() && link.control.is_none() && link.dialing.is_none() {
             by(link.redial_at);

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::config::parse_bytes;
 use super::time::Instant;
 
@@ -10,14 +12,14 @@ const WEEK_MINUTES: u32 = 7 * 24 * 60;
 const DAY_MINUTES: u32 = 24 * 60;
 
 /// A rate over the week: the first entry that holds the minute decides, else `otherwise`.
-#[derive(Clone, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Schedule {
     entries: Vec<Entry>,
     /// Bytes per second; 0 is unlimited.
     otherwise: u64,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Entry {
     /// Bit n: day n, Monday first.
     days: u8,

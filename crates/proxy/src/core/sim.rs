@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::config::{DaemonOptions, Dial, LinkConfig, LinkOptions};
 use super::engine::Engine;
 use super::frame::Frame;
+use super::handover::HandedEngine;
 use super::plugin::Plugin;
 use super::rng::Rng;
 use super::time::Instant;
@@ -521,6 +522,39 @@ impl World {
         local
     }
 
+    /// The proxy of a node gives everything to a new process, as in an upgrade.
+    fn hand_over(&mut self, node: usize) {
+        self.engines[node].freeze(Instant(self.now));
+        let ready = self.run(10_000, |world| {
+            let engine = &world.engines[node];
+            let mut streams = engine.links.values().flat_map(|l| l.streams.values());
+            !engine.is_busy() && streams.all(|stream| stream.uncounted == 0)
+        });
+        self.check(ready, "jobs do not end");
+        let now = Instant(self.now);
+        let old = &self.engines[node];
+        let unwritten = |local: LocalId| {
+            let (link, stream) = old.locals[&local];
+            let rx = &old.links[&link].streams[&stream].rx;
+            vec![0; (rx.handed - rx.delivered) as usize]
+        };
+        let (given, pieces) = old.give(now, unwritten);
+        let text = serde_json::to_string(&given).expect("it is plain data");
+        let given: HandedEngine = serde_json::from_str(&text).expect("it was written above");
+        assert!(given.lengths().eq(pieces.iter().map(|piece| piece.len())));
+        let seed = [self.order as u8; 32];
+        let mut fresh = Engine::new(now, old.options.clone(), seed);
+        fresh
+            .take_over(now, &given, pieces)
+            .expect("what was given can be taken");
+        for (local, socket) in &mut self.sockets[node] {
+            if old.locals.contains_key(local) && !fresh.locals.contains_key(local) {
+                (socket.reset, socket.got_fin, socket.eof_given) = (true, true, true);
+            }
+        }
+        self.engines[node] = fresh;
+    }
+
     fn live(&self) -> bool {
         self.engines.iter().all(|engine| {
             engine
@@ -766,6 +800,8 @@ fn swarm(seed: u64) {
                     let bytes = (1 + rng.below(4)) << 20;
                     world.options(|options| options.memlimit_bytes = bytes);
                 }
+                // What lies on disk does not travel.
+                _ if !spill => world.hand_over(rng.below(2) as usize),
                 _ => {}
             }
         }
@@ -843,6 +879,53 @@ fn random_worlds_deliver_every_byte_once_and_in_order() {
     for seed in 0..40 {
         swarm(seed);
     }
+}
+
+#[test]
+fn a_hand_over_in_mid_stream_resets_nothing() {
+    for seed in 200..220 {
+        let mut world = up(seed, &DaemonOptions::default());
+        let mut rng = Rng::new(seed);
+        let data = noise_and_text(&mut rng, 2_000_000);
+        let local = world.drbd_opens(0, DATA_FIRST, 0, &data);
+        world.drbd_opens(0, META_FIRST, 0, b"x");
+        let opened = world.run(8000, |w| {
+            let open = super::link::StreamPhase::Open;
+            w.engines.iter().all(|engine| {
+                let mut links = engine.links.values();
+                links.all(|l| l.streams.values().filter(|s| s.phase == open).count() == 2)
+            })
+        });
+        world.check(opened, "not opened");
+        world.run(rng.below(300), |_| false);
+        for _ in 0..1 + rng.below(3) {
+            world.hand_over(rng.below(2) as usize);
+            world.run(rng.below(200), |_| false);
+        }
+        let done = world.run(60_000, |w| {
+            w.received(1, DATA_FIRST)
+                .is_some_and(|socket| socket.got.len() == data.len())
+        });
+        world.check(done, "not all bytes arrived");
+        assert!(world.received(1, DATA_FIRST).unwrap().got == data);
+        world.check(!world.sockets[0][&local].reset, "reset");
+    }
+}
+
+#[test]
+fn a_hand_over_that_fails_goes_on_as_before() {
+    let mut world = up(8, &DaemonOptions::default());
+    let data = noise_and_text(&mut Rng::new(3), 1_000_000);
+    world.drbd_opens(0, DATA_FIRST, 0, &data);
+    world.run(100, |_| false);
+    world.engines[0].freeze(Instant(world.now));
+    world.run(2000, |_| false);
+    world.engines[0].thaw(Instant(world.now));
+    let done = world.run(60_000, |w| {
+        w.received(1, DATA_FIRST)
+            .is_some_and(|socket| socket.got == data)
+    });
+    world.check(done, "not all bytes arrived");
 }
 
 #[test]

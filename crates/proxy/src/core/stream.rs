@@ -166,6 +166,35 @@ impl Tx {
         }
     }
 
+    /// The state of another process. The chunks must follow each other without a gap.
+    pub(crate) fn taken_over(
+        delivered: u64,
+        received: u64,
+        window_end: u64,
+        chunks: Vec<Chunk>,
+    ) -> Result<Tx, String> {
+        let mut tx = Tx::new(window_end);
+        tx.delivered = delivered;
+        tx.received = received;
+        tx.next_offset = chunks.first().map_or(delivered, |chunk| chunk.offset);
+        for chunk in chunks {
+            let raw = matches!(&chunk.body, Body::Raw(raw) if raw.len() != chunk.raw_len as usize);
+            if chunk.offset != tx.next_offset || raw || chunk.raw_len as usize > CHUNK_MAX {
+                return Err(format!("chunk at {} does not fit", chunk.offset));
+            }
+            tx.next_offset = chunk.end();
+            tx.held_bytes += chunk.held();
+            if chunk.sent.is_none() {
+                tx.unsent_bytes += u64::from(chunk.raw_len);
+            }
+            tx.chunks.push_back(chunk);
+        }
+        if received > tx.next_offset || delivered > received {
+            return Err("more is acknowledged than was sent".into());
+        }
+        Ok(tx)
+    }
+
     /// Takes bytes from the local socket. They join the last chunk while nobody has begun with it
     /// and it holds at most `limit` bytes.
     pub(crate) fn push(&mut self, now: Instant, data: Vec<u8>, limit: usize) {
@@ -443,6 +472,28 @@ impl Rx {
                 window_end: granted,
             },
         }
+    }
+
+    /// The state of another process, whose local socket was given everything before `handed`.
+    pub(crate) fn taken_over(
+        stream: u32,
+        delivered: u64,
+        handed: u64,
+        granted: u64,
+    ) -> Result<Rx, String> {
+        if delivered > handed || handed > granted {
+            return Err(format!(
+                "stream {stream}: {delivered} of {handed} of {granted}"
+            ));
+        }
+        let mut rx = Rx::new(stream, granted);
+        (rx.received, rx.handed, rx.delivered) = (handed, handed, delivered);
+        Ok(rx)
+    }
+
+    /// All that was received without a gap is with the local socket, and the end has not come.
+    pub(crate) fn is_contiguous_and_open(&self) -> bool {
+        self.fin.is_none() && self.received == self.handed
     }
 
     /// Judges a DATA frame and, if it is new, keeps its place.

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use rustix::event::epoll;
@@ -11,6 +12,12 @@ use socket2::Socket;
 use super::{Reactor, Source, TURN_BYTES, connect};
 use crate::core::frame::Bytes;
 use crate::core::{Close, Input, LinkId, LocalId};
+
+impl AsFd for LocalSock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
 
 /// A socket towards DRBD.
 #[derive(Debug)]
@@ -36,6 +43,17 @@ impl Reactor {
         self.tune_local(&socket, id);
         self.locals
             .insert(local, LocalSock::new(socket, token, false));
+    }
+
+    /// Takes over a socket of another process, with what it has not been given yet.
+    pub(super) fn adopt_handed(&mut self, local: LocalId, socket: Socket, rest: Bytes) {
+        let token = self.token(Source::Local(local));
+        let mut sock = LocalSock::new(socket, token, false);
+        if !rest.is_empty() {
+            sock.queue.push_back((rest, 0));
+        }
+        self.locals.insert(local, sock);
+        self.update_local(local);
     }
 
     /// Connects to DRBD from the inside address, which is the only one that DRBD accepts.
@@ -295,6 +313,12 @@ impl Reactor {
 }
 
 impl LocalSock {
+    /// Bytes that the kernel has not taken.
+    pub(super) fn unwritten(&self) -> Vec<u8> {
+        let parts = self.queue.iter().map(|(data, at)| &data[*at..]);
+        parts.flatten().copied().collect()
+    }
+
     fn new(socket: Socket, token: u64, connecting: bool) -> LocalSock {
         LocalSock {
             socket,

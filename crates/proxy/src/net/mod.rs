@@ -2,6 +2,7 @@
 //! says and tells it what happened; it decides nothing but how much one socket may do per turn.
 
 mod carrier;
+pub(crate) mod handover;
 mod local;
 
 use std::collections::BTreeMap;
@@ -67,6 +68,8 @@ pub(crate) struct Reactor {
     started: Clock,
     wall_at: Clock,
     stopping: bool,
+    /// Everything now belongs to another process.
+    handed: bool,
     /// Listeners that rest after a failed accept, and until when.
     resting: Vec<(Source, Clock)>,
 }
@@ -100,6 +103,7 @@ impl Reactor {
             started,
             wall_at: started,
             stopping: false,
+            handed: false,
             resting: Vec::new(),
         };
         let token = reactor.token(Source::Bell);
@@ -115,7 +119,8 @@ impl Reactor {
     }
 
     /// Runs until it is told to stop.
-    pub(crate) fn run(mut self) {
+    /// Whether everything was handed over to another process is the answer.
+    pub(crate) fn run(mut self) -> bool {
         let mut events = Vec::with_capacity(64);
         while !self.stopping {
             self.perform();
@@ -129,13 +134,17 @@ impl Reactor {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
                     tracing::error!(%error, "epoll failed; the proxy stops");
-                    return;
+                    return false;
                 }
             }
             for event in &events {
                 let (data, flags) = (event.data.u64(), event.flags);
                 if let Some(source) = self.sources.get(&data).copied() {
                     self.happened(source, flags);
+                    if self.handed {
+                        // Another process reads the sockets now.
+                        return true;
+                    }
                     self.perform();
                 }
             }
@@ -150,6 +159,7 @@ impl Reactor {
         for name in names {
             let _ = self.remove_link(&name);
         }
+        false
     }
 
     /// Nanoseconds since the start, as the engine counts.
@@ -365,6 +375,20 @@ impl Reactor {
                 }
                 Mail::Snapshot(reply) => {
                     let _ = reply.send(Box::new(self.engine.snapshot(self.now())));
+                }
+                Mail::HandOver(stream, reply) => {
+                    let result = self.hand_over(&stream);
+                    match &result {
+                        Ok(()) => tracing::info!("handed over to a new process"),
+                        Err(error) => tracing::warn!(error, "hand-over failed"),
+                    }
+                    self.handed = result.is_ok();
+                    self.stopping |= self.handed;
+                    // The asking thread answers the client, which may have gone.
+                    let _ = reply.send(result);
+                    if self.handed {
+                        return;
+                    }
                 }
                 Mail::Stop => self.stopping = true,
             }

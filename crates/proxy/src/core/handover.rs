@@ -1,0 +1,435 @@
+//! What one process gives another so that DRBD's sockets survive an upgrade: connections with
+//! their sessions, streams, and every byte that is not yet delivered.
+//!
+//! The giver freezes first (carriers closed, no new jobs) and waits until no job runs. Giving
+//! changes nothing, so a failed hand-over thaws and goes on. Only open streams without an end
+//! under way and without bytes on disk travel; the others end with the old process and DRBD
+//! reconnects. The taker continues as after an interrupted line.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::config::{Dial, LinkConfig, LinkOptions};
+use super::engine::{Engine, Job};
+use super::frame::Bytes;
+use super::link::{Link, Phase, SessionKey, Stream, StreamPhase};
+use super::plugin::Plugin;
+use super::shaper::Schedule;
+use super::stats::Counters;
+use super::stream::{Body, Chunk, Class, Coded, Rx, Tx};
+use super::time::Instant;
+use super::{CarrierId, LinkId, LocalId};
+
+/// Form of the hand-over; a process refuses another one's.
+pub(crate) const VERSION: u32 = 1;
+
+/// A whole engine. The bytes travel behind it, in the order of the streams: for each its chunks,
+/// then what its local socket has not taken.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct HandedEngine {
+    instance: [u8; 16],
+    next_id: u64,
+    pub(crate) uptime_ms: u64,
+    pub(crate) links: Vec<HandedLink>,
+}
+
+/// One connection.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct HandedLink {
+    id: u32,
+    name: String,
+    inside: SocketAddr,
+    peer_outside: SocketAddr,
+    pub(crate) my_outside: SocketAddr,
+    local_drbd: SocketAddr,
+    options: HandedOptions,
+    session: Option<([u8; 16], [u8; 32])>,
+    session_dialer: bool,
+    peer_codecs: u32,
+    peer_window: u64,
+    attach_number: u32,
+    next_stream: u32,
+    last_peer_stream: u32,
+    counters: Counters,
+    pub(crate) streams: Vec<HandedStream>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct HandedOptions {
+    memlimit_bytes: u64,
+    rate: Schedule,
+    sndbuf_bytes: u64,
+    rcvbuf_bytes: u64,
+    wan_timeout: Duration,
+    session_hold: Duration,
+    max_lag: Duration,
+    bulk_carriers: u32,
+    dial: Dial,
+    plugins: Vec<String>,
+    inert: Vec<(String, String)>,
+}
+
+/// One DRBD socket.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct HandedStream {
+    id: u32,
+    pub(crate) local: u64,
+    class: u8,
+    pair: Option<u32>,
+    tx: HandedTx,
+    /// Bytes written to the local socket, and given to it.
+    delivered: u64,
+    handed: u64,
+    granted: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct HandedTx {
+    delivered: u64,
+    received: u64,
+    window_end: u64,
+    chunks: Vec<HandedChunk>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct HandedChunk {
+    offset: u64,
+    raw_len: u32,
+    age_ms: u64,
+    was_sent: bool,
+    /// Codec and checksum of a coded chunk.
+    coded: Option<(u8, u32)>,
+    bytes: u32,
+}
+
+impl HandedEngine {
+    /// Lengths of the pieces of bytes that follow.
+    pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
+        let streams = self.links.iter().flat_map(|link| &link.streams);
+        streams.flat_map(|stream| {
+            let chunks = stream.tx.chunks.iter().map(|chunk| chunk.bytes as usize);
+            chunks.chain([(stream.handed - stream.delivered) as usize])
+        })
+    }
+
+    /// What each local socket has not taken yet, out of all the pieces.
+    pub(crate) fn unwritten(&self, pieces: &[Bytes]) -> Result<BTreeMap<LocalId, Bytes>, String> {
+        let mut pieces = pieces.iter();
+        let streams = self.links.iter().flat_map(|link| &link.streams);
+        streams
+            .map(|stream| {
+                let rest = pieces.nth(stream.tx.chunks.len());
+                let rest = rest.ok_or("the hand-over has too few pieces")?;
+                Ok((LocalId(stream.local), Arc::clone(rest)))
+            })
+            .collect()
+    }
+}
+
+impl HandedLink {
+    /// Its connection's configuration, checked like any other.
+    pub(crate) fn config(&self) -> Result<LinkConfig, String> {
+        let from = &self.options;
+        let plugins = from
+            .plugins
+            .iter()
+            .map(|text| {
+                let words: Vec<&str> = text.split_whitespace().collect();
+                Plugin::parse(&words).map_err(|error| error.to_string())
+            })
+            .collect::<Result<_, _>>()?;
+        let config = LinkConfig {
+            name: self.name.clone(),
+            inside: self.inside,
+            peer_outside: self.peer_outside,
+            my_outside: self.my_outside,
+            local_drbd: self.local_drbd,
+            options: LinkOptions {
+                memlimit_bytes: from.memlimit_bytes,
+                rate: from.rate.clone(),
+                sndbuf_bytes: from.sndbuf_bytes,
+                rcvbuf_bytes: from.rcvbuf_bytes,
+                wan_timeout: from.wan_timeout,
+                session_hold: from.session_hold,
+                max_lag: from.max_lag,
+                bulk_carriers: from.bulk_carriers,
+                dial: from.dial,
+                plugins,
+                inert: from.inert.clone(),
+            },
+        };
+        config.check().map_err(|error| error.to_string())?;
+        Ok(config)
+    }
+
+    /// The engine's number for it.
+    pub(crate) fn id(&self) -> LinkId {
+        LinkId(self.id)
+    }
+}
+
+impl Engine {
+    /// Closes all carriers and starts no more work; sockets of DRBD stay.
+    pub(crate) fn freeze(&mut self, now: Instant) {
+        self.frozen = true;
+        let ids: Vec<LinkId> = self.links.keys().copied().collect();
+        for id in ids {
+            let Some(link) = self.links.get_mut(&id) else {
+                continue;
+            };
+            if let Some(dialing) = link.dialing.take() {
+                self.drop_carrier(dialing);
+            }
+            if self.links.get(&id).is_some_and(|l| l.session.is_some()) {
+                self.suspend(now, id, "the proxy hands over to a new process");
+            }
+        }
+        // Accepted ones that have not said for whom they are.
+        let rest: Vec<CarrierId> = self.carriers.keys().copied().collect();
+        for carrier in rest {
+            self.drop_carrier(carrier);
+        }
+    }
+
+    /// Goes on after a hand-over that failed.
+    pub(crate) fn thaw(&mut self, now: Instant) {
+        self.frozen = false;
+        let ids: Vec<LinkId> = self.links.keys().copied().collect();
+        for id in ids {
+            self.settle(now, id);
+        }
+    }
+
+    /// Whether a job runs whose result belongs to what is handed over.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.jobs
+            .values()
+            .any(|job| !matches!(job, Job::Probe { .. }))
+    }
+
+    /// Everything that can be handed over. `unwritten` gives what the local socket has not taken
+    /// of what it was given.
+    pub(crate) fn give(
+        &self,
+        now: Instant,
+        unwritten: impl Fn(LocalId) -> Vec<u8>,
+    ) -> (HandedEngine, Vec<Bytes>) {
+        assert!(self.frozen && !self.is_busy(), "freeze and wait first");
+        let mut pieces = Vec::new();
+        let links = self
+            .links
+            .iter()
+            .map(|(id, link)| give_link(now, *id, link, &unwritten, &mut pieces))
+            .collect();
+        let handed = HandedEngine {
+            instance: self.instance,
+            next_id: self.next_id,
+            uptime_ms: now.since(self.started).as_millis() as u64,
+            links,
+        };
+        (handed, pieces)
+    }
+
+    /// Takes over what another process gave; this engine must be fresh. On an error it is useless.
+    pub(crate) fn take_over(
+        &mut self,
+        now: Instant,
+        handed: &HandedEngine,
+        pieces: Vec<Bytes>,
+    ) -> Result<(), String> {
+        self.instance = handed.instance;
+        self.next_id = self.next_id.max(handed.next_id);
+        let mut pieces = pieces.into_iter();
+        for from in &handed.links {
+            let id = from.id();
+            let mut link = Link::new(now, from.config()?);
+            link.bucket
+                .set_rate(now, link.config.options.rate.rate_at(self.wall_minute));
+            link.session = from.session.map(|(id, key)| SessionKey { id, key });
+            if link.session.is_some() {
+                link.phase = Phase::Suspended { since: now };
+            }
+            link.session_dialer = from.session_dialer;
+            link.peer_codecs = from.peer_codecs;
+            link.peer_window = from.peer_window;
+            link.attach_number = from.attach_number;
+            link.next_stream = from.next_stream;
+            link.last_peer_stream = from.last_peer_stream;
+            link.counters = from.counters.clone();
+            link.last_raw_in = link.counters.raw_in_bytes;
+            for stream in &from.streams {
+                let local = LocalId(stream.local);
+                let taken = take_stream(now, stream, &mut pieces)?;
+                link.streams.insert(stream.id, taken);
+                self.locals.insert(local, (id, stream.id));
+            }
+            self.links.insert(id, link);
+            self.settle(now, id);
+        }
+        Ok(())
+    }
+}
+
+fn give_link(
+    now: Instant,
+    id: LinkId,
+    link: &Link,
+    unwritten: &impl Fn(LocalId) -> Vec<u8>,
+    pieces: &mut Vec<Bytes>,
+) -> HandedLink {
+    let options = &link.config.options;
+    let fit = |stream: &Stream| can_travel(stream);
+    let streams = link
+        .streams
+        .iter()
+        .filter(|(_, stream)| {
+            // One socket of a DRBD connection is of no use without the other.
+            let pair = stream.pair.and_then(|pair| link.streams.get(&pair));
+            fit(stream) && pair.is_none_or(fit)
+        })
+        .map(|(id, stream)| give_stream(now, *id, stream, unwritten, pieces))
+        .collect();
+    HandedLink {
+        id: id.0,
+        name: link.config.name.clone(),
+        inside: link.config.inside,
+        peer_outside: link.config.peer_outside,
+        my_outside: link.config.my_outside,
+        local_drbd: link.config.local_drbd,
+        options: HandedOptions {
+            memlimit_bytes: options.memlimit_bytes,
+            rate: options.rate.clone(),
+            sndbuf_bytes: options.sndbuf_bytes,
+            rcvbuf_bytes: options.rcvbuf_bytes,
+            wan_timeout: options.wan_timeout,
+            session_hold: options.session_hold,
+            max_lag: options.max_lag,
+            bulk_carriers: options.bulk_carriers,
+            dial: options.dial,
+            plugins: options.plugins.iter().map(|p| p.text.clone()).collect(),
+            inert: options.inert.clone(),
+        },
+        session: link.session.map(|session| (session.id, session.key)),
+        session_dialer: link.session_dialer,
+        peer_codecs: link.peer_codecs,
+        peer_window: link.peer_window,
+        attach_number: link.attach_number,
+        next_stream: link.next_stream,
+        last_peer_stream: link.last_peer_stream,
+        counters: link.counters.clone(),
+        streams,
+    }
+}
+
+fn can_travel(stream: &Stream) -> bool {
+    stream.phase == StreamPhase::Open
+        && stream.tx.eof.is_none()
+        && stream.tx.spilled_bytes == 0
+        && stream.rx.is_contiguous_and_open()
+        && stream.uncounted == 0
+        && stream.end_by.is_none()
+        && !stream.local_gone
+        && !stream.rx.sink
+}
+
+fn give_stream(
+    now: Instant,
+    id: u32,
+    stream: &Stream,
+    unwritten: &impl Fn(LocalId) -> Vec<u8>,
+    pieces: &mut Vec<Bytes>,
+) -> HandedStream {
+    let chunks = stream
+        .tx
+        .iter()
+        .map(|(_, chunk)| {
+            let (coded, bytes) = match &chunk.body {
+                Body::Raw(raw) => (None, Arc::new(raw.clone())),
+                Body::Ready(coded) => (Some((coded.codec, coded.crc)), Arc::clone(&coded.payload)),
+                other => unreachable!("no job runs and nothing is on disk: {other:?}"),
+            };
+            let given = HandedChunk {
+                offset: chunk.offset,
+                raw_len: chunk.raw_len,
+                age_ms: now.since(chunk.born).as_millis() as u64,
+                was_sent: chunk.was_sent,
+                coded,
+                bytes: bytes.len() as u32,
+            };
+            pieces.push(bytes);
+            given
+        })
+        .collect();
+    let rest = unwritten(stream.local);
+    assert_eq!(
+        rest.len() as u64,
+        stream.rx.handed - stream.rx.delivered,
+        "the shell counts what the engine counts"
+    );
+    pieces.push(Arc::new(rest));
+    HandedStream {
+        id,
+        local: stream.local.0,
+        class: stream.class.code(),
+        pair: stream.pair,
+        tx: HandedTx {
+            delivered: stream.tx.delivered,
+            received: stream.tx.received,
+            window_end: stream.tx.window_end,
+            chunks,
+        },
+        delivered: stream.rx.delivered,
+        handed: stream.rx.handed,
+        granted: stream.rx.granted,
+    }
+}
+
+fn take_stream(
+    now: Instant,
+    from: &HandedStream,
+    pieces: &mut impl Iterator<Item = Bytes>,
+) -> Result<Stream, String> {
+    let class = match from.class {
+        1 => Class::Bulk,
+        2 => Class::Control,
+        _ => Class::Unknown,
+    };
+    let mut chunks = Vec::new();
+    for chunk in &from.tx.chunks {
+        let bytes = pieces.next().ok_or("the hand-over has too few pieces")?;
+        let body = match chunk.coded {
+            Some((codec, crc)) => Body::Ready(Coded {
+                codec,
+                crc,
+                payload: bytes,
+            }),
+            None => Body::Raw(Arc::unwrap_or_clone(bytes)),
+        };
+        chunks.push(Chunk {
+            offset: chunk.offset,
+            raw_len: chunk.raw_len,
+            born: Instant(now.0.saturating_sub(chunk.age_ms.saturating_mul(1_000_000))),
+            body,
+            // Whatever carrier had it is gone; the peer's RESUME says what is missing.
+            sent: chunk.was_sent.then_some(CarrierId(0)),
+            was_sent: chunk.was_sent,
+        });
+    }
+    // The shell writes these.
+    pieces.next().ok_or("the hand-over has too few pieces")?;
+    let local = LocalId(from.local);
+    let mut stream = Stream::new(now, from.id, class, local, StreamPhase::Open, 0, 0);
+    stream.tx = Tx::taken_over(
+        from.tx.delivered,
+        from.tx.received,
+        from.tx.window_end,
+        chunks,
+    )?;
+    stream.rx = Rx::taken_over(from.id, from.delivered, from.handed, from.granted)?;
+    stream.pair = from.pair;
+    Ok(stream)
+}
