@@ -4,7 +4,7 @@
 //! and unpacked into a cache outside the repository: `LOCKSTEP_GUEST_CACHE`, else
 //! `$XDG_CACHE_HOME/lockstep/guest`, else `~/.cache/lockstep/guest`. The initramfs holds this
 //! machine's busybox, drbd-utils and e2fsprogs with their libraries, the kernel's modules that
-//! tests ask for, and [`INIT`]. Nothing here starts a guest.
+//! tests ask for, and a small init. Nothing here starts a guest.
 
 use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
