@@ -452,6 +452,7 @@ pub fn compare(handshake: &Handshake<'_>) -> Verdict {
         fixup: row.fixup,
     };
     apply_disk_states(handshake, &mut verdict);
+    apply_followers(handshake, &mut verdict);
     apply_marks(handshake, &mut verdict);
     apply_inconsistent(handshake, &mut verdict);
     apply_split_brain(handshake, &mut verdict);
@@ -854,6 +855,29 @@ fn bitmap_choice(
     }
 }
 
+/// The side that is connected to a Primary, if the other is not and neither is one.
+fn follower(h: &Handshake<'_>) -> Option<Direction> {
+    if h.own.is_primary() || h.peer.is_primary() {
+        return None;
+    }
+    match (h.own.follows(), h.peer.follows()) {
+        (true, false) => Some(Direction::Source),
+        (false, true) => Some(Direction::Target),
+        (true, true) | (false, false) => None,
+    }
+}
+
+/// Between two Lockstep nodes: where the direction is arbitrary, a Primary's writes may be at the
+/// node that is connected to it already, and nowhere else if that Primary is being resynced.
+fn apply_followers(h: &Handshake<'_>, verdict: &mut Verdict) {
+    if h.is_lockstep()
+        && verdict.strategy.is_arbitrary()
+        && let Some(direction) = follower(h)
+    {
+        verdict.strategy = direction.if_both_failed();
+    }
+}
+
 /// Between two Lockstep nodes: an Inconsistent disk under no application holds no data that could
 /// be a branch of their own. It gets the other's; two of them wait for somebody who has any.
 fn apply_inconsistent(h: &Handshake<'_>, verdict: &mut Verdict) {
@@ -958,12 +982,7 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
         Protocol::A | Protocol::B => crashed,
     };
     let marks = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
-    let no_primary = !h.own.is_primary() && !h.peer.is_primary();
-    let followers = (
-        no_primary && h.own.follows(),
-        no_primary && h.peer.follows(),
-    );
-    let decided = prefer(followers.0, followers.1)
+    let decided = follower(h)
         .or_else(|| prefer(h.peer.may_be_stale(), h.own.may_be_stale()))
         .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
         .or(by_crash)

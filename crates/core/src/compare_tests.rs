@@ -280,6 +280,19 @@ fn who_only_announced_a_generation_follows_the_one_that_took_it() {
 }
 
 #[test]
+fn who_follows_a_primary_is_the_source_where_the_choice_is_free() {
+    let mut c = Case::new(0x10, 0x10);
+    c.features = Features::LOCKSTEP;
+    flag(&mut c.a, UuidFlags::CRASHED_PRIMARY);
+    c.expect(Strategy::SourceIfBothFailed, Rule::BothOff);
+    c.b.uuids.flags.remove(UuidFlags::STABLE);
+    c.b.uuids.node_mask.insert(NodeId(2));
+    c.expect(Strategy::TargetIfBothFailed, Rule::BothOff);
+    c.a.role = Role::Primary;
+    c.expect(Strategy::SourceIfBothFailed, Rule::BothOff);
+}
+
+#[test]
 fn an_inconsistent_disk_is_no_branch_of_a_split_brain() {
     let mut c = Case::new(0x10, 0x20);
     c.features = Features::LOCKSTEP;
