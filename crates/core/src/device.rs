@@ -40,6 +40,8 @@ pub struct Device {
     /// It became Primary: what it writes gets a generation of its own in any case, because the
     /// current one may be one that another Primary planned and gave up.
     pub new_uuid_forced: bool,
+    /// How often an unequal peer was compared with again.
+    pub looked_again: u32,
     /// Openers for reading and for writing.
     pub openers: Openers,
     /// The volume towards each peer; one entry for every connection.
@@ -314,6 +316,7 @@ impl Device {
             announced: Vec::new(),
             new_uuid_pending: false,
             new_uuid_forced: false,
+            looked_again: 0,
             openers: Openers::default(),
             peers: BTreeMap::new(),
             io: DeviceIo::default(),

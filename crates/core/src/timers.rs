@@ -43,6 +43,8 @@ pub enum Timer {
     ResyncFlush(VolumeNr),
     /// Ask third nodes about marks that a resync with them left behind.
     LeftMarks(VolumeNr),
+    /// Compare again with a peer that is not equal.
+    LookAgain(VolumeNr),
 }
 
 /// The running time-outs.

@@ -440,6 +440,7 @@ impl Resource {
         }
         self.after_announcements(old, new);
         self.after_resource(old, new, *graceful);
+        self.watch_unequal(new);
     }
 
     fn after_events(&mut self, old: &State, new: &State) {

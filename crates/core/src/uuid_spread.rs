@@ -671,6 +671,7 @@ impl Resource {
             self.stable_news(peer, volume, flags);
         }
         self.follow_neighbour(peer, volume);
+        self.watch_generation(volume, peer);
     }
 
     /// The other end is stable now, or wants a comparison (semantics.md, 14.2).

@@ -178,3 +178,19 @@ fn an_answer_that_cannot_come_does_not_hold_the_end_of_a_resync() {
 fn a_handshake_goes_by_packets_of_its_own_attempt() {
     holds(292, KILLS_AND_LINKS);
 }
+
+/// Where nothing tells who is newer, a node that crashed as Primary was preferred to one that was
+/// the only good disk of a Primary by now.
+#[test]
+fn the_disk_that_a_primary_lives_on_is_no_target() {
+    holds(113, ALL);
+}
+
+/// Each of these ended connected, with one disk Outdated or of an older generation, and nobody
+/// compared again.
+#[test]
+fn an_unequal_pair_compares_again() {
+    holds(199, ALL);
+    holds(209, ALL);
+    holds(257, ALL);
+}

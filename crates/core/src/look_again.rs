@@ -1,0 +1,114 @@
+//! A pair of nodes that is connected, but not equal, and does nothing about it, compares again.
+//!
+//! Every end of a resync, every new generation and every lost Primary leads to the comparison that
+//! it calls for. Two nodes that do this at the same time, with what each knows of a third one, can
+//! still end where both wait for the other. So whoever sees an unequal pair without a resync for a
+//! while sends its UUIDs once more and compares; a comparison decides nothing that a reconnect
+//! would not decide. Lockstep peers only: a kernel peer is asked by its own rules.
+
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+
+use crate::resource::Resource;
+use crate::state::State;
+use crate::time::Duration;
+use crate::timers::Timer;
+
+/// How long a pair may be unequal before it is looked at.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// The pause doubles so many times at most.
+const MOST_DOUBLINGS: u32 = 4;
+
+impl Resource {
+    /// After a state change: unequal pairs are watched.
+    pub(crate) fn watch_unequal(&mut self, state: &State) {
+        for (volume, device) in &state.devices {
+            let unequal = device.peers.values().any(|p| {
+                p.repl == ReplState::Established
+                    && diskful(device.disk)
+                    && diskful(p.disk)
+                    && (device.disk, p.disk) != (DiskState::UpToDate, DiskState::UpToDate)
+            });
+            if unequal {
+                let at = self.now + PATIENCE;
+                self.timers.set_earliest(Timer::LookAgain(*volume), at);
+            }
+        }
+    }
+
+    /// A peer's UUIDs came: a generation that it lacks is watched as well.
+    pub(crate) fn watch_generation(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.is_unequal(volume, peer) {
+            let at = self.now + PATIENCE;
+            self.timers.set_earliest(Timer::LookAgain(volume), at);
+        }
+    }
+
+    /// `Timer::LookAgain`.
+    pub(crate) fn look_again_timer(&mut self, volume: VolumeNr) {
+        let peers: Vec<NodeId> = self
+            .established_peers()
+            .iter()
+            .filter(|peer| self.is_unequal(volume, *peer))
+            .collect();
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        if peers.is_empty() {
+            device.looked_again = 0;
+            return;
+        }
+        let doublings = device.looked_again.min(MOST_DOUBLINGS);
+        device.looked_again += 1;
+        let at = self.now + PATIENCE.times(1 << doublings);
+        self.timers.set_earliest(Timer::LookAgain(volume), at);
+        if self.is_busy(volume) {
+            return;
+        }
+        if self.state.disk(volume) == DiskState::Consistent {
+            self.schedule_empty_twopc();
+        }
+        // Where a Primary is near, it is asked first: it has everything.
+        let primary = peers.iter().copied().find(|peer| {
+            let connection = self.state.connections.get(peer);
+            connection.is_some_and(|c| c.peer_role == Role::Primary)
+        });
+        for peer in peers {
+            if primary.is_some_and(|primary| primary != peer) {
+                continue;
+            }
+            let state = self.state.clone();
+            self.send_uuids(peer, volume, UuidFlags::RESYNC);
+            self.send_state(peer, volume, &state);
+            self.compare_now(peer, volume);
+        }
+    }
+
+    /// Connected with both disks usable, and different in state or generation.
+    fn is_unequal(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let own = self.state.disk(volume);
+        let p = self.state.peer_device(volume, peer);
+        let good = |disk: DiskState| disk == DiskState::UpToDate;
+        p.repl == ReplState::Established
+            && diskful(own)
+            && diskful(p.disk)
+            && (good(own) || good(p.disk) || own == DiskState::Consistent)
+            && self.connections.get(&peer).is_some_and(|c| c.is_lockstep())
+            && !(good(own) && good(p.disk) && self.same_current(volume, peer))
+    }
+
+    /// A resync or a new generation is under way, which ends in a comparison of its own.
+    fn is_busy(&self, volume: VolumeNr) -> bool {
+        self.new_uuid.is_some()
+            || self.state.devices.get(&volume).is_some_and(|d| {
+                d.disk == DiskState::Negotiating
+                    || d.peers.values().any(|p| p.repl > ReplState::Established)
+            })
+    }
+}
+
+fn diskful(disk: DiskState) -> bool {
+    disk >= DiskState::Inconsistent && disk != DiskState::DUnknown
+}
