@@ -455,15 +455,12 @@ fn cuts(only: Option<&str>, trace: Option<lockstep_sim::cuts::Cut>) -> anyhow::R
 
 #[cfg(feature = "planted")]
 fn planted(args: PlantedArgs) -> anyhow::Result<ExitCode> {
-    use lockstep_sim::planted::{Patience, choose, search_all, with};
+    use lockstep_sim::drive::Trace;
+    use lockstep_sim::planted::{Patience, choose, search_all, with, world};
     let choice = choose(args.name.as_deref(), args.third)?;
     if let (Some(seed), [bug]) = (args.trace, &choice[..]) {
-        let limits = Limits {
-            trace: true,
-            ..Limits::default()
-        };
-        let outcome = with(Some(*bug), || run(seed, &limits));
-        println!("{}", outcome.violation.as_deref().unwrap_or("passes"));
+        let violation = with(Some(*bug), || world(seed, Trace::Print));
+        println!("{}", violation.as_deref().unwrap_or("passes"));
         return Ok(ExitCode::SUCCESS);
     }
     std::panic::set_hook(Box::new(|_| {}));
