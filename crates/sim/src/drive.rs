@@ -265,6 +265,9 @@ impl<'a> Drive<'a> {
             self.heal_at = Some(w.now + SECOND);
             o.heal(w);
         }
+        if self.plan.watches && w.violation.is_none() {
+            check::differences_are_marked(w);
+        }
         check::memory_is_bounded(w, self.plan.depth * 33);
         self.rate_is_bounded(w);
         if o.primary.is_some() || o.is_changing() {

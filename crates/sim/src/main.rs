@@ -12,6 +12,7 @@ use lockstep_sim::plan::{Numbers, Orders, Size};
 use lockstep_sim::shrink::shrink;
 use lockstep_sim::soak::{SHRINK_EVENTS, Soak, report};
 use lockstep_sim::swarm::{Limits, run};
+use lockstep_sim::world::MAX_VOLUMES;
 
 /// The deterministic simulator of Lockstep's core.
 #[derive(Parser)]
@@ -86,7 +87,7 @@ struct OrderArgs {
     /// Number of nodes, 2 to 5, instead of what the seed says.
     #[arg(long)]
     nodes: Option<usize>,
-    /// Number of volumes, 1 to 8, instead of what the seed says.
+    /// Number of volumes, 1 to 4, instead of what the seed says.
     #[arg(long)]
     volumes: Option<u16>,
     /// Only these kinds of faults, separated by commas; `all` is every kind.
@@ -195,8 +196,11 @@ impl OrderArgs {
         if self.nodes.is_some_and(|n| !(2..=5).contains(&n)) {
             bail!("--nodes is 2 to 5");
         }
-        if self.volumes.is_some_and(|n| !(1..=8).contains(&n)) {
-            bail!("--volumes is 1 to 8");
+        if self
+            .volumes
+            .is_some_and(|n| !(1..=MAX_VOLUMES as u16).contains(&n))
+        {
+            bail!("--volumes is 1 to {MAX_VOLUMES}");
         }
         let kinds = match self.faults.as_deref() {
             None => None,

@@ -176,6 +176,8 @@ pub struct Plan {
     pub depth: usize,
     /// The replicas get in sync by copying everything first.
     pub full_sync: bool,
+    /// The marks are compared with the raw images all the time, not only at faults.
+    pub watches: bool,
     /// Typical time until the operator promotes an heir.
     pub takeover: u64,
 }
@@ -250,6 +252,7 @@ impl Plan {
                 pace.range(1, 20) as usize
             },
             full_sync: !small && !large && pace.permille(400),
+            watches: !small && seed.is_multiple_of(8),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
         }
     }

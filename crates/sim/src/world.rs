@@ -1017,6 +1017,9 @@ impl World {
         });
         let ok = result.is_ok();
         sometimes!(self.marks, !ok, "request-failed");
+        if result == Err(RequestError::Io) {
+            self.check_error(node, &asked);
+        }
         match asked.kind {
             RequestKind::Read => {
                 if let (true, Some(payload)) = (ok, asked.payload) {
@@ -1062,6 +1065,22 @@ impl World {
         }
         if let Some(payload) = asked.payload {
             self.release(node, payload.buf);
+        }
+    }
+
+    /// A node whose own disk is good has no reason to fail a request.
+    fn check_error(&mut self, node: usize, asked: &Asked) {
+        let failed = self.nodes[node].disks[usize::from(asked.volume)].had_errors;
+        let volume = usize::from(asked.volume);
+        let view = self.view(node);
+        let is_whole =
+            view.is_some_and(|v| v.holders.get(volume).is_some_and(|h| h & 1 << node != 0));
+        if is_whole && !failed && self.config.weather == Weather::ByPlace {
+            let text = story::asked(asked);
+            self.fail(format!(
+                "{} fails a request although its disk is good: {text}",
+                name(node)
+            ));
         }
     }
 
