@@ -875,11 +875,13 @@ impl Resource {
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return;
         };
-        let command = match &mut disk.phase {
-            DiskPhase::Attached { command } => command.take(),
-            _ => None,
+        let DiskPhase::Attached { command } = &mut disk.phase else {
+            // It is being closed already, perhaps for an attach that still has to be answered.
+            return;
         };
-        disk.phase = DiskPhase::Closing { command };
+        disk.phase = DiskPhase::Closing {
+            command: command.take(),
+        };
         self.data_disk_gone(volume);
         let tag = self.tags.insert(Pending::Close(volume));
         self.output(Output::CloseDisk { tag, volume });

@@ -1011,8 +1011,12 @@ fn apply_split_brain(h: &Handshake<'_>, verdict: &mut Verdict) {
             return;
         }
     } else if auto && !(h.own.flag(UuidFlags::STABLE) && h.peer.flag(UuidFlags::STABLE)) {
-        verdict.strategy = Strategy::NoSync;
-        return;
+        // A neighbour of a Primary is never stable, and a disk of another branch must not be
+        // attached beside one.
+        if !h.is_lockstep() || h.phase != Phase::Attach {
+            verdict.strategy = Strategy::NoSync;
+            return;
+        }
     }
     if auto && let Some(direction) = without_changes(h) {
         verdict.split_brain = false;

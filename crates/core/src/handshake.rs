@@ -909,6 +909,17 @@ impl Resource {
             change = change.repl(volume, peer, ReplState::Established);
         }
         self.hard_change(change);
+        let usable = |d: DiskState| d >= DiskState::Inconsistent && d != DiskState::DUnknown;
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if lockstep
+            && mine.repl == ReplState::Established
+            && mine.disk < DiskState::Negotiating
+            && usable(theirs.disk)
+            && usable(own)
+        {
+            // Both attached at the same time, and each took the other for diskless.
+            self.compare_established(peer, volume, theirs, compare::Phase::Attach);
+        }
         let consider = self
             .devices
             .get(&volume)
@@ -1052,6 +1063,15 @@ impl Resource {
             && theirs.disk != DiskState::DUnknown
             && has_uuids;
         if own == DiskState::Negotiating {
+            let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+            let has_disk =
+                theirs.disk >= DiskState::Negotiating && theirs.disk != DiskState::DUnknown;
+            let answers = has_uuids && (!lockstep || theirs.pdsk == DiskState::Negotiating);
+            if has_disk && !answers {
+                // It was sent before the peer heard of the attach, and says nothing about it.
+                self.hard_change(change);
+                return;
+            }
             let result = if comparable {
                 let Some(verdict) = self.compare_with(peer, volume, theirs, compare::Phase::Attach)
                 else {

@@ -184,6 +184,20 @@ impl Resource {
                 format!("the disk of volume {volume} is {before:?}, lower than Outdated"),
             );
         }
+        let loses_source = after.peers.iter().any(|(peer, p)| {
+            let was = old.peer_device(volume, *peer);
+            was.repl > ReplState::Off
+                && was.disk == DiskState::UpToDate
+                && (p.repl == ReplState::Off || p.disk != DiskState::UpToDate)
+        });
+        if before == DiskState::Negotiating && loses_source {
+            // What this disk becomes without that peer is not what it may become with it before
+            // the change is committed.
+            return refuse(
+                ErrorCode::IN_TRANSIENT_STATE,
+                format!("the disk of volume {volume} is being attached"),
+            );
+        }
         let had_data = old.role == Role::Primary
             && old
                 .devices
