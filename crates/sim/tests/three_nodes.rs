@@ -194,3 +194,9 @@ fn an_unequal_pair_compares_again() {
     holds(209, ALL);
     holds(257, ALL);
 }
+
+/// A resync read waited for a write to the same range, and went to the disk after this was closed.
+#[test]
+fn a_resync_read_that_waited_does_not_use_a_closed_disk() {
+    holds(52, ALL);
+}

@@ -68,3 +68,40 @@ fn unflushed_data_may_go_when_all_nodes_restart_after_a_power_cut_of_one() {
 fn a_primary_without_a_disk_vouches_for_a_disk_that_comes_back() {
     holds(851);
 }
+
+/// A state that the peer had sent before it heard of the attach ended the negotiation: a Primary
+/// took its old disk for UpToDate.
+#[test]
+fn only_an_answer_to_the_attach_ends_its_negotiation() {
+    holds(868);
+    holds(1718);
+}
+
+/// A write of a diskless Primary waited for the activity log while its disk came back: the bitmap
+/// that this one got did not have the block.
+#[test]
+fn a_write_of_a_diskless_primary_is_in_the_bitmap_that_its_disk_gets() {
+    holds(2728);
+    holds(4399);
+}
+
+/// The only good disk went away by agreement while the other one was being attached, because that
+/// one would have been good without it, but by then it was a resync target.
+#[test]
+fn the_source_of_an_attach_does_not_leave_by_agreement_before_its_end() {
+    holds(257);
+}
+
+/// Both nodes attached at the same time, and neither compared; an attach that a forced detach
+/// ended was never answered.
+#[test]
+fn two_attaches_at_the_same_time_end_in_sync() {
+    holds(416);
+    holds(673);
+}
+
+/// A source was demoted with marks of its last writes unsent, and its target ended without them.
+#[test]
+fn a_target_waits_for_the_marks_of_a_source_that_was_demoted() {
+    holds(518);
+}

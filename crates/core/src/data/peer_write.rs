@@ -39,9 +39,6 @@ pub(crate) struct PeerWrite {
     range: Option<RangeId>,
     al: Option<u64>,
     stage: Stage,
-    /// The sender had no disk when it sent it. Decided at reception, because what is known of the
-    /// peer's disk is over when the link is lost, and the write is carried out all the same.
-    sender_diskless: bool,
     /// The sender knows that it is on stable storage.
     confirmed: bool,
 }
@@ -171,10 +168,18 @@ impl Resource {
         sector: Sector,
         size_bytes: u32,
         payload: Option<Payload>,
-        (block_id, flags): (BlockId, DataFlags),
+        (block_id, mut flags): (BlockId, DataFlags),
     ) {
         let has_disk = self.takes_writes(volume);
-        let sender_diskless = self.state.peer_device(volume, peer).disk < DiskState::Inconsistent;
+        if self.state.peer_device(volume, peer).disk < DiskState::Inconsistent {
+            // The sender has no disk, so it misses the block. Marked at once: later the link may
+            // be lost, and with it what is known of the peer's disk, or the sender may have
+            // attached one and have got the bitmap.
+            flags.remove(DataFlags::MAY_SET_IN_SYNC);
+            if has_disk {
+                self.mark_towards(volume, peer, sector, size_bytes);
+            }
+        }
         let sectors = u64::from(size_bytes) / Sector::SIZE;
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
@@ -205,7 +210,6 @@ impl Resource {
             range: None,
             al: None,
             stage: Stage::Active,
-            sender_diskless,
             confirmed: false,
         });
         if let Some(io) = self.peer_io(volume, peer) {
@@ -303,15 +307,8 @@ impl Resource {
             return;
         };
         write.al = Some(serial);
-        let sender_diskless = write.sender_diskless;
-        if sender_diskless {
-            write.flags.remove(DataFlags::MAY_SET_IN_SYNC);
-        }
         let (sector, size) = (write.sector, write.size_bytes);
         let (kind, payload) = (write.kind, write.payload);
-        if sender_diskless {
-            self.mark_towards(volume, peer, sector, size);
-        }
         let op = self.disk_write(volume, kind, sector, size, payload);
         self.disk_op(volume, op, DataOp::PeerWrite(volume, peer, number));
     }

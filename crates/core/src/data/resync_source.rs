@@ -143,12 +143,17 @@ impl Resource {
         let Some(io) = self.peer_io(volume, peer) else {
             return;
         };
-        let Some(read) = io.source.get(key) else {
+        let Some(read) = io.source.get(key).map(|read| read.request) else {
             return;
         };
+        if self.disk_io(volume).is_none() {
+            // The disk went while the read waited for its range.
+            self.source_read_done(volume, peer, key, Ok(None));
+            return;
+        }
         let op = DiskOp::ReadNew {
-            sector: read.request.sector,
-            len: read.request.size_bytes,
+            sector: read.sector,
+            len: read.size_bytes,
         };
         self.disk_op(volume, op, DataOp::SourceRead(volume, peer, key));
     }

@@ -17,6 +17,7 @@ use lockstep_format::wire::{DiskState, Features, Packet, ReplState, Role};
 use super::disk::FlushWaiter;
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault, Owner};
+use crate::connection::Connection;
 use crate::event::{DiskError, DiskOp, Payload, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::rate::{RateController, RateInput};
@@ -1004,14 +1005,16 @@ impl Resource {
             .established()
             .into_iter()
             .filter(|node| {
-                self.state
+                let primary = self
+                    .state
                     .connections
                     .get(node)
-                    .is_some_and(|c| c.peer_role == Role::Primary)
-                    && self
-                        .connections
-                        .get(node)
-                        .is_some_and(|c| c.protocol() >= 123)
+                    .is_some_and(|c| c.peer_role == Role::Primary);
+                // A source that was demoted meanwhile may owe marks of its last writes.
+                let owes = |c: &Connection| *node == peer && c.is_lockstep();
+                self.connections
+                    .get(node)
+                    .is_some_and(|c| (primary || owes(c)) && c.protocol() >= 123)
             })
             .collect();
         if primaries.is_empty() {
@@ -1035,6 +1038,17 @@ impl Resource {
         self.io.flush_sequence += 1;
         let flush_sequence = self.io.flush_sequence;
         for primary in primaries {
+            let is_primary = self
+                .state
+                .connections
+                .get(&primary)
+                .is_some_and(|c| c.peer_role == Role::Primary);
+            // What a demoted source owes comes from itself.
+            let answering = if is_primary {
+                answering
+            } else {
+                NodeMask::of(primary)
+            };
             if answering.count() > 0 {
                 waits.push((primary, answering));
             }
