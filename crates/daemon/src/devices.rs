@@ -9,17 +9,21 @@ use std::time::Duration;
 
 use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
-use lockstep_front::BlockAccess;
 use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, clean_leftovers};
+use lockstep_front::{BlockAccess, LoopNumber};
 use lockstep_io::port::{PortEvent, PortSink, VolumePort};
 
 use crate::board::Board;
+use crate::holding::{Holding, Key, Verdict};
 use crate::place::Place;
 use crate::report::ResourceReport;
 
 /// Makes a port of `resource`, volume; none if it has gone.
 pub(crate) type OpenPort =
     Arc<dyn Fn(&str, u16, Box<dyn PortSink>) -> Option<Box<dyn VolumePort + Send>> + Send + Sync>;
+
+/// Makes a resource Primary, without a device. Waits for the answer.
+pub(crate) type Promote = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 
 /// What the thread is asked. It also looks by itself, once a second.
 enum Order {
@@ -56,27 +60,23 @@ impl Devices {
         Devices { orders: None }
     }
 
-    /// Starts the thread.
+    /// Starts the thread. With `hold`, devices outlive this daemon for so long.
     pub(crate) fn start(
         board: Arc<Board>,
         place: Place,
+        hold: Option<Duration>,
         open_port: OpenPort,
+        promote: Promote,
     ) -> std::io::Result<Devices> {
         let (sender, receiver) = sync_channel(BACKLOG);
-        for left in clean_leftovers(&owner(place.dir()), &[])? {
-            match left.in_use {
-                None => tracing::info!(volume = left.name, "removed a dead daemon's device"),
-                Some(users) => tracing::warn!(
-                    volume = left.name,
-                    ?users,
-                    "a dead daemon's device is still in use; it goes with its last user"
-                ),
-            }
-        }
+        let holding = Holding::start(&place, hold)?;
+        clean(&place, &holding.waiting())?;
         let worker = Worker {
             board,
             place,
             open_port,
+            promote,
+            holding,
             devices: BTreeMap::new(),
             released: BTreeSet::new(),
             failed: BTreeMap::new(),
@@ -159,12 +159,12 @@ struct Served {
     opener: Option<Box<dyn VolumePort + Send>>,
 }
 
-type Key = (String, u16);
-
 struct Worker {
     board: Arc<Board>,
     place: Place,
     open_port: OpenPort,
+    promote: Promote,
+    holding: Holding,
     devices: BTreeMap<Key, Served>,
     released: BTreeSet<String>,
     /// Devices that could not be made, with the size that was tried.
@@ -193,8 +193,12 @@ impl Worker {
                     self.look();
                 }
                 Ok(Order::End { done }) => {
-                    for (_, served) in std::mem::take(&mut self.devices) {
+                    for (key, served) in std::mem::take(&mut self.devices) {
                         take_away(served.device);
+                        self.holding.forget(&key);
+                    }
+                    for key in self.holding.keys() {
+                        self.give_up(&key, "the daemon ends");
                     }
                     let _ = done.send(());
                     return;
@@ -207,6 +211,7 @@ impl Worker {
 
     /// Brings devices to what the board says.
     fn look(&mut self) {
+        let waiting = self.look_at_waiting();
         let reports = self.board.reports();
         let mut wanted = BTreeMap::new();
         for report in &reports {
@@ -215,6 +220,9 @@ impl Worker {
             }
             for device in report.devices.iter().filter(|d| d.size_sectors > 0) {
                 let key = (report.name.clone(), device.volume);
+                if waiting.contains(&key) {
+                    continue;
+                }
                 wanted.insert(key, (report, device.minor, device.size_sectors * 512));
             }
         }
@@ -241,6 +249,46 @@ impl Worker {
         }
         for (key, served) in &mut self.devices {
             follow_users(&self.open_port, key, served);
+            let report = reports.iter().find(|report| report.name == key.0);
+            let device = report.and_then(|r| r.devices.iter().find(|d| d.volume == key.1));
+            if let Some(device) = device {
+                self.holding.keep(key, &served.device, device.current_uuid);
+            }
+        }
+    }
+
+    /// Devices that a dead daemon left: promotes for them, gives up what must not go on, and gives
+    /// those that have to wait longer.
+    fn look_at_waiting(&mut self) -> BTreeSet<Key> {
+        for (key, verdict) in self.holding.judge(&self.board.reports()) {
+            match verdict {
+                Verdict::Promote => match (self.promote)(&key.0) {
+                    Ok(()) => tracing::info!(resource = key.0, "Primary again for its device"),
+                    Err(error) => tracing::debug!(resource = key.0, error, "not Primary yet"),
+                },
+                Verdict::Fail(reason) => self.give_up(&key, &reason),
+                Verdict::Wait | Verdict::Resume => {}
+            }
+        }
+        let verdicts = self.holding.judge(&self.board.reports());
+        let unready = verdicts.into_iter().filter(|(_, v)| *v != Verdict::Resume);
+        unready.map(|(key, _)| key).collect()
+    }
+
+    /// All I/O of a waiting device fails.
+    fn give_up(&mut self, key: &Key, reason: &str) {
+        let device = format!("{}/{}", key.0, key.1);
+        tracing::error!(
+            device,
+            reason,
+            "the device of before fails: its users start anew"
+        );
+        drop(self.holding.take(key));
+        self.holding.forget(key);
+        let mut others = self.holding.waiting();
+        others.extend(self.devices.values().map(|d| d.device.state().number));
+        if let Err(error) = clean(&self.place, &others) {
+            tracing::warn!(%error, "a loop device could not be taken away");
         }
     }
 
@@ -261,13 +309,17 @@ impl Worker {
             access: BlockAccess::ReadWrite,
         };
         let open_port = self.open_port.clone();
-        let made = MountedDevice::create(&spec, &mut |sink| {
+        let mut connect = |sink: Box<dyn PortSink>| -> Box<dyn VolumePort + Send> {
             // A volume that has gone meanwhile answers every request with an error.
             match open_port(&key.0, key.1, sink) {
                 Some(port) => port,
                 None => Box::new(NoVolume),
             }
-        });
+        };
+        let made = match self.holding.take(&key) {
+            Some(left) => MountedDevice::resume(&spec, left.descriptor, left.state, &mut connect),
+            None => MountedDevice::create(&spec, &mut connect),
+        };
         match made {
             Ok(device) => {
                 tracing::info!(volume = name, device = %device.path().display(), "device made");
@@ -305,6 +357,9 @@ impl Worker {
 
     fn release(&mut self, resource: &str, force: bool) -> Result<(), String> {
         self.released.insert(resource.to_owned());
+        for key in self.holding.keys().iter().filter(|key| key.0 == resource) {
+            self.give_up(key, "the resource is made Secondary");
+        }
         let keys: Vec<Key> = self
             .devices
             .keys()
@@ -315,6 +370,7 @@ impl Worker {
             if force {
                 if let Some(served) = self.devices.remove(&key) {
                     take_away(served.device);
+                    self.holding.forget(&key);
                 }
             } else if let Some(users) = self.try_detach(&key) {
                 self.released.remove(resource);
@@ -334,6 +390,7 @@ impl Worker {
         } = self.devices.remove(key)?;
         match device.detach() {
             Ok(()) => {
+                self.holding.forget(key);
                 if let Some(mut opener) = opener {
                     opener.close(true);
                 }
@@ -362,6 +419,21 @@ impl Worker {
             }
         }
     }
+}
+
+/// Takes away what dead daemons of this node left, but for the devices that are to be kept.
+fn clean(place: &Place, keep: &[LoopNumber]) -> std::io::Result<()> {
+    for left in clean_leftovers(&owner(place.dir()), keep)? {
+        match left.in_use {
+            None => tracing::info!(volume = left.name, "removed a dead daemon's device"),
+            Some(users) => tracing::warn!(
+                volume = left.name,
+                ?users,
+                "a dead daemon's device is still in use; it goes with its last user"
+            ),
+        }
+    }
+    Ok(())
 }
 
 /// Detaches, or makes all I/O of its users fail.

@@ -10,6 +10,7 @@ pub mod board;
 pub mod client;
 mod devices;
 mod handlers;
+mod holding;
 pub mod lockstepd;
 mod mailbox;
 pub mod meter;

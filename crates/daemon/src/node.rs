@@ -16,7 +16,7 @@ use lockstep_io::shard::{ResourceId, ShardConfig, ShardEnv, ShardHandle};
 use lockstep_io::tcp::{Acceptor, Path, PeerNet};
 
 use crate::board::{Board, has_progress};
-use crate::devices::{Devices, OpenPort};
+use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
 use crate::meter::{Meter, Metering};
 use crate::metrics::VolumeCounts;
@@ -36,6 +36,9 @@ pub struct NodeConfig {
     pub pool_bytes: usize,
     /// Make mountable devices.
     pub devices: bool,
+    /// How long a device's I/O waits for the next daemon if this one is killed; without it fails at
+    /// once.
+    pub hold: Option<Duration>,
 }
 
 /// A node.
@@ -132,7 +135,13 @@ impl Node {
             let open_port: OpenPort = Arc::new(move |resource, volume, sink| {
                 weak.upgrade()?.open_port(resource, volume, sink)
             });
-            *lock(&node.devices) = Devices::start(board, place.clone(), open_port)?;
+            let weak = Arc::downgrade(&node);
+            let promote: Promote = Arc::new(move |name| match weak.upgrade() {
+                Some(node) => node.promote(name),
+                None => Err("the daemon is ending".to_owned()),
+            });
+            *lock(&node.devices) =
+                Devices::start(board, place.clone(), config.hold, open_port, promote)?;
         }
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new()
@@ -458,6 +467,14 @@ impl Node {
             self.devices().look_and_wait();
         }
         result
+    }
+
+    /// Primary for a device that waits.
+    fn promote(&self, name: &str) -> Result<(), String> {
+        let entry = self.find(name).map_err(|error| error.text)?;
+        let result = self.core(&entry, Command::Primary { force: false });
+        self.refresh(name);
+        result.map_err(|error| error.text)
     }
 
     pub(crate) fn secondary(&self, name: &str, force: bool) -> CommandResult {

@@ -49,6 +49,11 @@ impl Place {
         self.dir.join("nbd.sock")
     }
 
+    /// The socket of the process that keeps devices while no daemon runs.
+    pub fn hold_socket(&self) -> PathBuf {
+        self.dir.join("hold.sock")
+    }
+
     /// Links to the mountable devices.
     pub fn dev_dir(&self) -> PathBuf {
         self.dir.join("dev")

@@ -380,6 +380,7 @@ mod tests {
             shards: 1,
             pool_bytes: 16 << 20,
             devices: false,
+            hold: None,
         };
         Node::start(&Place::find(Some(dir)), &config).unwrap()
     }

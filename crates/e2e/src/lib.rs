@@ -15,7 +15,7 @@ pub mod guest_line;
 pub mod guest_proxy;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -67,6 +67,7 @@ pub struct Cluster {
     dir: tempfile::TempDir,
     nodes: Vec<Node>,
     network: Network,
+    daemon: Vec<String>,
     mounts: Vec<PathBuf>,
 }
 
@@ -91,6 +92,8 @@ pub struct Setup {
     pub disk: String,
     /// A node whose disks lie on a filesystem of so many MiB, less than their size.
     pub cramped: Option<(usize, u64)>,
+    /// Further arguments of the daemons.
+    pub daemon: Vec<String>,
     /// A number that no other test uses; makes minors.
     pub test: u8,
 }
@@ -111,6 +114,7 @@ impl Cluster {
         let mut cluster = Cluster {
             nodes: Vec::new(),
             network: Network::new(setup.nodes)?,
+            daemon: setup.daemon.clone(),
             mounts: Vec::new(),
             dir,
         };
@@ -180,6 +184,7 @@ impl Cluster {
             .open(n.dir.join("log"))?;
         let mut command = Command::new(bin.join("lockstepd"));
         command
+            .args(&self.daemon)
             .env("LOCKSTEP_DIR", &n.dir)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
@@ -415,14 +420,23 @@ impl Cluster {
     /// Unmounts; a mount whose daemon is dead goes lazily.
     pub fn unmount(&mut self, point: &Path) -> Result<()> {
         self.mounts.retain(|m| m != point);
+        let device = device_at(point)?;
         let plain = Command::new("umount")
             .arg(point)
             .stderr(Stdio::null())
             .status()?;
-        if plain.success() {
-            return Ok(());
+        if !plain.success() {
+            return run(Command::new("umount").arg("-l").arg(point));
         }
-        run(Command::new("umount").arg("-l").arg(point))
+        // Another process's mount namespace that was made meanwhile has a copy of the mount; the
+        // filesystem lets go of the device when that process has ended too.
+        self.wait("the filesystem lets go of the device", |_| {
+            Ok(fs::File::options()
+                .read(true)
+                .custom_flags(libc::O_EXCL)
+                .open(&device)
+                .is_ok())
+        })
     }
 
     /// The data areas of a volume are the same on every node. Everything must be Secondary.
@@ -472,6 +486,16 @@ impl Drop for Cluster {
             }
         }
     }
+}
+
+/// What is mounted at a place.
+fn device_at(point: &Path) -> Result<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mounts")?;
+    let mut words = mounts.lines().map(|line| line.split(' '));
+    let place = point.as_os_str();
+    let line = words.find(|line| line.clone().nth(1).is_some_and(|at| place == at));
+    let device = line.and_then(|mut line| line.next());
+    Ok(device.context("nothing is mounted there")?.into())
 }
 
 /// Runs a command that must succeed.

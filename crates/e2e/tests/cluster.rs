@@ -15,6 +15,7 @@ fn setup(test: u8, nodes: usize) -> Setup {
         net: "protocol C;".into(),
         disk: String::new(),
         cramped: None,
+        daemon: Vec::new(),
         test,
     }
 }

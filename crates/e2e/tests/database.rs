@@ -50,6 +50,7 @@ fn acknowledged_transactions_survive_kills_of_either_node_and_of_both() -> Resul
         net: "protocol C;".into(),
         disk: String::new(),
         cramped: None,
+        daemon: Vec::new(),
         test: TEST,
     })?;
     cluster.first_primary(0)?;

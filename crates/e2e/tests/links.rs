@@ -21,6 +21,7 @@ fn setup(test: u8, nodes: usize) -> Setup {
         net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
         disk: String::new(),
         cramped: None,
+        daemon: Vec::new(),
         test,
     }
 }

@@ -42,6 +42,7 @@ fn verified_on(filesystem: &str, test: u8, disk_mib: u64) -> Result<()> {
         net: "protocol C;".into(),
         disk: String::new(),
         cramped: None,
+        daemon: Vec::new(),
         test,
     };
     let mut cluster = Cluster::new(&setup)?;
@@ -95,6 +96,7 @@ fn both_volumes_of_a_resource_survive_a_failover() -> Result<()> {
         net: "protocol C;".into(),
         disk: String::new(),
         cramped: None,
+        daemon: Vec::new(),
         test: 13,
     };
     let mut cluster = Cluster::new(&setup)?;
@@ -135,6 +137,7 @@ fn protocols_a_and_b_end_with_equal_replicas() -> Result<()> {
             net: format!("protocol {protocol};"),
             disk: String::new(),
             cramped: None,
+            daemon: Vec::new(),
             test,
         };
         let cluster = Cluster::new(&setup)?;

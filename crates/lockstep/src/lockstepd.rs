@@ -2,18 +2,22 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use lockstep_daemon::lockstepd::{DaemonConfig, run as run_daemon};
 use lockstep_daemon::node::NodeConfig;
 use lockstep_daemon::place::Place;
 
 const USAGE: &str = "\
-Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--metrics ADDRESS]
+Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold SECONDS]
+                 [--metrics ADDRESS]
 
   --dir DIR      the node's directory (default: LOCKSTEP_DIR, else /run/lockstep)
   --shards N     threads that replicate (default: one per processor, at most 2)
   --pool-mib N   memory for data of each of them in MiB, 16 to 65536 (default 256)
   --no-device    no mountable devices, only NBD
+  --hold S       if this daemon is killed, the I/O of its devices waits so many seconds (1 to
+                 86400) for the next one instead of failing at once
   --metrics ADDRESS  gives out metrics by HTTP there, such as 127.0.0.1:9942 (default: nowhere)
 
 One daemon runs per directory. SIGTERM ends it in order. Logs go to standard error; LOCKSTEP_LOG
@@ -58,6 +62,7 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
         shards: processors.min(2),
         pool_bytes: 256 << 20,
         devices: rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists(),
+        hold: None,
     };
     let mut args = args.iter();
     while let Some(word) = args.next() {
@@ -81,6 +86,10 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
                 metrics = Some(text.parse().map_err(|_| wrong())?);
             }
             "--no-device" => node.devices = false,
+            "--hold" => {
+                let seconds = number(name, &needed()?, 1, 86_400)?;
+                node.hold = Some(Duration::from_secs(seconds as u64));
+            }
             "--new-session" => new_session = true,
             "--help" | "-h" => return Ok(None),
             other => return Err(format!("unknown option '{other}'")),

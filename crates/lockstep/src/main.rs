@@ -6,6 +6,7 @@ mod demo;
 mod drbdadm;
 mod drbdmeta;
 mod drbdsetup;
+mod hold;
 mod inspect;
 mod lockstepd;
 mod proxy;
@@ -95,6 +96,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "demo" => demo::run(args),
         "drbdsetup" => drbdsetup::run(args),
         "lockstepd" => lockstepd::run(args),
+        "hold" => hold::run(args),
         "inspect" => inspect::run(args),
         "proxy" => proxy::run(args),
         "status" | "explain" | "top" | "recover" => console::run(command, args),

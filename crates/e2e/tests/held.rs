@@ -1,0 +1,223 @@
+//! Devices that outlive their daemon: I/O waits over SIGKILL and restart, and fails if another node
+//! has been Primary meanwhile.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use lockstep_e2e::{Cluster, PATIENCE, Setup, can_mount, has_program, machine_has, run};
+
+/// How long a device waits for its daemon in these tests.
+const HOLD: &str = "60";
+
+fn setup(test: u8) -> Setup {
+    Setup {
+        nodes: 2,
+        volumes: 1,
+        disk_mib: 96,
+        net: "protocol C; connect-int 1; ping-int 1;".into(),
+        disk: String::new(),
+        cramped: None,
+        daemon: vec!["--hold".into(), HOLD.into()],
+        test,
+    }
+}
+
+/// The kernel can repeat requests.
+fn can_hold() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = release.split(['.', '-']).map(str::parse::<u32>);
+    let version = (numbers.next(), numbers.next());
+    let new = matches!(version, (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= (6, 9));
+    machine_has("a kernel from 6.9 on", new) && can_mount()
+}
+
+/// Appends numbered lines, each durable, and remembers the longest wait.
+struct Prober {
+    stop: Arc<AtomicBool>,
+    durable: Arc<AtomicU64>,
+    thread: JoinHandle<Result<Duration>>,
+}
+
+impl Prober {
+    fn start(path: &Path) -> Result<Prober> {
+        let mut file = fs::File::create(path)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let durable = Arc::new(AtomicU64::new(0));
+        let (until, count) = (stop.clone(), durable.clone());
+        let thread = std::thread::spawn(move || {
+            let mut longest = Duration::ZERO;
+            while !until.load(Ordering::Relaxed) {
+                let begin = Instant::now();
+                writeln!(file, "{}", count.load(Ordering::Relaxed) + 1)?;
+                file.sync_all()?;
+                count.fetch_add(1, Ordering::Relaxed);
+                longest = longest.max(begin.elapsed());
+            }
+            Ok(longest)
+        });
+        Ok(Prober {
+            stop,
+            durable,
+            thread,
+        })
+    }
+
+    /// Waits until some more lines are durable.
+    fn wait_for_progress(&self) -> Result<()> {
+        let enough = self.durable.load(Ordering::Relaxed) + 20;
+        let begin = Instant::now();
+        while self.durable.load(Ordering::Relaxed) < enough {
+            ensure!(begin.elapsed() < PATIENCE, "no fsync returns");
+            ensure!(!self.thread.is_finished(), "an fsync failed");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Lines that are durable, and the longest wait for one.
+    fn end(self) -> Result<(u64, Duration)> {
+        self.stop.store(true, Ordering::Relaxed);
+        let longest = self.thread.join().map_err(|_| anyhow!("a panic"))??;
+        Ok((self.durable.load(Ordering::Relaxed), longest))
+    }
+}
+
+#[test]
+fn a_mounted_filesystem_outlives_kills_of_its_daemon() -> Result<()> {
+    if !can_hold() || !has_program("mkfs.ext4") || !has_program("fio") {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(41))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 41, 0)?;
+    run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
+    let mount = cluster.mount(&device)?;
+    let prober = Prober::start(&mount.join("lines"))?;
+    let mut fio = Command::new("fio")
+        .args(["--name=load", "--rw=randwrite", "--bs=4k", "--size=24m"])
+        .args(["--direct=1", "--ioengine=libaio", "--iodepth=8"])
+        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1"])
+        .args(["--verify_state_save=0", "--rate_iops=2000"])
+        .arg(format!("--directory={}", mount.display()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .context("fio")?;
+    for _ in 0..3 {
+        prober.wait_for_progress()?;
+        cluster.kill(0)?;
+        cluster.start(0)?;
+        cluster.adm(0, &["up", "r0"])?;
+        prober.wait_for_progress()?;
+        ensure!(cluster.status(0)?["role"] == "Primary", "not Primary again");
+    }
+    ensure!(fio.wait()?.success(), "fio found a fault");
+    let (durable, longest) = prober.end()?;
+    eprintln!("{durable} lines durable, longest wait {longest:?}");
+    let lines = fs::read_to_string(mount.join("lines"))?;
+    let expected: Vec<String> = (1..=durable).map(|n| n.to_string()).collect();
+    ensure!(
+        lines.lines().eq(expected),
+        "the lines are not what was written"
+    );
+    ensure!(
+        cluster.device(0, 41, 0)? == device,
+        "the device is another one"
+    );
+    cluster.wait_in_sync()?;
+    cluster.unmount(&mount)?;
+    run(Command::new("fsck.ext4").args(["-f", "-n"]).arg(&device))?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 92)
+}
+
+#[test]
+fn a_device_whose_volume_was_written_elsewhere_fails() -> Result<()> {
+    if !can_hold() {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(42))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 42, 0)?;
+    let file = fs::File::options().write(true).open(&device)?;
+    file.write_all_at(&[1; 4096], 0)?;
+    file.sync_all()?;
+    cluster.kill(0)?;
+    // This write waits for the daemon.
+    let waiting = std::thread::spawn(move || -> std::io::Result<()> {
+        file.write_all_at(&[2; 4096], 0)?;
+        file.sync_all()
+    });
+    // Meanwhile the other node takes over, writes, and steps back.
+    cluster.adm(1, &["primary", "r0"])?;
+    let other = cluster.device(1, 42, 0)?;
+    let file = fs::File::options().write(true).open(&other)?;
+    file.write_all_at(&[3; 4096], 0)?;
+    file.sync_all()?;
+    drop(file);
+    cluster.adm(1, &["secondary", "r0"])?;
+    ensure!(!waiting.is_finished(), "the write did not wait");
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "r0"])?;
+    let begin = Instant::now();
+    while !waiting.is_finished() {
+        ensure!(begin.elapsed() < PATIENCE, "the write waits for ever");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let written = waiting.join().map_err(|_| anyhow!("a panic"))?;
+    ensure!(written.is_err(), "a write went on over another node's data");
+    cluster.wait_in_sync()?;
+    ensure!(cluster.status(0)?["role"] == "Secondary", "promoted");
+    cluster.check_same_data(0, 92)?;
+    let image = fs::read(cluster.image(0, 0))?;
+    ensure!(image[..4096] == [3; 4096], "the other node's write is lost");
+    Ok(())
+}
+
+#[test]
+fn the_only_node_waits_for_its_peer_or_its_operator() -> Result<()> {
+    if !can_hold() {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(43))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 43, 0)?;
+    cluster.kill(1)?;
+    let file = fs::File::options().write(true).open(&device)?;
+    file.write_all_at(&[1; 4096], 0)?;
+    file.sync_all()?;
+    let connected = |c: &Cluster| c.connection_is(0, 1, "Connected");
+    cluster.wait("the loss is noticed", |c| Ok(!connected(c)?))?;
+    file.write_all_at(&[2; 4096], 4096)?;
+    file.sync_all()?;
+    cluster.kill(0)?;
+    let waiting = std::thread::spawn(move || -> std::io::Result<()> {
+        file.write_all_at(&[3; 4096], 8192)?;
+        file.sync_all()
+    });
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "r0"])?;
+    ensure!(
+        cluster.status(0)?["role"] == "Secondary",
+        "the peer may be Primary"
+    );
+    ensure!(!waiting.is_finished(), "the write did not wait");
+    cluster.adm(0, &["primary", "r0"])?;
+    waiting.join().map_err(|_| anyhow!("a panic"))??;
+    let image = fs::read(cluster.image(0, 0))?;
+    for (block, byte) in [1, 2, 3].into_iter().enumerate() {
+        ensure!(
+            image[block * 4096..][..4096] == [byte; 4096],
+            "block {block}"
+        );
+    }
+    Ok(())
+}
