@@ -22,6 +22,8 @@ use super::{
 
 /// Raw bytes at the front of a queue that never go to disk.
 pub(crate) const SPILL_HEAD: u64 = 8 << 20;
+/// Bytes per second that control sockets may use on the thinnest line.
+const SHARE_MIN: u64 = 64 << 10;
 /// Reads smaller than this are put off while the buffer is nearly full.
 const READ_MIN: u64 = 64 << 10;
 /// Most bytes that one question about a carrier grants.
@@ -321,7 +323,7 @@ impl Engine {
             return 0;
         };
         let answer = match class {
-            Class::Control => self.control_allowance(id, stream_id),
+            Class::Control => self.control_allowance(now, id, stream_id),
             Class::Bulk | Class::Unknown => self.bulk_allowance(now, id),
         };
         let limit = self.links.get(&id).map_or(CHUNK_MAX, Link::chunk_limit);
@@ -343,7 +345,7 @@ impl Engine {
                 if reason == Blocked::Pool {
                     self.pool_blocked.insert(id);
                 }
-                if reason == Blocked::Lag {
+                if matches!(reason, Blocked::Lag | Blocked::Share) {
                     self.arm(id, now.after(Duration::from_millis(20)));
                 }
                 0
@@ -585,7 +587,7 @@ impl Engine {
                     Some(Blocked::Memory) => link.counters.blocked_memory_ms += spent,
                     Some(Blocked::Pool) => link.counters.blocked_pool_ms += spent,
                     Some(Blocked::Lag) => link.counters.blocked_lag_ms += spent,
-                    None => {}
+                    Some(Blocked::Share) | None => {}
                 }
             }
             self.out.push_back(Output::WantRead(local));
@@ -599,16 +601,27 @@ impl Engine {
         }
     }
 
-    fn control_allowance(&self, id: LinkId, stream: u32) -> Result<u64, Blocked> {
-        let held = self
-            .links
-            .get(&id)
-            .and_then(|link| link.streams.get(&stream))
+    /// Control is never held back by bulk. On a limited line it may use a quarter of the rate: far
+    /// more than DRBD needs, and a bound for what is not DRBD.
+    fn control_allowance(&mut self, now: Instant, id: LinkId, stream: u32) -> Result<u64, Blocked> {
+        let daemon = self.bucket.rate();
+        let Some(link) = self.links.get_mut(&id) else {
+            return Err(Blocked::Memory);
+        };
+        let held = link
+            .streams
+            .get(&stream)
             .map_or(u64::MAX, |stream| stream.tx.backlog_bytes());
-        if held < CONTROL_LIMIT {
-            Ok(READ_MIN)
-        } else {
-            Err(Blocked::Memory)
+        if held >= CONTROL_LIMIT {
+            return Err(Blocked::Memory);
+        }
+        let limits = [daemon, link.bucket.rate()].into_iter();
+        let rate = limits.filter(|rate| *rate > 0).min();
+        let share = rate.map_or(0, |rate| (rate / 4).max(SHARE_MIN));
+        link.share.set_rate(now, share);
+        match link.share.available(now) {
+            0 => Err(Blocked::Share),
+            bytes => Ok(READ_MIN.min(bytes as u64)),
         }
     }
 
@@ -732,6 +745,7 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
             Some(Blocked::Memory) => "memory",
             Some(Blocked::Pool) => "pool",
             Some(Blocked::Lag) => "lag",
+            Some(Blocked::Share) => "share",
             None => "",
         }
         .into(),

@@ -101,6 +101,9 @@ impl Engine {
             && stream.tx.eof.is_none()
         {
             link.counters.raw_in_bytes += data.len() as u64;
+            if stream.class == Class::Control {
+                link.share.charge(data.len());
+            }
             link.smooth.charge(data.len());
             stream.tx.push(now, data, limit);
         }

@@ -100,6 +100,8 @@ pub(crate) enum Blocked {
     Pool,
     /// `max-lag`.
     Lag,
+    /// A control socket's share of a limited rate.
+    Share,
 }
 
 /// One DRBD socket and its way to the other end.
@@ -148,6 +150,8 @@ pub(crate) struct Link {
     pub(crate) last_peer_stream: u32,
     pub(crate) bucket: Bucket,
     pub(crate) smooth: Bucket,
+    /// What control sockets may use of a limited rate.
+    pub(crate) share: Bucket,
     pub(crate) adaptive: Adaptive,
     pub(crate) running_jobs: usize,
     /// Since the last measurement: coded chunks waited for a carrier; a carrier waited for a codec.
@@ -181,6 +185,7 @@ impl Link {
         Link {
             bucket: Bucket::new(0),
             smooth: Bucket::new(0),
+            share: Bucket::new(0),
             config,
             phase: Phase::Down,
             session: None,

@@ -963,7 +963,9 @@ impl Engine {
             by(next);
         }
         for stream in link.streams.values() {
-            if let Some((Some(super::link::Blocked::Lag), _)) = stream.paused {
+            if let Some((Some(super::link::Blocked::Lag | super::link::Blocked::Share), _)) =
+                stream.paused
+            {
                 by(now.after(Duration::from_millis(20)));
             }
         }

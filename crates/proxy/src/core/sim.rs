@@ -882,6 +882,25 @@ fn random_worlds_deliver_every_byte_once_and_in_order() {
 }
 
 #[test]
+fn a_flood_on_a_control_socket_gets_its_share_and_no_more() {
+    let mut world = up(9, &DaemonOptions::default());
+    world.options(|options| {
+        options.set("bwlimit", "400000").unwrap();
+    });
+    let data = noise_and_text(&mut Rng::new(4), 2_000_000);
+    world.drbd_opens(0, DATA_FIRST, 0, &data);
+    world.drbd_opens(0, META_FIRST, 0, &data);
+    let got = |w: &World, first| w.received(1, first).map_or(0, |socket| socket.got.len());
+    world.run(10_000, |_| false);
+    // A quarter of the rate and the burst at the start.
+    let control = got(&world, META_FIRST);
+    assert!((800_000..1_200_000).contains(&control), "{control}");
+    assert!(got(&world, DATA_FIRST) > 1_000_000);
+    let done = world.run(30_000, |w| got(w, META_FIRST) == data.len());
+    world.check(done, "control stands still");
+}
+
+#[test]
 fn a_hand_over_in_mid_stream_resets_nothing() {
     for seed in 200..220 {
         let mut world = up(seed, &DaemonOptions::default());

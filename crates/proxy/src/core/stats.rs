@@ -79,7 +79,7 @@ pub(crate) struct LinkSnapshot {
     pub(crate) ratio: f64,
     pub(crate) rtt_us: u64,
     pub(crate) rate_limit: u64,
-    /// memory, pool, lag or empty.
+    /// memory, pool, lag, share or empty.
     pub(crate) blocked_by: String,
     pub(crate) last_error: String,
     pub(crate) streams: Vec<StreamSnapshot>,
