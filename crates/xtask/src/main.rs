@@ -176,10 +176,11 @@ const SIM_RUNS: &[&[&str]] = &[
         "run", "--nodes", "2", "--faults", KILLS, "--seeds", "1..301",
     ],
     &[
-        "run", "--nodes", "3", "--faults", KILLS, "--seeds", "1..400",
+        "run", "--nodes", "3", "--faults", KILLS, "--seeds", "48..127",
     ],
-    &["run", "--nodes", "3", "--seeds", "1..73"],
-    &["run", "--nodes", "3", "--seeds", "130..248"],
+    &[
+        "run", "--nodes", "3", "--faults", KILLS, "--seeds", "204..254",
+    ],
 ];
 
 /// Processes die, links are cut, stall and reset.
