@@ -10,6 +10,7 @@ pub mod cuts;
 pub mod disk;
 pub mod drive;
 pub mod faults;
+mod front;
 pub mod history;
 mod io;
 pub mod marks;

@@ -5,15 +5,14 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{
-    BufId, CommandId, DiskInfo, Input, Output, Payload, Request, RequestError, RequestId,
-    RequestKind, Stream,
+    BufId, CommandId, DiskInfo, Input, Output, Payload, RequestKind, Stream,
 };
 use lockstep_core::options::Protocol;
 use lockstep_core::report::{Event, Level, Snapshot};
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::state::Role;
 use lockstep_core::time::Instant;
-use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::buffers::Buffers;
 use crate::disk::{BLOCK, Disk, Lose, Toll, Trouble, Where};
@@ -129,7 +128,7 @@ pub struct Asked {
     pub value: u64,
     /// When.
     pub start: u64,
-    payload: Option<Payload>,
+    pub(crate) payload: Option<Payload>,
 }
 
 /// A command under way.
@@ -609,7 +608,7 @@ impl World {
         sometimes!(self.marks, cut && toll.lucky, "power-cut-loses-nothing");
     }
 
-    fn abandon(&mut self, asked: &Asked, now: u64) {
+    pub(crate) fn abandon(&mut self, asked: &Asked, now: u64) {
         if matches!(asked.kind, RequestKind::Read | RequestKind::Flush) {
             return;
         }
@@ -919,171 +918,6 @@ impl World {
         self.next_id
     }
 
-    // Front ends.
-
-    /// A request; its content is fresh versions.
-    pub fn request(
-        &mut self,
-        node: usize,
-        volume: u16,
-        kind: RequestKind,
-        block: u64,
-        count: u64,
-    ) -> u64 {
-        let request_id = self.next();
-        let value = self.next_value;
-        let start = self.now;
-        let mut payload = None;
-        let mut value_of_first = 0;
-        let mut taken = 0;
-        match kind {
-            RequestKind::Write { .. } => {
-                value_of_first = value;
-                taken = count;
-                let content = (value..value + count).collect();
-                payload = Some(self.new_buffer(node, content));
-            }
-            RequestKind::Read => {
-                payload = Some(self.new_buffer(node, vec![u64::MAX; count as usize]));
-            }
-            _ => {}
-        }
-        self.next_value += taken;
-        let asked = Asked {
-            volume,
-            kind,
-            block,
-            count,
-            value: value_of_first,
-            start,
-            payload,
-        };
-        if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
-            let weak = kind == RequestKind::Discard;
-            for i in 0..count {
-                self.history
-                    .write_starts(volume, block + i, asked.value_of(i), start, weak);
-            }
-        }
-        self.trace(node, || {
-            format!("== request {request_id}: {}", story::asked(&asked))
-        });
-        self.nodes[node].requests.insert(request_id, asked);
-        let len = if kind == RequestKind::Flush {
-            0
-        } else {
-            (count * BLOCK) as u32
-        };
-        self.input(
-            node,
-            Input::Request(Request {
-                id: RequestId(request_id),
-                volume: VolumeNr(volume),
-                kind,
-                sector: Sector(block * 8),
-                len,
-                payload,
-            }),
-        );
-        request_id
-    }
-
-    fn oldest_read(&self) -> u64 {
-        self.nodes
-            .iter()
-            .flat_map(|n| n.requests.values())
-            .map(|a| a.start)
-            .min()
-            .unwrap_or(self.now)
-    }
-
-    fn complete(&mut self, node: usize, id: RequestId, result: Result<(), RequestError>) {
-        let Some(asked) = self.nodes[node].requests.remove(&id.0) else {
-            self.fail(format!("{} completes request {} twice", name(node), id.0));
-            return;
-        };
-        let now = self.now;
-        self.trace(node, || {
-            let took = (now - asked.start) as f64 / 1e6;
-            let how = match &result {
-                Ok(()) => "is acknowledged".to_string(),
-                Err(error) => format!("fails ({error:?})"),
-            };
-            format!(
-                "request {} ({}) {how} after {took:.2} ms",
-                id.0,
-                story::asked(&asked)
-            )
-        });
-        let ok = result.is_ok();
-        sometimes!(self.marks, !ok, "request-failed");
-        if result == Err(RequestError::Io) {
-            self.check_error(node, &asked);
-        }
-        match asked.kind {
-            RequestKind::Read => {
-                if let (true, Some(payload)) = (ok, asked.payload) {
-                    let content = self.content(node, payload);
-                    for (i, value) in content.into_iter().enumerate() {
-                        let block = asked.block + i as u64;
-                        if self.spoiled.contains_key(&(asked.volume, block)) {
-                            continue;
-                        }
-                        let read = self
-                            .history
-                            .read(asked.volume, block, value, asked.start, now);
-                        if let Err(text) = read {
-                            self.fail(format!("{} reads what it must not: {text}", name(node)));
-                        }
-                    }
-                }
-            }
-            RequestKind::Flush => {
-                if ok {
-                    let oldest = self.oldest_read();
-                    self.history.flushed(asked.volume, asked.start, oldest);
-                }
-            }
-            RequestKind::Write { .. } | RequestKind::Discard | RequestKind::Zeroes { .. } => {
-                let hard = asked.kind == RequestKind::Write { fua: true };
-                if ok {
-                    self.acked += 1;
-                    for i in 0..asked.count {
-                        self.history.write_ends(
-                            asked.volume,
-                            asked.block + i,
-                            asked.value_of(i),
-                            asked.start,
-                            now,
-                            hard,
-                        );
-                    }
-                } else {
-                    self.abandon(&asked, now);
-                }
-            }
-        }
-        if let Some(payload) = asked.payload {
-            self.release(node, payload.buf);
-        }
-    }
-
-    /// A node whose own disk is good has no reason to fail a request.
-    fn check_error(&mut self, node: usize, asked: &Asked) {
-        let failed = self.nodes[node].disks[usize::from(asked.volume)].had_errors;
-        let volume = usize::from(asked.volume);
-        let view = self.view(node);
-        let is_whole =
-            view.is_some_and(|v| v.holders.get(volume).is_some_and(|h| h & 1 << node != 0));
-        if is_whole && !failed && self.config.weather == Weather::ByPlace {
-            let text = story::asked(asked);
-            self.fail(format!(
-                "{} fails a request although its disk is good: {text}",
-                name(node)
-            ));
-        }
-    }
-
     // Commands.
 
     /// Gives a node a command; its answer appears in `answers`.
@@ -1217,7 +1051,7 @@ impl World {
 }
 
 impl Asked {
-    fn value_of(&self, i: u64) -> u64 {
+    pub(crate) fn value_of(&self, i: u64) -> u64 {
         if self.value == 0 { 0 } else { self.value + i }
     }
 }

@@ -1,0 +1,179 @@
+//! Front ends of a world: requests come, are completed, and what they read is checked.
+
+use lockstep_core::event::{Input, Request, RequestError, RequestId, RequestKind};
+use lockstep_format::units::{Sector, VolumeNr};
+
+use crate::disk::BLOCK;
+use crate::sometimes;
+use crate::story;
+use crate::world::{Asked, Weather, World, name};
+
+impl World {
+    /// A request; its content is fresh versions.
+    pub fn request(
+        &mut self,
+        node: usize,
+        volume: u16,
+        kind: RequestKind,
+        block: u64,
+        count: u64,
+    ) -> u64 {
+        let request_id = self.next();
+        let value = self.next_value;
+        let start = self.now;
+        let mut payload = None;
+        let mut value_of_first = 0;
+        let mut taken = 0;
+        match kind {
+            RequestKind::Write { .. } => {
+                value_of_first = value;
+                taken = count;
+                let content = (value..value + count).collect();
+                payload = Some(self.new_buffer(node, content));
+            }
+            RequestKind::Read => {
+                payload = Some(self.new_buffer(node, vec![u64::MAX; count as usize]));
+            }
+            _ => {}
+        }
+        self.next_value += taken;
+        let asked = Asked {
+            volume,
+            kind,
+            block,
+            count,
+            value: value_of_first,
+            start,
+            payload,
+        };
+        if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
+            let weak = kind == RequestKind::Discard;
+            for i in 0..count {
+                self.history
+                    .write_starts(volume, block + i, asked.value_of(i), start, weak);
+            }
+        }
+        self.trace(node, || {
+            format!("== request {request_id}: {}", story::asked(&asked))
+        });
+        self.nodes[node].requests.insert(request_id, asked);
+        let len = if kind == RequestKind::Flush {
+            0
+        } else {
+            (count * BLOCK) as u32
+        };
+        self.input(
+            node,
+            Input::Request(Request {
+                id: RequestId(request_id),
+                volume: VolumeNr(volume),
+                kind,
+                sector: Sector(block * 8),
+                len,
+                payload,
+            }),
+        );
+        request_id
+    }
+
+    fn oldest_read(&self) -> u64 {
+        self.nodes
+            .iter()
+            .flat_map(|n| n.requests.values())
+            .map(|a| a.start)
+            .min()
+            .unwrap_or(self.now)
+    }
+
+    pub(crate) fn complete(
+        &mut self,
+        node: usize,
+        id: RequestId,
+        result: Result<(), RequestError>,
+    ) {
+        let Some(asked) = self.nodes[node].requests.remove(&id.0) else {
+            self.fail(format!("{} completes request {} twice", name(node), id.0));
+            return;
+        };
+        let now = self.now;
+        self.trace(node, || {
+            let took = (now - asked.start) as f64 / 1e6;
+            let how = match &result {
+                Ok(()) => "is acknowledged".to_string(),
+                Err(error) => format!("fails ({error:?})"),
+            };
+            format!(
+                "request {} ({}) {how} after {took:.2} ms",
+                id.0,
+                story::asked(&asked)
+            )
+        });
+        let ok = result.is_ok();
+        sometimes!(self.marks, !ok, "request-failed");
+        if result == Err(RequestError::Io) {
+            self.check_error(node, &asked);
+        }
+        match asked.kind {
+            RequestKind::Read => {
+                if let (true, Some(payload)) = (ok, asked.payload) {
+                    let content = self.content(node, payload);
+                    for (i, value) in content.into_iter().enumerate() {
+                        let block = asked.block + i as u64;
+                        if self.spoiled.contains_key(&(asked.volume, block)) {
+                            continue;
+                        }
+                        let read = self
+                            .history
+                            .read(asked.volume, block, value, asked.start, now);
+                        if let Err(text) = read {
+                            self.fail(format!("{} reads what it must not: {text}", name(node)));
+                        }
+                    }
+                }
+            }
+            RequestKind::Flush => {
+                if ok {
+                    let oldest = self.oldest_read();
+                    self.history.flushed(asked.volume, asked.start, oldest);
+                }
+            }
+            RequestKind::Write { .. } | RequestKind::Discard | RequestKind::Zeroes { .. } => {
+                let hard = asked.kind == RequestKind::Write { fua: true };
+                if ok {
+                    self.acked += 1;
+                    for i in 0..asked.count {
+                        self.history.write_ends(
+                            asked.volume,
+                            asked.block + i,
+                            asked.value_of(i),
+                            asked.start,
+                            now,
+                            hard,
+                        );
+                    }
+                } else {
+                    self.abandon(&asked, now);
+                }
+            }
+        }
+        if let Some(payload) = asked.payload {
+            self.release(node, payload.buf);
+        }
+    }
+
+    /// A node whose own disk is good has no reason to fail a request.
+    fn check_error(&mut self, node: usize, asked: &Asked) {
+        let failed = self.nodes[node].disks[usize::from(asked.volume)].had_errors;
+        let volume = usize::from(asked.volume);
+        let view = self.view(node);
+        let is_whole =
+            view.is_some_and(|v| v.holders.get(volume).is_some_and(|h| h & 1 << node != 0));
+        if is_whole && !failed && self.config.weather == Weather::ByPlace {
+            let text = story::asked(asked);
+            self.fail(format!(
+                "{} fails a request although its disk is good: {text}",
+                name(node)
+            ));
+        }
+    }
+}
