@@ -91,6 +91,8 @@ pub struct Link {
     pub dry_run: bool,
     /// The peer announced `--discard-my-data`.
     pub peer_discards: bool,
+    /// Role that the volumes' packets of a handshake without two-phase commit told.
+    pub sent_role: Option<Role>,
 }
 
 /// Steps of the handshake (wire.md, 5.1).
@@ -149,8 +151,7 @@ impl Connection {
 
     /// The link speaks a dialect of 8.x (protocol below 110).
     pub fn is_legacy(&self) -> bool {
-        let protocol = self.protocol();
-        protocol != 0 && protocol < 110
+        crate::legacy::is_legacy(self.protocol())
     }
 
     /// The time-out of one ping.
@@ -164,6 +165,7 @@ impl Resource {
     pub(crate) fn link_up(&mut self, peer: NodeId, link: LinkId, resolve_conflicts: bool) {
         let now = self.now;
         let node_id = self.node_id;
+        let (protocol_min, protocol_max) = (self.protocol_min(peer), self.options.protocol_max);
         let usable = self.state.conn(peer) == ConnState::Connecting;
         let Some(conn) = self.connections.get_mut(&peer) else {
             self.output(Output::CloseLink {
@@ -194,13 +196,14 @@ impl Resource {
             ping_outstanding: false,
             dry_run: false,
             peer_discards: false,
+            sent_role: None,
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);
         self.restart_ping_timer(peer);
         let features = ConnectionFeatures {
-            protocol_min: wire::PROTOCOL_MIN_9,
-            protocol_max: wire::PROTOCOL_MAX,
+            protocol_min: protocol_min.min(protocol_max),
+            protocol_max,
             features: FEATURES,
             sender_node_id: node_id,
             receiver_node_id: peer,
@@ -323,23 +326,32 @@ impl Resource {
     }
 
     fn features_received(&mut self, peer: NodeId, theirs: ConnectionFeatures) {
-        let own_min = wire::PROTOCOL_MIN_9;
-        let own_max = wire::PROTOCOL_MAX;
+        let own_min = self.protocol_min(peer);
+        let own_max = self.options.protocol_max;
         let peer_max = if theirs.protocol_max == 0 {
             theirs.protocol_min
         } else {
             theirs.protocol_max
         };
-        if peer_max < wire::PROTOCOL_MIN_9 || own_max < theirs.protocol_min || own_min > peer_max {
+        let never_spoken = wire::PROTOCOL_MAX_84 + 1..wire::PROTOCOL_MIN_9;
+        if never_spoken.contains(&peer_max) || own_max < theirs.protocol_min || own_min > peer_max {
             let text = format!(
                 "incompatible dialects: this node speaks protocol {own_min} to {own_max}, the peer \
-                 {} to {peer_max}",
-                theirs.protocol_min
+                 {} to {peer_max}{}",
+                theirs.protocol_min,
+                if self.has_other_connections(peer) {
+                    "; a peer of 8.4 needs a resource with no other connection"
+                } else {
+                    ""
+                }
             );
             self.go_standalone(peer, text);
             return;
         }
-        if theirs.sender_node_id != peer || theirs.receiver_node_id != self.node_id {
+        let protocol = own_max.min(peer_max);
+        let legacy = crate::legacy::is_legacy(protocol);
+        let named = theirs.sender_node_id == peer && theirs.receiver_node_id == self.node_id;
+        if !legacy && !named {
             let text = format!(
                 "the peer says it is node {} and expects node {}; configured here are node {peer} \
                  and node {}",
@@ -349,8 +361,10 @@ impl Resource {
             self.drop_connection(peer, ConnState::NetworkFailure);
             return;
         }
-        let features = FEATURES & theirs.features;
-        let protocol = own_max.min(peer_max);
+        let mut features = FEATURES & theirs.features;
+        if legacy {
+            features &= crate::legacy::FEATURES;
+        }
         if protocol == 121 && features.contains(Features::RESYNC_DAGTAG) {
             let text = "protocol 121 with dagtag requests merges resync acks; update the peer";
             self.go_standalone(peer, text.into());
@@ -381,7 +395,7 @@ impl Resource {
         for chunk in own.chunks_exact_mut(8) {
             chunk.copy_from_slice(&self.rng.next_u64().to_be_bytes());
         }
-        let nodes = Some((self.node_id, peer));
+        let nodes = (!legacy).then_some((self.node_id, peer));
         if let Some(link) = self
             .connections
             .get_mut(&peer)
@@ -396,6 +410,15 @@ impl Resource {
             VolumeNr::NONE,
             Packet::AuthChallenge(own),
         );
+    }
+
+    /// Oldest protocol version for this peer: 8.4 knows two nodes only.
+    fn protocol_min(&self, peer: NodeId) -> u32 {
+        if self.has_other_connections(peer) {
+            wire::PROTOCOL_MIN_9
+        } else {
+            crate::legacy::PROTOCOL_MIN
+        }
     }
 
     fn authenticator(&self, peer: NodeId) -> Option<&Authenticator> {
@@ -466,7 +489,10 @@ impl Resource {
         let patience = conn.ping_timeout().times(10);
         self.set_phase(peer, Phase::Ready);
         let now = self.now;
-        if self.node_id < peer {
+        if self.is_legacy(peer) {
+            self.timers.set(Timer::Handshake(peer), now + patience);
+            self.legacy_handshake(peer);
+        } else if self.node_id < peer {
             self.timers.set(Timer::ConnectTwopc(peer), now);
             self.timers.clear(Timer::Handshake(peer));
         } else {

@@ -155,6 +155,8 @@ pub enum AfterMeta {
     ResyncEnd(NodeId),
     /// Full sync with this peer is marked on disk; the bits may follow.
     FullSync(NodeId),
+    /// The UUID of a resync towards this 8.4 peer is durable; the peer may know it.
+    SyncUuid(NodeId),
 }
 
 /// A volume towards a peer.
@@ -208,6 +210,8 @@ pub struct PeerDevice {
     pub reconcile: Reconcile,
     /// The peer ended its resync while this node's was not yet started.
     pub finished_early: Option<lockstep_format::wire::DiskState>,
+    /// UUID of a resync from an 8.4 source that came before this node was ready for it.
+    pub early_sync_uuid: Option<Uuid>,
     /// The data path's part.
     pub io: PeerIo,
 }
@@ -298,6 +302,7 @@ impl PeerDevice {
             provisional: None,
             reconcile: Reconcile::No,
             finished_early: None,
+            early_sync_uuid: None,
             io: PeerIo::default(),
         }
     }

@@ -27,6 +27,7 @@ use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
 use crate::twopc::WishKind;
+use crate::uuids::PeerUuids;
 use crate::validity::Refusal;
 
 /// Largest request that this node takes, in bytes.
@@ -49,6 +50,10 @@ impl Resource {
 
     /// The lower node id starts the connect two-phase commit, again and again if need be.
     pub(crate) fn start_connect_twopc(&mut self, peer: NodeId) {
+        if self.is_legacy(peer) {
+            self.legacy_handshake(peer);
+            return;
+        }
         let ready = self.state.conn(peer) == ConnState::Connecting
             && self
                 .connections
@@ -69,6 +74,7 @@ impl Resource {
     /// Nothing is under way here that the handshake's packets could miss.
     pub(crate) fn may_connect_now(&self, peer: NodeId) -> bool {
         self.new_uuid.is_none()
+            && !self.new_uuid_wanted
             && self.steps.is_empty()
             && !self.unsettled_requests(peer)
             && self.connections.get(&peer).is_some_and(|c| !c.draining)
@@ -297,6 +303,12 @@ impl Resource {
             return;
         };
         let packet = set.to_packet110();
+        let set = if self.is_legacy(peer) {
+            // Compared is what both know.
+            PeerUuids::from_packet84(&set.to_packet84(peer), peer)
+        } else {
+            set
+        };
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.sent_uuids = Some(set);
         }
@@ -474,6 +486,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.verdict = Some(verdict);
         }
+        self.legacy_connect(peer);
     }
 
     /// Compares the two UUID sets and fills the verdict in.
@@ -718,6 +731,15 @@ impl Resource {
                 .repl(*volume, peer, verdict.repl)
                 .peer_disk(*volume, peer, verdict.peer_disk)
                 .pause_peer(*volume, peer, verdict.susp_peer);
+            if self.is_legacy(peer) && verdict.repl == ReplState::Established {
+                // With two nodes nobody else can have newer data.
+                if verdict.peer_disk == DiskState::Consistent {
+                    change = change.peer_disk(*volume, peer, DiskState::UpToDate);
+                }
+                if self.state.disk(*volume) == DiskState::Consistent {
+                    change = change.disk(*volume, DiskState::UpToDate);
+                }
+            }
             if let Some(disk) = verdict.own_disk {
                 change = change.disk(*volume, disk);
             }
@@ -852,6 +874,10 @@ impl Resource {
                 .is_some_and(|u| u.flags.contains(UuidFlags::INCONSISTENT));
             peer_disk = DiskState::Negotiating;
             if own >= DiskState::Inconsistent && mine.repl == ReplState::Established {
+                if self.is_legacy(peer) {
+                    // No two-phase commit has announced the attach.
+                    self.send_uuids(peer, volume, UuidFlags::empty());
+                }
                 self.attach_handshake(peer, volume, theirs, inconsistent);
                 return;
             }
@@ -866,7 +892,8 @@ impl Resource {
             .devices
             .get(&volume)
             .and_then(|d| d.peers.get(&peer))
-            .is_some_and(|pd| pd.peer_was_target);
+            .is_some_and(|pd| pd.peer_was_target)
+            || (self.is_legacy(peer) && mine.repl.is_sync_source());
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.peer_was_target = theirs.repl.is_sync_target();
         }
@@ -1062,6 +1089,11 @@ impl Resource {
         let comparable = theirs.disk >= DiskState::Negotiating
             && theirs.disk != DiskState::DUnknown
             && has_uuids;
+        let has_disk = theirs.disk >= DiskState::Inconsistent && theirs.disk != DiskState::DUnknown;
+        if own == DiskState::Negotiating && has_disk && !has_uuids && self.is_legacy(peer) {
+            // Its UUIDs answer this node's, and a state comes with them.
+            return;
+        }
         if own == DiskState::Negotiating {
             let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
             let has_disk =

@@ -26,6 +26,7 @@ pub mod exposed;
 pub mod generation;
 pub mod handshake;
 pub mod interval;
+mod legacy;
 pub mod look_again;
 pub mod objects;
 pub mod options;

@@ -303,6 +303,8 @@ pub struct ResourceOptions {
     pub peer_ack_window_sectors: u32,
     /// `peer-ack-delay` in milliseconds, default 100.
     pub peer_ack_delay_ms: u32,
+    /// Newest protocol version that is offered, default 124; lower ones are for tests.
+    pub protocol_max: u32,
     /// Handlers that the configuration names (`fence-peer`, `split-brain`, …); others count as
     /// succeeded at once.
     pub handlers: Vec<String>,
@@ -322,6 +324,7 @@ impl Default for ResourceOptions {
             nr_requests: 8000,
             peer_ack_window_sectors: 4096,
             peer_ack_delay_ms: 100,
+            protocol_max: lockstep_format::wire::PROTOCOL_MAX,
             handlers: Vec::new(),
         }
     }

@@ -283,6 +283,15 @@ impl Resource {
             }
             return;
         };
+        let packet = if self.is_legacy(peer) {
+            let packet = crate::legacy::incoming(packet, self.node_id);
+            match self.legacy_packet(peer, volume, packet) {
+                Some(packet) => packet,
+                None => return,
+            }
+        } else {
+            packet
+        };
         let Some(packet) = self.twopc_packet(peer, volume, packet) else {
             return;
         };
@@ -338,6 +347,14 @@ impl Resource {
         payload: Option<Payload>,
         want_sent: Option<Tag>,
     ) {
+        let packet = if self.is_legacy(peer) {
+            match crate::legacy::outgoing(packet, peer) {
+                Some(packet) => packet,
+                None => return,
+            }
+        } else {
+            packet
+        };
         if let Some(link) = self.link(peer) {
             self.output(Output::Send {
                 peer,

@@ -31,8 +31,10 @@ impl Resource {
 
     /// Both bitmaps are one (called by the data path): the resync proper begins.
     pub(crate) fn bitmap_exchanged(&mut self, volume: VolumeNr, peer: NodeId) {
+        let legacy = self.is_legacy(peer);
         let repl = match self.state.peer_device(volume, peer).repl {
             ReplState::WfBitmapS => ReplState::SyncSource,
+            ReplState::WfBitmapT if legacy => ReplState::WfSyncUuid,
             ReplState::WfBitmapT => ReplState::SyncTarget,
             _ => return,
         };
@@ -42,6 +44,9 @@ impl Resource {
             change = change.peer_disk(volume, peer, DiskState::Inconsistent);
         }
         self.hard_change(change);
+        if legacy && repl == ReplState::SyncSource {
+            self.legacy_source_starts(volume, peer);
+        }
         let early = self
             .peer_device_mut(volume, peer)
             .and_then(|pd| pd.finished_early.take());
@@ -53,6 +58,15 @@ impl Resource {
     /// SyncTarget or PausedSyncT is entered: first the disk is known to be Inconsistent, then
     /// data may come.
     pub(crate) fn enter_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.is_legacy(peer) {
+            // Its UUID came with the start.
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.unstable_resync = false;
+                pd.resync_ready = false;
+            }
+            self.after_superblock(volume, AfterMeta::ResyncStart(peer));
+            return;
+        }
         let views = self.peer_views(volume);
         let dagtag = self.io.dagtag;
         let source = self.peer_uuids(volume, peer).cloned().unwrap_or_default();
@@ -130,6 +144,10 @@ impl Resource {
             );
             self.end_resync(volume, peer, None);
             self.seek_stable_source(volume);
+            return;
+        }
+        if self.is_legacy(peer) {
+            self.legacy_target_ends(volume, peer);
             return;
         }
         let Some(source) = self.peer_uuids(volume, peer).cloned() else {
@@ -275,6 +293,9 @@ impl Resource {
         let change = Change::new()
             .repl(volume, peer, ReplState::Established)
             .peer_disk(volume, peer, disk);
+        if self.is_legacy(peer) && disk == DiskState::UpToDate {
+            self.legacy_source_ends(volume, peer);
+        }
         self.hard_change(change);
         self.resync_over(volume, peer, false);
     }
@@ -342,6 +363,10 @@ impl Resource {
                 .flags
                 .remove(PeerFlags::FULL_SYNC);
             self.write_superblock(volume);
+        }
+        if self.is_legacy(peer) {
+            self.legacy_full_sync(volume, peer);
+            return;
         }
         let repl = match self.state.peer_device(volume, peer).repl {
             ReplState::StartingSyncS => ReplState::WfBitmapS,

@@ -334,13 +334,16 @@ impl Resource {
             {
                 next = DiskState::UpToDate;
             }
-            let diskless_primary = connections.get(peer).is_some_and(|c| {
-                c.peer_role == Role::Primary
-                    && old
-                        .connections
-                        .get(peer)
-                        .is_none_or(|o| o.peer_role == Role::Unknown)
-            }) && p.disk == DiskState::Diskless;
+            // An 8.4 Primary without a disk tells no generation; it is the one that decides.
+            let diskless_primary = !self.is_legacy(*peer)
+                && connections.get(peer).is_some_and(|c| {
+                    c.peer_role == Role::Primary
+                        && old
+                            .connections
+                            .get(peer)
+                            .is_none_or(|o| o.peer_role == Role::Unknown)
+                })
+                && p.disk == DiskState::Diskless;
             if diskless_primary && own >= DiskState::Negotiating && !is_target {
                 if self.same_current(volume, *peer) {
                     if own > DiskState::Inconsistent {

@@ -8,7 +8,9 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, Packet, PeerState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{
+    ConnState, DiskState, Features, Packet, PeerState, ReplState, Role, UuidFlags,
+};
 
 pub use crate::change::Change;
 use crate::device::Reconcile;
@@ -236,6 +238,7 @@ impl Resource {
                         pd.sent_handshake = false;
                         pd.negotiation = None;
                         pd.finished_early = None;
+                        pd.early_sync_uuid = None;
                         pd.resync_again = 0;
                         pd.sizes = None;
                         pd.last_state = None;
@@ -591,7 +594,12 @@ impl Resource {
         conn.draining = false;
         // A request is completed only after the generation that leaves the dead peer out is on
         // disk; `settle_new_uuid` writes it before held completions go.
+        let unknown = self.unsettled_towards(peer);
         self.lose_requests(peer);
+        if unknown && self.last_was_kernel(peer) {
+            // It cannot tell by marks alone that it misses something: the generation has to.
+            self.want_new_uuid_now();
+        }
         self.run_handler("disconnected", None, Some(peer));
         self.connection_cleaned(peer);
     }
@@ -663,10 +671,12 @@ impl Resource {
             if before.disk < DiskState::Negotiating && p.disk == DiskState::Negotiating {
                 self.answer_attaching_peer(volume, *peer);
             }
+            self.legacy_disk_lost(volume, *peer, before.disk, p.disk);
             if before.repl == p.repl {
                 continue;
             }
             match p.repl {
+                ReplState::WfSyncUuid => self.legacy_target_waits(volume, *peer),
                 ReplState::WfBitmapS => {
                     self.prepare_resync_source(volume, *peer);
                 }
@@ -730,9 +740,10 @@ impl Resource {
                 if let Some(flags) = uuids {
                     self.send_uuids(*peer, *volume, flags);
                 }
-                if wants_state(&was, p, before.disk, after.disk)
-                    || before.have_quorum != after.have_quorum
-                {
+                let silent = self.is_legacy(*peer) && crate::legacy::is_silent(was.repl, p.repl);
+                let tells = wants_state(&was, p, before.disk, after.disk)
+                    || before.have_quorum != after.have_quorum;
+                if tells && !silent {
                     self.send_state(*peer, *volume, new);
                 }
             }
@@ -849,6 +860,12 @@ impl Resource {
             .iter()
             .filter(|peer| !self.is_lockstep(*peer))
             .collect()
+    }
+
+    /// The last link led to a node that is no Lockstep node.
+    fn last_was_kernel(&self, peer: NodeId) -> bool {
+        let last = self.connections.get(&peer).and_then(|c| c.last_dialect);
+        last.is_some_and(|d| d.protocol != 0 && !d.features.contains(Features::LOCKSTEP))
     }
 
     /// The other end of the present link is a Lockstep node.

@@ -36,6 +36,8 @@ pub struct Twopc {
     retry: Option<(Wish, u32)>,
     /// A PREPARE that waits for the running transaction to end.
     pub(crate) postponed: Option<(NodeId, VolumeNr, TwopcPrepare, Instant)>,
+    /// Requests of the running change that an 8.4 peer was not asked yet.
+    pub(crate) legacy: VecDeque<(VolumeNr, StateChange)>,
 }
 
 /// What this node wants the cluster to agree on.
@@ -215,6 +217,18 @@ impl Resource {
             self.next_wish();
             return;
         };
+        if let WishKind::Resync { peer, repl, .. } = &wish.kind
+            && matches!(repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
+            && self.is_legacy(*peer)
+        {
+            let refusal = Refusal {
+                code: ErrorCode::NOT_SUPPORTED,
+                text: "an 8.4 peer can only invalidate everything: use --reset-bitmap=yes".into(),
+            };
+            self.end_wish(&wish, Err(refusal));
+            self.next_wish();
+            return;
+        }
         // A local check before anybody is asked.
         let is_connect = matches!(wish.kind, WishKind::Connect(_));
         if !is_connect {
@@ -281,11 +295,21 @@ impl Resource {
             change,
         };
         let handshake = transaction.handshake;
+        let kind = transaction.wish.as_ref().map(|w| w.kind.clone());
         self.twopc.current = Some(transaction);
         let patience = Duration::from_tenths(u64::from(self.options.twopc_timeout_tenths));
         let at = self.now + patience;
         self.timers.set(Timer::Twopc, at);
         for peer in asked.iter() {
+            if self.is_legacy(peer) {
+                let asks = kind
+                    .as_ref()
+                    .is_some_and(|kind| self.legacy_ask(peer, kind, change));
+                if let Some(t) = self.twopc.current.as_mut().filter(|_| !asks) {
+                    t.waiting.remove(peer);
+                }
+                continue;
+            }
             self.send(peer, Stream::Data, volume, Packet::TwopcPrepare(packet));
             self.ping(peer);
         }

@@ -507,5 +507,6 @@ impl Resource {
             .current
             .as_ref()
             .is_some_and(|t| t.handshake.is_some())
+            || self.in_legacy_handshake()
     }
 }

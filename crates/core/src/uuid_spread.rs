@@ -175,7 +175,7 @@ impl Resource {
             let state = self.state.devices.get(&volume);
             let usable = state.is_some_and(|s| s.have_quorum && s.data_accessible());
             let up_to_date = self.state.disk(volume) == DiskState::UpToDate;
-            if !usable || role != Role::Primary {
+            if !usable || role != Role::Primary || self.legacy_follows(volume) {
                 // Without quorum or data there is nothing to label; the loss will be noticed
                 // again when they return.
                 if let Some(device) = self.devices.get_mut(&volume) {
@@ -895,10 +895,13 @@ impl Resource {
     fn expose_from(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) {
         let p = self.state.peer_device(volume, peer);
         let secondary = self.state.role == Role::Secondary;
+        // An 8.4 node with a disk labels the data of a Primary without one.
+        let legacy = self.is_legacy(peer);
         if let Some(device) = self.devices.get_mut(&volume) {
             let follows = p.repl >= ReplState::Established && p.disk == DiskState::UpToDate;
             if follows
                 && (secondary
+                    || legacy
                     || device.exposed_uuid.is_zero()
                     || set.flags.contains(UuidFlags::NEW_DATAGEN))
             {
@@ -1260,6 +1263,7 @@ impl Resource {
             AfterMeta::ResyncStart(peer) => self.resync_target_ready(volume, peer),
             AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
             AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),
+            AfterMeta::SyncUuid(peer) => self.sync_uuid_durable(volume, peer),
         }
     }
 

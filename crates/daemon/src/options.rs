@@ -217,6 +217,7 @@ pub fn resource(
         peer_ack_window_sectors: t.peer_ack_window_sectors,
         peer_ack_delay_ms: t.peer_ack_delay_ms,
         handlers: handlers.to_vec(),
+        ..core::ResourceOptions::default()
     })
 }
 

@@ -58,6 +58,9 @@ struct RunArgs {
     /// Number of nodes instead of what the seed says.
     #[arg(long)]
     nodes: Option<usize>,
+    /// Newest protocol version that the nodes offer; 101 is the dialect of 8.4.
+    #[arg(long)]
+    protocol_max: Option<u32>,
     /// Only these faults, separated by commas.
     #[arg(long)]
     faults: Option<String>,
@@ -369,6 +372,7 @@ fn run_first_design(args: &RunArgs) -> anyhow::Result<ExitCode> {
         None => None,
     };
     let limits = Limits {
+        protocol_max: args.protocol_max,
         nodes: args.nodes,
         faults,
         max_faults: args.max_faults,

@@ -18,6 +18,8 @@ use crate::world::{Config, MS, SECOND, Weather, World, name};
 /// What the command line fixes; the rest follows from the seed.
 #[derive(Clone, Debug, Default)]
 pub struct Limits {
+    /// Newest protocol version that the nodes offer instead of the newest that there is.
+    pub protocol_max: Option<u32>,
     /// Number of nodes.
     pub nodes: Option<usize>,
     /// Only these faults.
@@ -132,6 +134,9 @@ fn draw(
         settings.net.connect_int_s = 3;
     }
     settings.connect_first = rng.permille(300);
+    if let Some(newest) = limits.protocol_max {
+        settings.resource.protocol_max = newest;
+    }
     settings.net.max_epoch_size = rng.pick(&[20, 2048]);
     settings.net.use_rle = rng.permille(700);
     let mut faults = Vec::new();

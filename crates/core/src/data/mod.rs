@@ -378,6 +378,15 @@ impl Resource {
             Packet::RsDataRequest(r) => {
                 self.source_request(peer, volume, r, (NodeId(0), Dagtag(0)), None);
             }
+            Packet::CsumRsRequest(r) => {
+                let request = lockstep_format::wire::packet::BlockRequest {
+                    sector: r.sector,
+                    block_id: r.block_id,
+                    size_bytes: r.size_bytes,
+                };
+                let after = (NodeId(0), Dagtag(0));
+                self.source_request(peer, volume, request, after, Some(r.digest));
+            }
             Packet::RsDagtagReq(r) => {
                 let request = lockstep_format::wire::packet::BlockRequest {
                     sector: r.sector,
@@ -517,6 +526,15 @@ impl Resource {
                         && !req.unsettled.contains(peer)
                         && !req.accounted.contains(peer)
                 })
+    }
+
+    /// Writes that this peer did not say to have on stable storage.
+    pub(crate) fn unsettled_towards(&self, peer: NodeId) -> bool {
+        self.io
+            .log
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key))
+            .any(|req| req.unsettled.contains(peer))
     }
 
     /// Writes of this volume are on their way to the local disk.

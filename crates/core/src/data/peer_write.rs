@@ -448,7 +448,9 @@ impl Resource {
             epoch.active -= 1;
         }
         self.finish_epochs(peer);
-        if self.disk_io(volume).is_some_and(|io| io.al.is_starving()) {
+        if self.is_legacy(peer) {
+            self.settle_without_ack(peer);
+        } else if self.disk_io(volume).is_some_and(|io| io.al.is_starving()) {
             self.confirm_early(volume, peer);
         }
     }
@@ -613,6 +615,9 @@ impl Resource {
     /// The activity log is full of this peer's open epoch: what is written of it is made durable
     /// early, so that the sender can settle it (`P_CONFIRM_STABLE`).
     pub(crate) fn confirm_early(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.is_legacy(peer) {
+            return;
+        }
         let Some(conn) = self.connections.get(&peer) else {
             return;
         };
@@ -697,6 +702,26 @@ impl Resource {
             };
             conn.io.first_write += 1;
             self.settle_peer_write(peer, &write, mask);
+        }
+    }
+
+    /// An 8.4 peer sends no peer acks: what is written is settled, both nodes have it.
+    fn settle_without_ack(&mut self, peer: NodeId) {
+        let both = NodeMask::of(peer).with(self.node_id);
+        loop {
+            let Some(conn) = self.connections.get_mut(&peer) else {
+                return;
+            };
+            let ended = conn
+                .io
+                .writes
+                .front()
+                .is_some_and(|w| matches!(w.stage, Stage::Done | Stage::Failed));
+            let Some(write) = conn.io.writes.pop_front_if(|_| ended) else {
+                return;
+            };
+            conn.io.first_write += 1;
+            self.settle_peer_write(peer, &write, both);
         }
     }
 

@@ -306,6 +306,11 @@ impl Resource {
         if self.io.epoch_writes >= longest {
             self.close_epoch();
         }
+        let trims = matches!(kind, RequestKind::Discard | RequestKind::Zeroes { .. });
+        if trims && self.legacy_peer().is_some() {
+            // 8.4 orders nothing within an epoch that a discard is in (wire.md, 6.2).
+            self.close_epoch();
+        }
         // Protocol A waits for nothing but the local disk, a diskless node not even for that.
         self.try_complete(key);
     }

@@ -129,6 +129,7 @@ pub(crate) fn read(path: &Path) -> Vec<Item> {
     items
 }
 
+const TOOL_MS: u64 = 100;
 const DAY_NS: u64 = 86_400 * 1_000_000_000;
 
 fn take(
@@ -317,7 +318,8 @@ fn commands(text: &str, day: u64, items: &mut Vec<Item>) {
         let ms = ((next() * 60 + next()) * 60 + next()) * 1000 + next();
         for text in text.split(';') {
             items.push(Item {
-                time_ns: day + ms * 1_000_000,
+                // A tool needs a while on an emulated processor until the kernel is asked.
+                time_ns: day + (ms + TOOL_MS) * 1_000_000,
                 what: What::Command {
                     node: NodeId(number - 1),
                     text: text.trim().to_owned(),

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, VecDeque};
 use lockstep_core::command::Command;
 use lockstep_core::event::{RequestKind, Stream};
 use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
-use lockstep_core::report::Snapshot;
 use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
 use lockstep_format::wire::packet::{
     BarrierAck, BlockId, CompressedBitmap, Data, PeerAck, RunKind, Trim,
@@ -29,6 +28,12 @@ pub(crate) struct Setup {
     pub(crate) options: ResourceOptions,
 }
 
+impl Setup {
+    fn is_legacy(&self) -> bool {
+        self.options.protocol_max <= wire::PROTOCOL_MAX_84
+    }
+}
+
 /// A replay under way.
 pub(crate) struct Replay<'a> {
     node: StandIn,
@@ -43,12 +48,16 @@ pub(crate) struct Replay<'a> {
     image: BTreeMap<u64, Vec<u8>>,
     /// Resync requests of the core that wait for the capture's replies to come as far.
     requests: VecDeque<Sent>,
+    /// Requests that were answered and not acked yet.
+    served: Vec<(Sector, u32)>,
     credit: u64,
     epochs: BTreeMap<NodeId, Epochs>,
     /// Last peer ack of the kernel and of the core.
     peer_acks: [Option<PeerAck>; 2],
     /// What the kernel announced last, by kind of packet: it likes to repeat itself.
     announced: BTreeMap<(NodeId, u16), Packet>,
+    /// Packets that the core did not send yet, and until when it may.
+    late: Vec<(Seen, u64)>,
     differences: Vec<String>,
 }
 
@@ -62,6 +71,8 @@ struct Epochs {
     closed: VecDeque<(u32, u32, Vec<u64>)>,
 }
 
+/// How long a packet may be missing until others were fed.
+const LATE_NS: u64 = 1_000_000_000;
 /// How long the core may take longer than the kernel did.
 const PATIENCE_NS: u64 = 400_000_000;
 
@@ -91,10 +102,12 @@ impl<'a> Replay<'a> {
             tids: BTreeMap::new(),
             image: BTreeMap::new(),
             requests: VecDeque::new(),
+            served: Vec::new(),
             credit: 0,
             epochs: BTreeMap::new(),
             peer_acks: [None; 2],
             announced: BTreeMap::new(),
+            late: Vec::new(),
             differences: Vec::new(),
         };
         replay.images(items);
@@ -119,6 +132,7 @@ impl<'a> Replay<'a> {
                 _ => {}
             }
             replay.serve();
+            replay.find_late(now);
         }
         replay.leftovers("the end");
         replay.differences
@@ -213,6 +227,15 @@ impl<'a> Replay<'a> {
                     from: None,
                     reset_bitmap: true,
                 });
+            }
+            ["drbdadm", "invalidate-remote", ..] => {
+                for peer in self.peers.clone() {
+                    self.node.command(Command::InvalidateRemote {
+                        peer,
+                        volume,
+                        reset_bitmap: true,
+                    });
+                }
             }
             ["drbdadm", "outdate", ..] => {
                 self.node.command(Command::Outdate { volume });
@@ -312,6 +335,7 @@ impl<'a> Replay<'a> {
     /// Sends of the core that the kernel did not send.
     fn leftovers(&mut self, at: &str) {
         self.serve();
+        self.find_late(u64::MAX);
         for sent in std::mem::take(&mut self.node.sent) {
             // A state more than the kernel tells is information, never a command.
             let asks = UuidFlags::NEW_DATAGEN
@@ -321,6 +345,7 @@ impl<'a> Replay<'a> {
             let told = match &sent.packet {
                 Packet::State(_) => true,
                 Packet::Uuids110(uuids) => !uuids.flags.intersects(asks),
+                Packet::Uuids(uuids) => !uuids.flags.intersects(asks),
                 _ => false,
             };
             if !is_free(&sent.packet) && !told {
@@ -342,7 +367,11 @@ impl<'a> Replay<'a> {
                     Packet::RsDataRequest(_) | Packet::RsDagtagReq(_) => {
                         self.requests.push_back(packet);
                     }
-                    Packet::RsWriteAck(_) if self.is_target() => {}
+                    Packet::RsWriteAck(ack)
+                        if self.served.contains(&(ack.sector, ack.size_bytes)) =>
+                    {
+                        self.served.retain(|s| *s != (ack.sector, ack.size_bytes));
+                    }
                     Packet::PeerAck(ack) => self.peer_acks[1] = Some(ack),
                     Packet::Barrier(barrier) => {
                         let epochs = self.epochs.entry(packet.to).or_default();
@@ -395,6 +424,7 @@ impl<'a> Replay<'a> {
                         None => payload.extend_from_slice(&[0; 512]),
                     }
                 }
+                self.served.push((sector, size));
                 let packet = Packet::RsDataReply(Data {
                     sector,
                     block_id,
@@ -428,18 +458,6 @@ impl<'a> Replay<'a> {
             any = true;
         }
         any
-    }
-
-    fn is_target(&self) -> bool {
-        let snapshot: Snapshot = self.node.snapshot();
-        snapshot.connections.iter().any(|c| {
-            c.peer_devices.iter().any(|p| {
-                matches!(
-                    p.repl_state,
-                    wire::ReplState::SyncTarget | wire::ReplState::PausedSyncT
-                )
-            })
-        })
     }
 
     /// A packet of a peer.
@@ -542,7 +560,12 @@ impl<'a> Replay<'a> {
                 return;
             }
             Packet::RsDataRequest(_) | Packet::RsDagtagReq(_) => return,
-            Packet::RsWriteAck(_) if self.is_target() || self.credit > 0 => return,
+            // At 8.4 such an ack may also be that of an application write.
+            Packet::RsWriteAck(ack)
+                if ack.block_id == BlockId::SYNCER || !self.setup.is_legacy() =>
+            {
+                return;
+            }
             Packet::Data(data) => {
                 let fua = data.flags.contains(DataFlags::FUA);
                 self.node.write(data.sector, seen.payload.clone(), fua);
@@ -585,6 +608,24 @@ impl<'a> Replay<'a> {
                 break;
             }
         }
+        self.late.push((seen.clone(), now + LATE_NS));
+    }
+
+    /// Looks again for what was missing: the order of the two directions is free.
+    fn find_late(&mut self, now: u64) {
+        for (seen, until) in std::mem::take(&mut self.late) {
+            if let Some(at) = self.find(&seen) {
+                let sent = self.node.sent.remove(at);
+                self.learn(&seen, &sent);
+            } else if now < until {
+                self.late.push((seen, until));
+            } else {
+                self.missing(&seen);
+            }
+        }
+    }
+
+    fn missing(&mut self, seen: &Seen) {
         let near = self
             .node
             .sent
@@ -615,8 +656,10 @@ impl<'a> Replay<'a> {
         let uuid = |captured: Uuid, own: Uuid| self.same_uuid(captured, own);
         match (&seen.packet, &sent.packet) {
             (Packet::ConnectionFeatures(a), Packet::ConnectionFeatures(b)) => {
-                // The dialects and features are each node's own affair.
-                (a.sender_node_id, a.receiver_node_id) == (b.sender_node_id, b.receiver_node_id)
+                // The dialects and features are each node's own affair; 8.4 has no node ids.
+                a.protocol_max <= wire::PROTOCOL_MAX_84
+                    || (a.sender_node_id, a.receiver_node_id)
+                        == (b.sender_node_id, b.receiver_node_id)
             }
             (Packet::AuthChallenge(_), Packet::AuthChallenge(_)) => true,
             (Packet::Uuids110(a), Packet::Uuids110(b)) => {
@@ -633,14 +676,20 @@ impl<'a> Replay<'a> {
                     && ancestors(&a.history).all(|x| ancestors(&b.history).any(|y| uuid(x, y)))
             }
             (Packet::Uuids(a), Packet::Uuids(b)) => {
+                // 8.4 names a disk that never had data as the generation before the first, and
+                // does not say of an Inconsistent disk that it is.
+                let old = |a: Uuid, b: Uuid| a == Uuid::JUST_CREATED || uuid(clean(a), clean(b));
+                // One ancestor more does no harm.
+                let ancestor = |a: Uuid, b: Uuid| a.is_zero() || old(a, b);
+                let known = |f: UuidFlags| f.difference(UuidFlags::INCONSISTENT);
                 a.dirty_bits == b.dirty_bits
-                    && a.flags == b.flags
+                    && known(a.flags) == known(b.flags)
                     && uuid(a.current, b.current)
-                    && uuid(a.bitmap, b.bitmap)
-                    && uuid(a.history[0], b.history[0])
-                    && uuid(a.history[1], b.history[1])
+                    && old(a.bitmap, b.bitmap)
+                    && ancestor(a.history[0], b.history[0])
+                    && ancestor(a.history[1], b.history[1])
             }
-            (Packet::SyncUuid(a), Packet::SyncUuid(b)) => uuid(*a, *b),
+            (Packet::SyncUuid(a), Packet::SyncUuid(b)) => uuid(clean(*a), clean(*b)),
             (Packet::CurrentUuid(a), Packet::CurrentUuid(b)) => {
                 a.weak_nodes == b.weak_nodes && uuid(a.uuid, b.uuid)
             }

@@ -8,7 +8,7 @@ use lockstep_core::event::{
     Request, RequestError, RequestId, RequestKind, Stream,
 };
 use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
-use lockstep_core::report::{Event, Snapshot};
+use lockstep_core::report::Event;
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::time::Instant;
 use lockstep_format::disk::layout::{Geometry, Layout, Placement};
@@ -226,10 +226,6 @@ impl StandIn {
             }
             _ => false,
         }
-    }
-
-    pub(crate) fn snapshot(&self) -> Snapshot {
-        self.core.snapshot()
     }
 
     fn clock(&self) -> String {

@@ -1,0 +1,285 @@
+//! The connect without a two-phase commit, and the step of a resync that only 8.4 has.
+
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role};
+
+use crate::command::ErrorCode;
+use crate::connection::Phase;
+use crate::device::AfterMeta;
+use crate::event::Stream;
+use crate::generation::Rotation;
+use crate::resource::Resource;
+use crate::time::Duration;
+use crate::timers::Timer;
+use crate::transition::Change;
+use crate::validity::Refusal;
+
+impl Resource {
+    /// `P_PROTOCOL` was exchanged: the volumes' packets follow, each side decides by itself.
+    pub(crate) fn legacy_handshake(&mut self, peer: NodeId) {
+        let ready = self.state.conn(peer) == ConnState::Connecting
+            && self.legacy_phase(peer) == Some(Phase::Ready);
+        if !ready {
+            return;
+        }
+        if !self.may_connect_now(peer) || self.twopc.current.is_some() {
+            let at = self.now + Duration::from_millis(50);
+            self.timers.set(Timer::ConnectTwopc(peer), at);
+            return;
+        }
+        let role = self.state.role;
+        if let Some(link) = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut())
+        {
+            link.sent_role = Some(role);
+        }
+        self.send_handshake(peer);
+        if self.devices.is_empty() {
+            self.legacy_connect(peer);
+        }
+    }
+
+    fn legacy_phase(&self, peer: NodeId) -> Option<Phase> {
+        let conn = self.connections.get(&peer).filter(|c| c.is_legacy())?;
+        conn.link.as_ref().map(|link| link.phase.clone())
+    }
+
+    /// A handshake without a two-phase commit is under way with the volumes' packets sent.
+    pub(crate) fn in_legacy_handshake(&self) -> bool {
+        self.connections.values().any(|c| {
+            c.is_legacy()
+                && c.link
+                    .as_ref()
+                    .is_some_and(|l| l.phase == Phase::Ready && l.sent_role.is_some())
+        })
+    }
+
+    /// The decision for each volume may be complete: the connection stands, or it is refused.
+    pub(crate) fn legacy_connect(&mut self, peer: NodeId) {
+        let started = self.legacy_phase(peer) == Some(Phase::Ready)
+            && self.state.conn(peer) == ConnState::Connecting
+            && self.handshake_ready(peer);
+        if !started {
+            return;
+        }
+        if self.changed_since_handshake(peer) {
+            let text = "the state changed during the handshake; connecting again";
+            self.log(crate::report::Level::Info, Some(peer), None, text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
+        let change = self.connect_change(peer);
+        let verdict = self
+            .handshake_verdict(peer)
+            .and_then(|()| self.check_change(&change).map(|_| ()));
+        if let Err(refusal) = verdict {
+            self.legacy_refused(peer, &refusal);
+            return;
+        }
+        self.connect_committed(peer);
+        self.hard_change(change);
+    }
+
+    fn legacy_refused(&mut self, peer: NodeId, refusal: &Refusal) {
+        let passes = matches!(
+            refusal.code,
+            ErrorCode::HANDSHAKE_RETRY
+                | ErrorCode::IN_TRANSIENT_STATE
+                | ErrorCode::CONCURRENT_ST_CHG
+        );
+        if passes {
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        } else {
+            let text = format!("the connection was refused: {}", refusal.text);
+            self.go_standalone(peer, text);
+        }
+    }
+
+    /// The peer decides with what was sent: it must still hold.
+    fn changed_since_handshake(&self, peer: NodeId) -> bool {
+        let role = self
+            .connections
+            .get(&peer)
+            .and_then(|c| c.link.as_ref())
+            .and_then(|l| l.sent_role);
+        role != Some(self.state.role)
+            || self.devices.iter().any(|(volume, device)| {
+                device
+                    .peers
+                    .get(&peer)
+                    .is_some_and(|pd| pd.sent_disk != self.state.disk(*volume))
+            })
+    }
+
+    /// Whether the link to this peer speaks 8.4.
+    pub(crate) fn is_legacy(&self, peer: NodeId) -> bool {
+        self.connections.get(&peer).is_some_and(|c| c.is_legacy())
+    }
+
+    // Resync (semantics.md, 12.10).
+
+    /// This source has the target's bitmap: the resync gets a UUID, which the target waits for.
+    pub(crate) fn legacy_source_starts(&mut self, volume: VolumeNr, peer: NodeId) {
+        let mut rng = self.rng.clone();
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.generations.sync_uuid_as_source(peer, &mut rng);
+        self.rng = rng;
+        self.after_superblock(volume, AfterMeta::SyncUuid(peer));
+    }
+
+    /// The resync's UUID is durable here.
+    pub(crate) fn sync_uuid_durable(&mut self, volume: VolumeNr, peer: NodeId) {
+        let repl = self.state.peer_device(volume, peer).repl;
+        if !matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS) || !self.is_legacy(peer)
+        {
+            return;
+        }
+        let uuid = self.slot_uuid(volume, peer);
+        self.send(peer, Stream::Data, volume, Packet::SyncUuid(uuid));
+    }
+
+    pub(crate) fn sync_uuid_received(&mut self, peer: NodeId, volume: VolumeNr, uuid: Uuid) {
+        let repl = self.state.peer_device(volume, peer).repl;
+        if repl == ReplState::StartingSyncT {
+            // The bitmap is still being written.
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.early_sync_uuid = Some(uuid);
+            }
+            return;
+        }
+        if !matches!(repl, ReplState::WfSyncUuid | ReplState::Behind) {
+            let text = format!("the UUID of a resync in {repl:?}");
+            self.legacy_protocol_error(peer, volume, text);
+            return;
+        }
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations.sync_uuid_as_target(peer, uuid);
+        }
+        self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
+    }
+
+    /// This target waits for the UUID of the resync, which may be here.
+    pub(crate) fn legacy_target_waits(&mut self, volume: VolumeNr, peer: NodeId) {
+        let early = self
+            .peer_device_mut(volume, peer)
+            .and_then(|pd| pd.early_sync_uuid.take());
+        if let Some(uuid) = early {
+            self.sync_uuid_received(peer, volume, uuid);
+        }
+    }
+
+    /// All bits are set on both sides: a full sync with 8.4 needs no exchange of bitmaps.
+    pub(crate) fn legacy_full_sync(&mut self, volume: VolumeNr, peer: NodeId) {
+        match self.state.peer_device(volume, peer).repl {
+            ReplState::StartingSyncS => {
+                let change = Change::new()
+                    .repl(volume, peer, ReplState::SyncSource)
+                    .peer_disk(volume, peer, DiskState::Inconsistent);
+                self.hard_change(change);
+                self.legacy_source_starts(volume, peer);
+            }
+            ReplState::StartingSyncT => {
+                self.hard_change(Change::new().repl(volume, peer, ReplState::WfSyncUuid));
+            }
+            _ => {}
+        }
+    }
+
+    /// The peer is Primary and its disk is gone: what it writes from now on is only here, and
+    /// gets a generation that its disk does not know (semantics.md, 12.4 point 3).
+    pub(crate) fn legacy_disk_lost(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        before: DiskState,
+        after: DiskState,
+    ) {
+        let usable = |d: DiskState| d >= DiskState::Inconsistent && d != DiskState::DUnknown;
+        let primary = self
+            .state
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.peer_role == Role::Primary);
+        let p = self.state.peer_device(volume, peer);
+        let lost = usable(before) && after < DiskState::Inconsistent;
+        if !lost
+            || !primary
+            || !self.is_legacy(peer)
+            || p.repl < ReplState::Established
+            || self.state.disk(volume) != DiskState::UpToDate
+            || !self.slot_uuid(volume, peer).is_zero()
+        {
+            return;
+        }
+        let views = self.peer_views(volume);
+        let dagtag = self.io.dagtag;
+        let mut rng = self.rng.clone();
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let rotation = Rotation {
+            peers: &views,
+            weak: NodeMask::of(peer),
+            dagtag,
+        };
+        disk.generations
+            .new_current(&rotation, Role::Secondary, &mut rng);
+        self.rng = rng;
+        self.after_superblock(volume, AfterMeta::SpreadUuids);
+    }
+
+    fn legacy_protocol_error(&mut self, peer: NodeId, volume: VolumeNr, text: String) {
+        self.log(crate::report::Level::Error, Some(peer), Some(volume), text);
+        self.drop_connection(peer, ConnState::ProtocolError);
+    }
+
+    /// The target of a resync with an 8.4 source has everything.
+    pub(crate) fn legacy_target_ends(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(source) = self.peer_uuids(volume, peer).cloned() else {
+            return;
+        };
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations.resync_ends_as_target_84(peer, &source);
+            disk.crashed_primary = false;
+        }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.resync_ready = false;
+        }
+        self.after_superblock(volume, AfterMeta::ResyncEnd(peer));
+    }
+
+    /// The 8.4 target of a resync says that it has everything.
+    pub(crate) fn legacy_source_ends(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations.resync_ends_as_source(peer);
+            self.write_superblock(volume);
+        }
+    }
+
+    /// A generation that an 8.4 peer would not follow is not made while it has all data: it is
+    /// labelled when the peer is lost.
+    pub(crate) fn legacy_follows(&self, volume: VolumeNr) -> bool {
+        self.legacy_peer().is_some_and(|peer| {
+            let p = self.state.peer_device(volume, peer);
+            p.repl >= ReplState::Established
+                && matches!(
+                    p.disk,
+                    DiskState::Consistent | DiskState::UpToDate | DiskState::Negotiating
+                )
+        })
+    }
+
+    /// Connections besides this one, of which an 8.4 peer knows nothing.
+    pub(crate) fn has_other_connections(&self, peer: NodeId) -> bool {
+        let others: Vec<&NodeId> = self.connections.keys().filter(|n| **n != peer).collect();
+        !others.is_empty()
+    }
+}

@@ -1,0 +1,69 @@
+//! Two cores that speak the dialect of DRBD 8.4 to each other.
+
+use lockstep_sim::swarm::{Fault, Limits, run};
+
+#[track_caller]
+fn holds(seeds: impl IntoIterator<Item = u64>) {
+    let limits = Limits {
+        nodes: Some(2),
+        protocol_max: Some(101),
+        faults: Some(vec![
+            Fault::Crash,
+            Fault::Reset,
+            Fault::Partition,
+            Fault::Stall,
+        ]),
+        ..Limits::default()
+    };
+    hold(seeds, &limits);
+}
+
+/// Runs worlds with all the faults that the seeds choose.
+#[track_caller]
+fn holds_with_all(seeds: impl IntoIterator<Item = u64>) {
+    let limits = Limits {
+        nodes: Some(2),
+        protocol_max: Some(101),
+        ..Limits::default()
+    };
+    hold(seeds, &limits);
+}
+
+#[track_caller]
+fn hold(seeds: impl IntoIterator<Item = u64>, limits: &Limits) {
+    for seed in seeds {
+        let outcome = run(seed, limits);
+        assert_eq!(outcome.violation, None, "seed {seed}: {}", outcome.shape);
+    }
+}
+
+#[test]
+fn cut_links_and_crashes_lose_nothing() {
+    holds(0..40);
+}
+
+/// Both sides have to decide with what was sent, and 8.4 is not told of a reconnect.
+#[test]
+fn both_sides_decide_the_same_after_a_crash() {
+    holds([10, 40, 46]);
+}
+
+/// Writes under way when the link broke left marks, but no new generation: with equal ones the
+/// marks would not be looked at.
+#[test]
+fn writes_of_protocol_a_that_were_lost_make_a_generation() {
+    holds([145]);
+}
+
+/// A Primary that lost its disk writes on through its peer, whose new generation tells it what it
+/// misses when it attaches again.
+#[test]
+fn a_disk_that_comes_back_to_a_primary_is_synced() {
+    holds_with_all([1, 3, 10, 27, 58, 65, 73]);
+}
+
+/// A full sync on request has no exchange of bitmaps, and a pause is told.
+#[test]
+fn invalidated_and_paused_volumes_get_in_sync() {
+    holds_with_all([30, 31, 32, 42, 45]);
+}
