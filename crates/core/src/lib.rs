@@ -39,6 +39,7 @@ pub mod rule;
 pub mod sanitize;
 pub mod snapshot;
 pub mod state;
+mod superblock;
 pub mod tags;
 pub mod time;
 pub mod timers;

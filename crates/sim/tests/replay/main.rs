@@ -87,23 +87,6 @@ fn replay(family: &str, name: &str, node: u8, by_choice: &[&str]) {
     );
 }
 
-/// For work on the core: lists the differences of any capture.
-#[test]
-#[ignore = "a tool: CAPTURE=9x/NAME NODE=0 cargo test -p lockstep-sim --test replay list -- --ignored --nocapture"]
-fn list() {
-    let name = std::env::var("CAPTURE").expect("CAPTURE=family/name");
-    let (family, name) = name.split_once('/').expect("CAPTURE=family/name");
-    for node in std::env::var("NODE").unwrap_or("0 1".into()).split(' ') {
-        let path = capture(family, name);
-        let items = capture::read(&path);
-        let node = node.parse().expect("a number");
-        println!("{name}, node {node}");
-        for line in Replay::run(&items, NodeId(node), &setup(&path)) {
-            println!("  {line}");
-        }
-    }
-}
-
 #[test]
 fn drbd9_fresh_full_sync() {
     // The generation of a forced promotion is told once, not twice.

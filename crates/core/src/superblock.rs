@@ -1,0 +1,139 @@
+//! The superblock on disk: one write at a time, and what waits for it to be durable.
+
+use alloc::vec::Vec;
+
+use lockstep_format::units::VolumeNr;
+
+use crate::device::AfterMeta;
+use crate::event::MetaOp;
+use crate::report::Level;
+use crate::resource::{Pending, Resource};
+
+impl Resource {
+    // The superblock on disk.
+
+    /// Writes the superblock with all changes up to now; changes during a write go with the next.
+    pub(crate) fn write_superblock(&mut self, volume: VolumeNr) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.writer.changed += 1;
+        self.push_superblock(volume);
+    }
+
+    /// Runs `then` once everything up to now is durable.
+    pub(crate) fn after_superblock(&mut self, volume: VolumeNr, then: AfterMeta) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        disk.writer.changed += 1;
+        let count = disk.writer.changed;
+        disk.writer.waiting.push_back((count, then));
+        self.push_superblock(volume);
+    }
+
+    fn push_superblock(&mut self, volume: VolumeNr) {
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let members = self.state.members;
+        let up_to_date_somewhere = self
+            .state
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.data_accessible());
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        if disk.writer.in_flight.is_some() || disk.writer.changed == disk.writer.durable {
+            return;
+        }
+        let count = disk.writer.changed;
+        let Some((offset, bytes)) = disk.encode_superblock(size, members, up_to_date_somewhere)
+        else {
+            return;
+        };
+        disk.writer.in_flight = Some(count);
+        // A clean log says that nothing has to be copied after a power cut: so nothing may be
+        // left in the disk's cache.
+        let flush_data = disk
+            .generations
+            .flags
+            .contains(lockstep_format::disk::v09::DeviceFlags::AL_CLEAN)
+            && disk.options.disk_flushes;
+        self.meta(
+            volume,
+            MetaOp::Write {
+                offset,
+                bytes,
+                flush_data,
+            },
+            Pending::Superblock(volume, count),
+        );
+    }
+
+    pub(crate) fn superblock_written(
+        &mut self,
+        volume: VolumeNr,
+        count: u64,
+        result: Result<(), crate::event::DiskError>,
+    ) {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
+        if disk.writer.in_flight != Some(count) {
+            return;
+        }
+        disk.writer.in_flight = None;
+        if result.is_err() {
+            self.log(
+                Level::Error,
+                None,
+                Some(volume),
+                "writing the metadata superblock failed".into(),
+            );
+            self.disk_failed(volume, crate::data::DiskFault::Meta);
+            return;
+        }
+        disk.writer.durable = count;
+        let mut due = Vec::new();
+        while disk
+            .writer
+            .waiting
+            .front()
+            .is_some_and(|(at, _)| *at <= count)
+        {
+            if let Some((_, then)) = disk.writer.waiting.pop_front() {
+                due.push(then);
+            }
+        }
+        self.push_superblock(volume);
+        for then in due {
+            self.meta_durable(volume, then);
+        }
+        self.admission_changed();
+        self.acks_ungated(volume);
+        self.detach_progress(volume);
+    }
+
+    fn meta_durable(&mut self, volume: VolumeNr, then: AfterMeta) {
+        match then {
+            AfterMeta::NewUuid => self.new_uuid_durable(volume),
+            AfterMeta::PlannedUuid => self.planned_uuid_durable(volume),
+            AfterMeta::ForcedUuid => self.forced_uuid_durable(volume),
+            AfterMeta::SpreadUuids => self.spread_uuids(volume),
+            AfterMeta::Attached => self.attach_stamped(volume),
+            AfterMeta::Answer(id) => self.answer(id, Ok(crate::command::Answer::Done)),
+            AfterMeta::ResyncStart(peer) => self.resync_target_ready(volume, peer),
+            AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
+            AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),
+            AfterMeta::SyncUuid(peer) => self.sync_uuid_durable(volume, peer),
+        }
+    }
+
+    /// All metadata changes of the volume up to now are durable.
+    pub(crate) fn meta_is_durable(&self, volume: VolumeNr) -> bool {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.disk.as_ref())
+            .is_none_or(|d| d.writer.durable == d.writer.changed)
+    }
+}
