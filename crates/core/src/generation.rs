@@ -23,7 +23,7 @@ pub struct Generations {
     /// Generation of the data here; bit 0 is set while Primary.
     pub current: Uuid,
     /// Retired generations, newest first, zeros at the end, primary bit clear. Set, it marks one
-    /// that was announced as the next and perhaps never made (see [`Generations::note_planned`]).
+    /// that was announced as the next and perhaps never made (see `note_planned`).
     pub history: [Uuid; UUID_SLOTS],
     /// Entry of each node id; the own one stays empty but for NODE_EXISTS.
     pub slots: [Peer; UUID_SLOTS],
