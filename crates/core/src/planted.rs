@@ -2,7 +2,7 @@
 //!
 //! They exist only with the cargo feature `planted`, which no shipping crate enables; without it
 //! every hook is the constant `false`. Which bug a resource has is said at run time, with
-//! [`crate::resource::Resource::plant`], so one build holds all of them and no state is shared.
+//! `Resource::plant`, so one build holds all of them and no state is shared.
 
 /// The deliberate bugs are compiled in. Whatever ships asserts that this is false.
 pub const COMPILED_IN: bool = cfg!(feature = "planted");
