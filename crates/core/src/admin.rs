@@ -219,10 +219,15 @@ impl Resource {
                 self.hard_change(Change::new().susp_user(false).susp_nod(false));
                 Ok(Answer::Done)
             }
-            Command::Verify { .. } => fail(
-                ErrorCode::NOT_SUPPORTED,
-                "online verify is not supported by this version",
-            ),
+            Command::Verify {
+                peer,
+                volume,
+                start,
+                stop,
+            } => match self.command_verify(id, peer, volume, start, stop) {
+                Ok(()) => return,
+                Err(error) => Err(error),
+            },
             Command::Resize { .. } => fail(
                 ErrorCode::NOT_SUPPORTED,
                 "online resize is not supported by this version; detach on all nodes, enlarge \
@@ -689,6 +694,43 @@ impl Resource {
         }
         let text = format!("node {peer} is not connected");
         self.answer(id, fail(ErrorCode::NEED_CONNECTION, text));
+    }
+
+    fn command_verify(
+        &mut self,
+        id: CommandId,
+        peer: NodeId,
+        volume: VolumeNr,
+        start: Option<u64>,
+        stop: Option<u64>,
+    ) -> Result<(), CommandError> {
+        let device = self.devices.get(&volume).ok_or_else(|| no_volume(volume))?;
+        if !self.connections.contains_key(&peer) {
+            return Err(no_peer(peer));
+        }
+        let size = device.size_sectors;
+        if device.attached().is_none() {
+            return Err(CommandError {
+                code: ErrorCode::ERR_NO_DISK,
+                text: format!("volume {volume} has no disk"),
+            });
+        }
+        let start_at = start.unwrap_or(0);
+        if start_at >= size.max(1) || stop.is_some_and(|stop| stop <= start_at) {
+            return Err(CommandError {
+                code: ErrorCode::ERR_INVALID_REQUEST,
+                text: format!(
+                    "nothing to verify from sector {start_at} to {}: the volume has {size} sectors",
+                    stop.unwrap_or(size)
+                ),
+            });
+        }
+        if self.state.peer_device(volume, peer).repl == ReplState::Established {
+            self.verify_wanted(volume, peer, start, stop);
+        }
+        let repl = ReplState::VerifyS;
+        self.wish(WishKind::Resync { volume, peer, repl }, Some(id));
+        Ok(())
     }
 
     fn command_new_current_uuid(

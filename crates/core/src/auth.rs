@@ -62,8 +62,7 @@ impl AuthError {
 /// Bytes of a digest of `data-integrity-alg`, `csums-alg` or `verify-alg`; 0 for an unknown name.
 pub fn digest_len(name: &str) -> u8 {
     match name {
-        "crc32c" | "crc32" => 4,
-        "xxhash64" => 8,
+        "crc32c" => 4,
         "md5" => 16,
         "sha1" => 20,
         "sha224" => 28,

@@ -332,6 +332,10 @@ codes! {
     ERR_NO_DISK = 138;
     /// `ERR_INTEGRITY_ALG`.
     ERR_INTEGRITY_ALG = 141;
+    /// `ERR_CSUMS_ALG`.
+    ERR_CSUMS_ALG = 144;
+    /// `ERR_VERIFY_ALG`.
+    ERR_VERIFY_ALG = 146;
     /// `ERR_DATA_NOT_CURRENT`.
     ERR_DATA_NOT_CURRENT = 150;
     /// `ERR_CONNECTED`.

@@ -58,6 +58,8 @@ pub struct Connection {
     pub dagtag_fresh: bool,
     /// The lost peer was Primary and the other survivors were not told yet (semantics.md, 18.5).
     pub notify_lost_primary: bool,
+    /// `verify-alg` of the peer, from its last `P_SYNC_PARAM89`.
+    pub peer_verify_alg: String,
     /// What the peer said of a commonly lost Primary during the handshake.
     pub peer_dagtag: Option<(NodeId, Dagtag)>,
     /// Try the connect two-phase commit so many times already.
@@ -128,6 +130,7 @@ impl Connection {
             last_dagtag: Dagtag(0),
             dagtag_fresh: false,
             notify_lost_primary: false,
+            peer_verify_alg: String::new(),
             peer_dagtag: None,
             attempts: 0,
             io: ConnIo::default(),

@@ -370,6 +370,10 @@ impl Resource {
     }
 
     fn sync_param_received(&mut self, peer: NodeId, volume: VolumeNr, param: &SyncParam89) {
+        let verify_alg = param.verify_alg.as_str().unwrap_or_default();
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.peer_verify_alg = verify_alg.into();
+        }
         let Some(conn) = self.connections.get(&peer) else {
             return;
         };
@@ -927,12 +931,14 @@ impl Resource {
         if let (ReplState::Established, Some(repl)) = (mine.repl, mirrored) {
             change = change.repl(volume, peer, repl);
         }
+        // The driver sends its state when it is through; behind it nothing of the verify comes.
+        let verified = mine.repl == ReplState::VerifyT && theirs.repl == ReplState::Established;
         let aborted = mine.repl > ReplState::Established
             && theirs.repl == ReplState::Established
             && !source
             && !matches!(mine.repl, ReplState::WfBitmapT)
             && theirs.disk < DiskState::Inconsistent;
-        if aborted {
+        if aborted || verified {
             change = change.repl(volume, peer, ReplState::Established);
         }
         self.hard_change(change);

@@ -16,6 +16,13 @@ use lockstep_format::units::{NodeId, Sector};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RangeId(u32);
 
+/// Names a watched range until it is let go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WatchId {
+    start: u64,
+    serial: u64,
+}
+
 /// Where the IO on a range comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
@@ -27,8 +34,21 @@ pub enum Origin {
     ResyncTarget(NodeId),
     /// A read for the resync of a peer, held until the peer has written it.
     ResyncSource(NodeId),
+    /// A read of the local application, where reads may also go to peers: it waits for the
+    /// writes in flight, which a peer may have shown already.
+    LocalRead,
     /// A read for a peer's application. It waits for what this node has received of the range.
     RemoteRead,
+}
+
+impl Origin {
+    /// The data on disk change, at the latest when the range goes on.
+    fn writes(self) -> bool {
+        match self {
+            Origin::LocalWrite | Origin::PeerWrite(_) | Origin::ResyncTarget(_) => true,
+            Origin::ResyncSource(_) | Origin::RemoteRead | Origin::LocalRead => false,
+        }
+    }
 }
 
 /// How far a range is.
@@ -68,7 +88,12 @@ pub struct Intervals<T> {
     by_start: [BTreeMap<(u64, u32), ()>; CLASS_SECTORS.len()],
     next_seq: u64,
     waiting: usize,
+    /// Ranges that wait for nothing and keep nothing waiting: end, and whether a write overlapped.
+    watches: BTreeMap<WatchId, (u64, bool)>,
 }
+
+/// Longest watched range in sectors: 1 MiB.
+const WATCH_SECTORS: u64 = 2048;
 
 /// Upper length of each class in sectors: 4 KiB, 64 KiB, 1 MiB, 128 MiB, whole device.
 const CLASS_SECTORS: [u64; 5] = [8, 128, 2048, 262_144, u64::MAX];
@@ -81,6 +106,7 @@ impl<T> Default for Intervals<T> {
             by_start: Default::default(),
             next_seq: 0,
             waiting: 0,
+            watches: BTreeMap::new(),
         }
     }
 }
@@ -107,6 +133,9 @@ impl<T: Copy> Intervals<T> {
             owner,
         };
         self.next_seq += 1;
+        if !self.watches.is_empty() && origin.writes() {
+            self.mark_watches(start, end);
+        }
         let index = match self.free.pop() {
             Some(index) => index,
             None => {
@@ -130,6 +159,51 @@ impl<T: Copy> Intervals<T> {
         self.by_start[class(start, end)].insert((start, index), ());
         self.ranges[index as usize] = Some(range);
         (RangeId(index), ready)
+    }
+
+    /// Watches a range of at most 1 MiB for writes, those in flight included.
+    pub fn watch(&mut self, sector: Sector, size_bytes: u32) -> WatchId {
+        let (start, end) = (sector.0, sector.end_of(size_bytes).0);
+        assert!(end - start <= WATCH_SECTORS, "a watched range is short");
+        let overlapped = self.overlapping(start, end).into_iter().any(|index| {
+            let range = self.range(index);
+            range.origin.writes() && range.phase != Phase::DiskDone
+        });
+        let id = WatchId {
+            start,
+            serial: self.next_seq,
+        };
+        self.next_seq += 1;
+        self.watches.insert(id, (end, overlapped));
+        id
+    }
+
+    /// A write overlapped the range since it was watched.
+    pub fn is_overlapped(&self, id: WatchId) -> bool {
+        self.watches
+            .get(&id)
+            .is_some_and(|(_, overlapped)| *overlapped)
+    }
+
+    /// Ends a watch.
+    pub fn unwatch(&mut self, id: WatchId) {
+        self.watches.remove(&id);
+    }
+
+    fn mark_watches(&mut self, start: u64, end: u64) {
+        let first = WatchId {
+            start: start.saturating_sub(WATCH_SECTORS),
+            serial: 0,
+        };
+        let behind = WatchId {
+            start: end,
+            serial: 0,
+        };
+        for (_, (watch_end, overlapped)) in self.watches.range_mut(first..behind) {
+            if *watch_end > start {
+                *overlapped = true;
+            }
+        }
     }
 
     /// The reply to a resync request is here: says whether it may be written at once. If not, its
@@ -296,10 +370,12 @@ fn class(start: u64, end: u64) -> usize {
 
 /// Whether an `earlier` range in `phase` makes a `later` one wait that is not submitted or sent.
 fn blocks(earlier: Origin, phase: Phase, later: Origin) -> bool {
-    use Origin::{LocalWrite, PeerWrite, RemoteRead, ResyncSource, ResyncTarget};
+    use Origin::{LocalRead, LocalWrite, PeerWrite, RemoteRead, ResyncSource, ResyncTarget};
     match (earlier, later) {
         // Protocol A and B promise a write that is received; a read has to find it.
         (PeerWrite(_), RemoteRead) => phase != Phase::DiskDone,
+        (LocalWrite | ResyncTarget(_), LocalRead) => phase != Phase::DiskDone,
+        (LocalRead, _) | (_, LocalRead) => false,
         // The reader orders its own writes behind its reads.
         (RemoteRead, _) | (_, RemoteRead) => false,
         // Completed to the application, so that overlapping writes have one replicated order.
@@ -327,6 +403,27 @@ mod tests {
 
     fn table() -> Intervals<u32> {
         Intervals::default()
+    }
+
+    #[test]
+    fn a_watch_sees_writes_in_flight_and_later_ones_that_overlap() {
+        let mut t = table();
+        let mut ready = Vec::new();
+        let before = t.watch(Sector(8), 4096);
+        let (write, _) = t.insert(Origin::LocalWrite, Sector(15), 512, 1);
+        let during = t.watch(Sector(8), 4096);
+        let beside = t.watch(Sector(16), 4096);
+        assert!(t.is_overlapped(before) && t.is_overlapped(during));
+        assert!(!t.is_overlapped(beside));
+        t.disk_done(write, &mut ready);
+        let after = t.watch(Sector(8), 4096);
+        assert!(!t.is_overlapped(after), "it is on disk");
+        let (_, go) = t.insert(Origin::PeerWrite(A), Sector(0), 65536, 2);
+        assert!(go && t.is_overlapped(after) && t.is_overlapped(beside));
+        for id in [before, during, beside, after] {
+            t.unwatch(id);
+        }
+        assert!(t.watches.is_empty());
     }
 
     #[test]

@@ -262,6 +262,23 @@ fn check_net(net: &NetOptions) -> Result<(), CommandError> {
             "data-integrity-alg is not supported by this version; remove it on both nodes",
         );
     }
+    for (name, alg, code) in [
+        ("verify-alg", &net.verify_alg, ErrorCode::ERR_VERIFY_ALG),
+        ("csums-alg", &net.csums_alg, ErrorCode::ERR_CSUMS_ALG),
+    ] {
+        let Some(alg) = alg.as_deref().filter(|alg| !alg.is_empty()) else {
+            continue;
+        };
+        if crate::auth::digest_len(alg) == 0 {
+            return fail(
+                code,
+                format!(
+                    "{name} {alg} is not supported; use crc32c, md5, sha1, sha224, sha256, \
+                     sha384 or sha512"
+                ),
+            );
+        }
+    }
     if net.fencing == Fencing::ResourceAndStonith && net.protocol == Protocol::A {
         return fail(
             ErrorCode(154),

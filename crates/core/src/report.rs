@@ -166,10 +166,27 @@ pub struct PeerDeviceReport {
     pub pending: u64,
     /// Requests of the peer not yet answered.
     pub unacked: u64,
-    /// Resync progress, if one runs.
+    /// Progress of a resync or verify, if one runs.
     pub resync: Option<ResyncReport>,
+    /// More about a running verify.
+    pub verify: Option<VerifyReport>,
     /// Bitmap UUID of the peer's slot.
     pub bitmap_uuid: Uuid,
+}
+
+/// Where a running online verify stands. The node that only answers knows the position alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VerifyReport {
+    /// First sector.
+    pub start_sector: u64,
+    /// Where it stops before the end of the volume.
+    pub stop_sector: Option<u64>,
+    /// Next sector to ask for.
+    pub position_sector: u64,
+    /// Sectors that are not compared yet.
+    pub left_sectors: u64,
+    /// Sectors that were not compared because of writes.
+    pub skipped_sectors: u64,
 }
 
 /// Progress of a resync or verify.

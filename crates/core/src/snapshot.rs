@@ -155,6 +155,22 @@ impl Resource {
         let own = self.state.disk(volume);
         let pd = device.peers.get(&peer);
         let out_of_sync = self.out_of_sync_blocks(volume, peer) * 8;
+        let verify = self.verify_report(volume, peer);
+        let verified = verify.map(|v| {
+            let done = self.verify_done_sectors(volume, peer);
+            let (done, started) = done.unwrap_or((0, self.now));
+            let ms = (self.now - started).as_millis().max(1);
+            ResyncReport {
+                total_sectors: done + v.left_sectors,
+                left_sectors: v.left_sectors,
+                failed_sectors: 0,
+                same_sectors: 0,
+                started,
+                paused_ns: 0,
+                rate_kib_s: (done / 2 * 1000 / ms) as u32,
+                wanted_kib_s: 0,
+            }
+        });
         let resync = pd.filter(|_| p.repl.has_progress()).map(|pd| ResyncReport {
             total_sectors: pd.io.resync_total_bits * 8,
             left_sectors: out_of_sync,
@@ -176,7 +192,8 @@ impl Resource {
             out_of_sync_sectors: out_of_sync,
             pending: self.pending_towards(volume, peer),
             unacked: self.unacked_of(volume, peer),
-            resync,
+            resync: verified.or(resync),
+            verify,
             bitmap_uuid: self.slot_uuid(volume, peer),
         }
     }

@@ -174,6 +174,8 @@ pub trait ReplSets: Copy {
     fn is_sync_target(self) -> bool;
     /// A resync runs or is paused.
     fn is_sync(self) -> bool;
+    /// VerifyS or VerifyT.
+    fn is_verify(self) -> bool;
     /// SyncSource to PausedSyncT, verify included: progress is accounted.
     fn has_progress(self) -> bool;
     /// The states in which this node's data are going to be overwritten by the peer's.
@@ -191,6 +193,10 @@ impl ReplSets for ReplState {
 
     fn is_sync(self) -> bool {
         self.is_sync_source() || self.is_sync_target()
+    }
+
+    fn is_verify(self) -> bool {
+        matches!(self, ReplState::VerifyS | ReplState::VerifyT)
     }
 
     fn has_progress(self) -> bool {

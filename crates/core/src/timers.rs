@@ -35,6 +35,8 @@ pub enum Timer {
     PeerAck,
     /// The resync's next step as target.
     ResyncStep(VolumeNr, NodeId),
+    /// The next step of an online verify as its driver.
+    VerifyStep(VolumeNr, NodeId),
     /// Start a resync that had to wait.
     ResyncStart(VolumeNr, NodeId),
     /// Write changed bitmap pages.

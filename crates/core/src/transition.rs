@@ -261,6 +261,9 @@ impl Resource {
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 self.resync_left(volume, *peer);
             }
+            if before.repl.is_verify() && !p.repl.is_verify() {
+                self.verify_left(volume, *peer);
+            }
             let equal = (
                 DiskState::UpToDate,
                 DiskState::UpToDate,
@@ -683,6 +686,8 @@ impl Resource {
                 ReplState::WfBitmapT => self.prepare_resync_target(volume, *peer),
                 ReplState::StartingSyncS => self.start_full_sync_source(volume, *peer),
                 ReplState::StartingSyncT => self.start_full_sync_target(volume, *peer),
+                ReplState::VerifyS => self.verify_entered(volume, *peer, true),
+                ReplState::VerifyT => self.verify_entered(volume, *peer, false),
                 ReplState::SyncSource | ReplState::PausedSyncS if !before.repl.is_sync() => {
                     self.resync_entered(volume, *peer);
                 }

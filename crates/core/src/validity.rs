@@ -295,6 +295,21 @@ impl Resource {
                 if net.is_none_or(|n| n.verify_alg.is_none()) {
                     return refuse(ErrorCode::NO_VERIFY_ALG, "verify-alg is not configured");
                 }
+                let theirs = self
+                    .connections
+                    .get(peer)
+                    .map(|c| c.peer_verify_alg.as_str());
+                let ours = net.and_then(|n| n.verify_alg.as_deref());
+                if theirs != ours {
+                    return refuse(
+                        ErrorCode::NO_VERIFY_ALG,
+                        format!(
+                            "verify-alg differs: {:?} here, {:?} at node {peer}",
+                            ours.unwrap_or_default(),
+                            theirs.unwrap_or_default()
+                        ),
+                    );
+                }
                 if before.repl < ReplState::Established {
                     return refuse(ErrorCode::NEED_CONNECTION, "verify needs a connection");
                 }

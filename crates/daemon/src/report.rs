@@ -193,6 +193,22 @@ pub struct ResyncReport {
     pub rate_kib_s: u32,
     /// Speed that the controller wants in KiB/s.
     pub wanted_kib_s: u32,
+    /// More about an online verify.
+    #[serde(default)]
+    pub verify: Option<VerifyReport>,
+}
+
+/// Where a running online verify stands.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VerifyReport {
+    /// First sector.
+    pub start_sector: u64,
+    /// Where it stops; none is the end of the volume.
+    pub stop_sector: Option<u64>,
+    /// Next sector.
+    pub position_sector: u64,
+    /// Sectors that writes kept from being compared.
+    pub skipped_sectors: u64,
 }
 
 /// What the configuration of a resource adds to the core's snapshot.
@@ -380,7 +396,10 @@ fn join_connection(
                 out_of_sync_sectors: pd.out_of_sync_sectors,
                 pending: pd.pending,
                 unacked: pd.unacked,
-                resync: pd.resync.as_ref().map(|resync| join_resync(resync, now)),
+                resync: pd
+                    .resync
+                    .as_ref()
+                    .map(|resync| join_resync(resync, pd.verify.as_ref(), now)),
                 bitmap_uuid: pd.bitmap_uuid.0,
                 options: configured
                     .peer_device_options
@@ -402,7 +421,11 @@ fn paths(configured: &ConfiguredPeer, state: ConnState) -> Vec<PathReport> {
     paths
 }
 
-fn join_resync(resync: &core::ResyncReport, now: lockstep_core::time::Instant) -> ResyncReport {
+fn join_resync(
+    resync: &core::ResyncReport,
+    verify: Option<&core::VerifyReport>,
+    now: lockstep_core::time::Instant,
+) -> ResyncReport {
     ResyncReport {
         total_sectors: resync.total_sectors,
         left_sectors: resync.left_sectors,
@@ -412,5 +435,11 @@ fn join_resync(resync: &core::ResyncReport, now: lockstep_core::time::Instant) -
         paused_ms: resync.paused_ns / 1_000_000,
         rate_kib_s: resync.rate_kib_s,
         wanted_kib_s: resync.wanted_kib_s,
+        verify: verify.map(|v| VerifyReport {
+            start_sector: v.start_sector,
+            stop_sector: v.stop_sector,
+            position_sector: v.position_sector,
+            skipped_sectors: v.skipped_sectors,
+        }),
     }
 }

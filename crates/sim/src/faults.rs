@@ -1,6 +1,7 @@
 //! Kinds of trouble: how each comes over a world and how it ends.
 
 use lockstep_core::command::Command;
+use lockstep_core::options::ReadBalancing;
 use lockstep_format::units::VolumeNr;
 
 use crate::check;
@@ -68,6 +69,10 @@ pub enum Fault {
     Options,
     /// The operator makes a new generation on the Primary.
     NewUuid,
+    /// The operator starts an online verify.
+    Verify,
+    /// The operator changes where reads go.
+    Balance,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -107,9 +112,13 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
     (Fault::NewUuid, "newuuid"),
 ];
 
+/// Kinds that happen only where the command line names them. In worlds of the first design they
+/// draw nothing from the common numbers: the worlds without them stay as they were.
+pub const BY_NAME: [(Fault, &str); 2] = [(Fault::Verify, "verify"), (Fault::Balance, "balance")];
+
 /// Every kind with its word.
 pub fn all() -> impl Iterator<Item = (Fault, &'static str)> {
-    FAULTS.into_iter().chain(MORE_FAULTS)
+    FAULTS.into_iter().chain(MORE_FAULTS).chain(BY_NAME)
 }
 
 /// The word of a kind.
@@ -134,6 +143,16 @@ pub fn parse(list: &str) -> Result<Vec<Fault>, String> {
         })
         .collect()
 }
+
+const POLICIES: [ReadBalancing; 7] = [
+    ReadBalancing::PreferLocal,
+    ReadBalancing::PreferRemote,
+    ReadBalancing::RoundRobin,
+    ReadBalancing::LeastPending,
+    ReadBalancing::WhenCongestedRemote,
+    ReadBalancing::Striping(15),
+    ReadBalancing::Striping(20),
+];
 
 fn pause_of(rng: &mut Rng) -> u64 {
     rng.pick(&[20 * MS, 300 * MS, 3 * SECOND])
@@ -327,6 +346,15 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             if o.is_up(a) {
                 o.change_options(w, rng, a, b, volume);
             }
+            None
+        }
+        Fault::Verify => {
+            o.verify(w, a, b, volume);
+            None
+        }
+        Fault::Balance => {
+            let policy = rng.pick(&POLICIES);
+            o.balance(w, a, volume, policy);
             None
         }
         Fault::NewUuid => {

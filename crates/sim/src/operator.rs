@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use lockstep_core::command::{Command, MetaIndex};
 use lockstep_core::options::{
-    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
+    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ReadBalancing, ResourceOptions,
 };
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
@@ -37,6 +37,7 @@ impl Settings {
         Settings {
             net: NetOptions {
                 protocol,
+                verify_alg: Some("crc32c".into()),
                 ..NetOptions::default()
             },
             disk: DiskOptions {
@@ -624,6 +625,33 @@ impl Operator {
             },
         );
         true
+    }
+
+    /// Starts an online verify.
+    pub fn verify(&mut self, w: &mut World, node: usize, peer: usize, volume: u16) {
+        if self.is_up(node) {
+            w.command(
+                node,
+                Command::Verify {
+                    peer: peer_id(peer),
+                    volume: VolumeNr(volume),
+                    start: None,
+                    stop: None,
+                },
+            );
+        }
+    }
+
+    /// Changes `read-balancing` until the next attach.
+    pub fn balance(&mut self, w: &mut World, node: usize, volume: u16, policy: ReadBalancing) {
+        if self.is_up(node) {
+            let options = DiskOptions {
+                read_balancing: policy,
+                ..self.settings.disk.clone()
+            };
+            let volume = VolumeNr(volume);
+            w.command(node, Command::DiskOptions { volume, options });
+        }
     }
 
     /// Pauses or resumes a resync.

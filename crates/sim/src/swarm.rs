@@ -9,8 +9,8 @@ use lockstep_format::units::VolumeNr;
 
 use crate::check;
 use crate::disk::Where;
+use crate::faults::{BY_NAME, Undo, happen, revert};
 pub use crate::faults::{FAULTS, Fault};
-use crate::faults::{Undo, happen, revert};
 use crate::operator::{Operator, Settings};
 use crate::rng::Rng;
 use crate::world::{Config, MS, SECOND, Weather, World, name};
@@ -144,6 +144,13 @@ fn draw(
         let on = rng.permille(400);
         let wanted = limits.faults.as_ref().is_none_or(|l| l.contains(&fault));
         if on && wanted {
+            faults.push(fault);
+            *shape += word;
+            shape.push(' ');
+        }
+    }
+    for (fault, word) in BY_NAME {
+        if limits.faults.as_ref().is_some_and(|l| l.contains(&fault)) {
             faults.push(fault);
             *shape += word;
             shape.push(' ');

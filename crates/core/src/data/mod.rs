@@ -17,13 +17,14 @@ mod request;
 mod resync_source;
 mod resync_target;
 mod slab;
+mod verify;
 mod write;
 
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, Packet};
+use lockstep_format::wire::{ConnState, DiskState, OvResultCode, Packet};
 
 use balance::ReadPath;
 pub use disk::{BitmapThen, DiskIo, DiskIoGeometry};
@@ -53,6 +54,10 @@ pub(crate) enum DataOp {
     SourceRead(VolumeNr, NodeId, Key),
     /// Digest of a block for a peer's checksum resync.
     SourceDigest(VolumeNr, NodeId, Key),
+    /// Read of a block for an online verify.
+    VerifyRead(VolumeNr, NodeId, Key),
+    /// Digest of it.
+    VerifyDigest(VolumeNr, NodeId, Key),
     /// Write of a resync reply.
     TargetWrite(VolumeNr, NodeId, Key),
     /// Flush of a volume's data device.
@@ -76,6 +81,8 @@ pub(crate) enum Owner {
     Source(NodeId, Key),
     /// A read for a peer.
     Serve(Key),
+    /// A read of the application on the local disk.
+    Read(Key),
 }
 
 /// Something that may go on.
@@ -202,6 +209,8 @@ pub struct PeerIo {
     pub(crate) target: Option<TargetSync>,
     /// Resync requests of the peer, and their keys by first sector.
     pub(crate) source: Slab<SourceRead>,
+    /// Online verify with this peer.
+    pub(crate) verify: verify::Verify,
     pub(crate) source_by_sector: BTreeMap<Sector, Key>,
     /// Bit position up to which the peer's bitmap has come.
     pub(crate) bitmap_in: u64,
@@ -266,7 +275,13 @@ impl Resource {
                 self.target_write_done(volume, peer, key, result.map(|_| ()));
             }
             DataOp::Flush(volume) => self.flush_done(volume, result.map(|_| ())),
-            DataOp::SourceDigest(..) | DataOp::BitmapPages(..) | DataOp::AlBlock(_) => {
+            DataOp::VerifyRead(volume, peer, key) => {
+                self.verify_read_done(volume, peer, key, result);
+            }
+            DataOp::SourceDigest(..)
+            | DataOp::VerifyDigest(..)
+            | DataOp::BitmapPages(..)
+            | DataOp::AlBlock(_) => {
                 unreachable!("not a disk operation")
             }
         }
@@ -287,8 +302,14 @@ impl Resource {
 
     /// A digest is computed.
     pub(crate) fn data_digest(&mut self, op: DataOp, digest: Vec<u8>) {
-        if let DataOp::SourceDigest(volume, peer, key) = op {
-            self.source_digest_done(volume, peer, key, &digest);
+        match op {
+            DataOp::SourceDigest(volume, peer, key) => {
+                self.source_digest_done(volume, peer, key, &digest);
+            }
+            DataOp::VerifyDigest(volume, peer, key) => {
+                self.verify_digest_done(volume, peer, key, &digest);
+            }
+            _ => {}
         }
     }
 
@@ -329,6 +350,7 @@ impl Resource {
                 self.target_range_clear(volume, peer, key);
             }
             Wake::Range(_, Owner::Serve(key)) => self.serve_start(key),
+            Wake::Range(_, Owner::Read(key)) => self.local_read(key),
             Wake::Range(volume, Owner::Source(peer, key)) => {
                 self.source_range_clear(volume, peer, key);
             }
@@ -405,12 +427,53 @@ impl Resource {
                 let after = (r.dagtag_node_id, r.dagtag);
                 self.source_request(peer, volume, request, after, Some(r.digest));
             }
+            Packet::OvRequest(r) => self.verify_asked(peer, volume, r, (NodeId(0), Dagtag(0))),
+            Packet::OvDagtagReq(r) => {
+                let request = lockstep_format::wire::packet::BlockRequest {
+                    sector: r.sector,
+                    block_id: r.block_id,
+                    size_bytes: r.size_bytes,
+                };
+                self.verify_asked(peer, volume, request, (r.dagtag_node_id, r.dagtag));
+            }
+            Packet::OvReply(r) => {
+                let request = lockstep_format::wire::packet::BlockRequest {
+                    sector: r.sector,
+                    block_id: r.block_id,
+                    size_bytes: r.size_bytes,
+                };
+                let after = (NodeId(0), Dagtag(0));
+                self.verify_answered(peer, volume, request, after, r.digest);
+            }
+            Packet::OvDagtagReply(r) => {
+                let request = lockstep_format::wire::packet::BlockRequest {
+                    sector: r.sector,
+                    block_id: r.block_id,
+                    size_bytes: r.size_bytes,
+                };
+                let after = (r.dagtag_node_id, r.dagtag);
+                self.verify_answered(peer, volume, request, after, r.digest);
+            }
+            Packet::OvResult(ack) => {
+                let different = ack.block_id == verify::DIFFERENT_ID;
+                self.verify_told(peer, volume, ack.sector, ack.size_bytes, different);
+            }
+            Packet::OvResultId(r) => {
+                let different = r.result == OvResultCode::OutOfSync;
+                self.verify_told(peer, volume, r.sector, r.size_bytes, different);
+            }
             Packet::RsWriteAck(ack) => self.source_ack(peer, volume, &ack, true),
             Packet::RsNegAck(ack) => self.source_ack(peer, volume, &ack, false),
             Packet::RsDataReply(data) => self.target_reply(peer, volume, &data, payload),
-            Packet::NegRsDreply(ack) => self.target_refused(peer, volume, &ack, true),
+            Packet::NegRsDreply(ack) => {
+                if !self.verify_refused(volume, peer, &ack, true) {
+                    self.target_refused(peer, volume, &ack, true);
+                }
+            }
             Packet::RsCancel(ack) | Packet::RsCancelAhead(ack) => {
-                self.target_refused(peer, volume, &ack, false);
+                if !self.verify_refused(volume, peer, &ack, false) {
+                    self.target_refused(peer, volume, &ack, false);
+                }
             }
             other => {
                 if let Some(payload) = payload {
@@ -505,6 +568,8 @@ impl Resource {
             DataOp::PeerWrite(volume, ..)
             | DataOp::SourceRead(volume, ..)
             | DataOp::SourceDigest(volume, ..)
+            | DataOp::VerifyRead(volume, ..)
+            | DataOp::VerifyDigest(volume, ..)
             | DataOp::TargetWrite(volume, ..)
             | DataOp::Flush(volume)
             | DataOp::BitmapPages(volume, _)

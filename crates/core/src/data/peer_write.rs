@@ -254,6 +254,7 @@ impl Resource {
             conn.dagtag_fresh = true;
         }
         self.source_dagtag_progress(peer);
+        self.verify_dagtag_progress(peer);
     }
 
     /// `P_DAGTAG`: writes that were not sent here.
@@ -805,6 +806,7 @@ impl Resource {
         for volume in volumes {
             self.target_link_lost(volume, peer);
             self.source_link_lost(volume, peer);
+            self.verify_left(volume, peer);
             if let Some(io) = self.peer_io(volume, peer) {
                 io.seq = 0;
                 io.bitmap_in = 0;
@@ -819,6 +821,7 @@ impl Resource {
         conn.io.first_epoch += conn.io.epochs.len() as u64;
         conn.io.epochs.clear();
         self.source_dagtag_lost(peer);
+        self.verify_dagtag_lost(peer);
         self.drain_writes(peer);
     }
 
@@ -922,6 +925,10 @@ impl Resource {
             d.io.ranges
                 .any_overlap(sync.sector, sync.size_bytes, |_, _| true)
         });
+        let verified = self.devices.get(&volume).map_or(NodeMask::EMPTY, |d| {
+            let found = d.peers.iter().filter(|(_, pd)| pd.io.verify.found);
+            found.map(|(node, _)| *node).collect()
+        });
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -931,7 +938,9 @@ impl Resource {
             return;
         }
         let mut cleared = 0;
-        for node in sync.mask.without(own).iter() {
+        // What a verify found is settled by a resync only.
+        let mask = sync.mask.without(own).difference(verified);
+        for node in mask.iter() {
             if let Some(slot) = io.slot(node) {
                 cleared += io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
             }

@@ -188,7 +188,6 @@ impl Resource {
             return;
         };
         let (volume, sector, size, tried) = (req.volume, req.sector, req.size_bytes, req.sent);
-        let payload = req.payload;
         let mut local = req.local != Local::Failed && self.reads_locally(volume, sector, size);
         let balances = self
             .devices
@@ -207,22 +206,11 @@ impl Resource {
             local = local && !self.reads_at_peer(volume, peer, sector);
         }
         if local {
-            let Some(payload) = payload else { return };
-            let now = self.now;
-            let depth = self
-                .devices
-                .get_mut(&volume)
-                .map_or(0, |d| d.io.local_reads.issue());
-            if let Some(req) = self.io.requests.get_mut(key) {
-                req.local = Local::Pending;
-                req.submitted_at = now;
-                req.depth = depth;
+            if balances {
+                self.queue_local_read(key);
+            } else {
+                self.local_read(key);
             }
-            self.disk_op(
-                volume,
-                DiskOp::Read { sector, payload },
-                DataOp::AppRead(key),
-            );
             return;
         }
         if let Some(peer) = peer {
@@ -266,6 +254,65 @@ impl Resource {
             });
         } else {
             self.complete(req.id, Err(RequestError::Io));
+        }
+    }
+
+    /// A read that stays here waits for writes in flight that a peer may have shown to an earlier
+    /// read: it must not find what was there before them.
+    fn queue_local_read(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let Some(device) = self.devices.get_mut(&req.volume) else {
+            return;
+        };
+        let (range, clear) = device.io.ranges.insert(
+            Origin::LocalRead,
+            req.sector,
+            req.size_bytes,
+            Owner::Read(key),
+        );
+        req.range = Some(range);
+        if clear {
+            self.local_read(key);
+        }
+    }
+
+    /// Reads from the local disk, if that is still possible.
+    pub(crate) fn local_read(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get(key) else {
+            return;
+        };
+        let (volume, sector, size, payload) = (req.volume, req.sector, req.size_bytes, req.payload);
+        let Some(payload) = payload else { return };
+        if !self.reads_locally(volume, sector, size) {
+            self.read_range_over(key);
+            self.start_read(key);
+            return;
+        }
+        let now = self.now;
+        let depth = self
+            .devices
+            .get_mut(&volume)
+            .map_or(0, |d| d.io.local_reads.issue());
+        if let Some(req) = self.io.requests.get_mut(key) {
+            req.local = Local::Pending;
+            req.submitted_at = now;
+            req.depth = depth;
+        }
+        let op = DiskOp::Read { sector, payload };
+        self.disk_op(volume, op, DataOp::AppRead(key));
+    }
+
+    fn read_range_over(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let volume = req.volume;
+        if let (Some(range), Some(device)) = (req.range.take(), self.devices.get_mut(&volume)) {
+            let mut ready = Vec::new();
+            device.io.ranges.remove(range, &mut ready);
+            self.wake_ranges(volume, ready);
         }
     }
 
@@ -316,6 +363,7 @@ impl Resource {
         };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let (issued, depth, now) = (req.submitted_at, req.depth, self.now);
+        self.read_range_over(key);
         if let Some(device) = self.devices.get_mut(&volume) {
             device.io.local_reads.answered(issued, depth, now);
         }

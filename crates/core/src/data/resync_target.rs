@@ -132,6 +132,7 @@ impl Resource {
         };
         io.resync_total_bits = total.unwrap_or(0);
         io.resync_failed_bits = 0;
+        io.verify.found = false;
         io.resync_started = now;
         if target {
             let mut sync = TargetSync {
@@ -504,7 +505,7 @@ impl Resource {
     }
 
     /// Whose writes the source must have before it reads (wire.md, 7.5).
-    fn followed_primary(&self) -> (NodeId, Dagtag) {
+    pub(crate) fn followed_primary(&self) -> (NodeId, Dagtag) {
         if self.state.role == Role::Primary {
             return (self.node_id, self.io.dagtag);
         }

@@ -25,6 +25,7 @@ pub(crate) fn web() -> ResourceReport {
         paused_ms: 0,
         rate_kib_s: 53_330,
         wanted_kib_s: 51_200,
+        verify: None,
     });
     ResourceReport {
         name: "web".into(),

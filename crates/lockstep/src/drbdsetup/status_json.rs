@@ -203,12 +203,15 @@ fn peer_device(p: &PeerDeviceReport, size_sectors: u64) -> String {
             ("rs-db1-sectors", recent.to_string()),
         ]);
         if verify {
+            let ov = r.verify.clone().unwrap_or_default();
+            // Without a stop sector the original gives the largest number.
+            let stop = ov.stop_sector.unwrap_or(u64::MAX);
             members.extend([
-                ("ov-start-sector", "0".to_owned()),
-                ("ov-stop-sector", r.total_sectors.to_string()),
-                ("ov-position", done.to_string()),
+                ("ov-start-sector", ov.start_sector.to_string()),
+                ("ov-stop-sector", stop.to_string()),
+                ("ov-position", ov.position_sector.to_string()),
                 ("ov-left", r.left_sectors.to_string()),
-                ("ov-skipped", "0".to_owned()),
+                ("ov-skipped", ov.skipped_sectors.to_string()),
             ]);
         } else {
             members.extend([

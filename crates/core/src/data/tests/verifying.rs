@@ -1,0 +1,197 @@
+//! Online verify (semantics.md, 20).
+
+use super::*;
+
+const BLOCKS: u64 = SIZE / 4096;
+
+fn setup() -> Setup {
+    let mut setup = Setup::default();
+    setup.net.verify_alg = Some("crc32c".into());
+    setup
+}
+
+fn verify(w: &mut World, index: usize, peer: usize, start: Option<u64>, stop: Option<u64>) -> u64 {
+    w.command(
+        index,
+        Command::Verify {
+            peer: node_id(peer),
+            volume: VOLUME,
+            start,
+            stop,
+        },
+    )
+}
+
+/// Changes a block of a disk behind the node's back.
+fn spoil(w: &mut World, index: usize, block: u64) {
+    let sector = Sector(block * 8);
+    w.nodes[index].data.write(sector, &[0x5a; 4096]);
+}
+
+fn ends(w: &mut World) {
+    w.pass_until("end of the verify", 600, |w| {
+        let states = [w.repl(0, 1), w.repl(1, 0)];
+        states == [ReplState::Established; 2]
+    });
+    w.pass(Duration::from_secs(1));
+    w.check_idle();
+}
+
+fn said(w: &World, text: &str) -> bool {
+    w.log.iter().any(|line| line.contains(text))
+}
+
+#[test]
+fn equal_replicas_verify_clean() {
+    let mut w = clean(1, 2, setup());
+    w.write(0, 80, 65536, 9);
+    w.pass(Duration::from_secs(1));
+    verify(&mut w, 0, 1, None, None);
+    ends(&mut w);
+    assert!(
+        said(&w, "16384 KiB compared, 0 KiB out of sync, 0 KiB skipped"),
+        "{:#?}",
+        w.log
+    );
+    assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0));
+}
+
+#[test]
+fn planted_differences_are_marked_on_both_nodes_and_the_next_connect_copies_them() {
+    let mut w = clean(2, 2, setup());
+    let spoiled = [0, 1, 77, BLOCKS - 1];
+    for block in spoiled {
+        spoil(&mut w, 1, block);
+    }
+    // The Secondary drives.
+    verify(&mut w, 1, 0, None, None);
+    ends(&mut w);
+    assert!(said(&w, "16 KiB out of sync"), "{:#?}", w.log);
+    assert_eq!((w.bits(0, 1), w.bits(1, 0)), (4, 4));
+    w.cut_links();
+    w.pass_until("resync", 60, |w| w.in_sync() && w.bits(0, 1) == 0);
+    w.pass(Duration::from_secs(1));
+    w.check_same_data();
+    assert_eq!(w.nodes[1].data.block(77), [0; 4096]);
+}
+
+#[test]
+fn start_and_stop_bound_what_is_compared() {
+    let mut w = clean(3, 2, setup());
+    spoil(&mut w, 1, 10);
+    spoil(&mut w, 1, 50);
+    // Sector 401 is within block 50: the start is rounded down.
+    verify(&mut w, 0, 1, Some(401), Some(800));
+    ends(&mut w);
+    assert!(
+        said(
+            &w,
+            "up to the stop sector: 200 KiB compared, 4 KiB out of sync"
+        ),
+        "{:#?}",
+        w.log
+    );
+    assert_eq!(w.bits(0, 1), 1);
+}
+
+#[test]
+fn writes_during_a_verify_are_no_differences() {
+    for (seed, driver) in [(4, 0), (5, 1), (6, 0), (7, 1)] {
+        let mut w = clean(seed, 2, setup());
+        verify(&mut w, driver, 1 - driver, None, None);
+        let mut rounds = 0;
+        while w.repl(driver, 1 - driver) != ReplState::Established || rounds == 0 {
+            for _ in 0..40 {
+                let block = w.random(BLOCKS as usize) as u64;
+                let fill = w.random(255) as u8;
+                w.write(0, block * 8, 4096, fill);
+                for _ in 0..w.random(30) {
+                    w.step();
+                }
+            }
+            w.pass(Duration::from_millis(100));
+            rounds += 1;
+            assert!(rounds < 2000, "it ends: {:#?}", w.log);
+        }
+        ends(&mut w);
+        assert!(said(&w, " 0 KiB out of sync"), "{:#?}", w.log);
+        w.check_same_data();
+    }
+}
+
+#[test]
+fn three_nodes_verify_under_writes_of_the_third() {
+    let mut w = clean(8, 3, setup());
+    spoil(&mut w, 2, 3000);
+    verify(&mut w, 1, 2, None, None);
+    for round in 0..30 {
+        for n in 0..20 {
+            w.write(0, (round * 20 + n) % 2000 * 8, 4096, round as u8);
+        }
+        w.pass(Duration::from_millis(100));
+    }
+    w.pass_until("end of the verify", 600, |w| {
+        w.repl(1, 2) == ReplState::Established
+    });
+    w.pass(Duration::from_secs(5));
+    assert!(said(&w, " 4 KiB out of sync"), "{:#?}", w.log);
+    // Nobody's word but a resync's clears what was found.
+    assert_eq!((w.bits(1, 2), w.bits(2, 1)), (1, 1));
+}
+
+#[test]
+fn a_cut_link_ends_a_verify_and_the_next_goes_on_where_it_was() {
+    let mut w = clean(9, 2, setup());
+    let started = |w: &mut World| {
+        verify(w, 0, 1, None, None);
+        for _ in 0..10_000 {
+            let report = w.nodes[0].resource.verify_report(VOLUME, node_id(1));
+            if let Some(report) = report.filter(|r| r.position_sector > r.start_sector + 800) {
+                return report;
+            }
+            w.step();
+        }
+        panic!("it does not start: {:#?}", w.log);
+    };
+    let first = started(&mut w);
+    assert_eq!(first.start_sector, 0);
+    w.cut_links();
+    w.pass_until("connection", 60, World::in_sync);
+    assert_eq!(w.repl(0, 1), ReplState::Established);
+    let second = started(&mut w);
+    assert!(second.start_sector > 0 && second.start_sector <= first.position_sector + 8);
+    ends(&mut w);
+    assert!(said(&w, " 0 KiB out of sync"));
+    let third = started(&mut w);
+    assert_eq!(third.start_sector, 0, "the second was complete");
+    ends(&mut w);
+}
+
+#[test]
+fn a_verify_that_cannot_run_is_refused_by_name() {
+    let mut w = clean(10, 2, Setup::default());
+    verify(&mut w, 0, 1, None, None);
+    w.pass(Duration::from_secs(1));
+    assert!(said(&w, "verify-alg is not configured"), "{:#?}", w.log);
+    let mut w = clean(11, 2, setup());
+    verify(&mut w, 0, 1, Some(SIZE / 512), None);
+    verify(&mut w, 0, 1, Some(80), Some(80));
+    assert_eq!(
+        w.log
+            .iter()
+            .filter(|l| l.contains("nothing to verify"))
+            .count(),
+        2
+    );
+    let mut different = setup();
+    different.net.verify_alg = Some("sha1".into());
+    w.nodes[1].resource = World::resource(1, 99, &different);
+    w.crash(1);
+    w.setup = different;
+    w.restart(1);
+    w.pass_until("connection", 60, World::in_sync);
+    verify(&mut w, 0, 1, None, None);
+    w.pass(Duration::from_secs(1));
+    assert!(said(&w, "verify-alg differs"), "{:#?}", w.log);
+    assert_eq!(w.repl(0, 1), ReplState::Established);
+}

@@ -1,0 +1,899 @@
+//! Online verify (semantics.md, 20; wire.md, 7.7): digests of each block are compared.
+//!
+//! The driver (VerifyS) asks block by block; the peer (VerifyT) answers with the digest of what it
+//! has. Dagtags make both look at the same writes of a third node, and the streams order their
+//! own. A block that a write overlaps at either node from the request to the comparison is
+//! skipped, never waited for. What differs is marked at both nodes and stays marked until the next
+//! resync between them.
+
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, Sector, VolumeNr};
+use lockstep_format::wire::packet::{
+    BlockAck, BlockId, BlockRequest, DagtagRequest, DigestDagtagRequest, DigestRequest, OvResultId,
+};
+use lockstep_format::wire::{BIO_LEN_MAX, Digest, DiskState, Features, OvResultCode};
+use lockstep_format::wire::{Packet, ReplState};
+
+use super::slab::{Key, Slab};
+use super::{DataOp, DiskFault};
+use crate::event::{DiskError, DiskOp, Output, Payload, Stream};
+use crate::interval::WatchId;
+use crate::rate::{RateController, RateInput, STEP};
+use crate::report::{Level, VerifyReport};
+use crate::resource::{Pending, Resource};
+use crate::time::Instant;
+use crate::timers::Timer;
+use crate::transition::Change;
+
+/// Most blocks of one peer device that are looked at here for a driver.
+const MOST_BLOCKS: usize = 8192;
+
+/// Id of an `P_OV_RESULT` that says that the data differ.
+pub(crate) const DIFFERENT_ID: BlockId = BlockId(4712);
+
+/// Id of the result in `P_OV_RESULT` of protocols below 122 (wire.md, 6.2).
+fn legacy_result_id(result: OvResultCode) -> BlockId {
+    BlockId(match result {
+        OvResultCode::Skip => 4710,
+        OvResultCode::InSync => 4711,
+        OvResultCode::OutOfSync => return DIFFERENT_ID,
+    })
+}
+
+/// An online verify with one peer, in either role.
+#[derive(Debug, Default)]
+pub(crate) struct Verify {
+    blocks: Slab<Block>,
+    by_sector: BTreeMap<Sector, Key>,
+    /// This node drives.
+    driver: Option<Driver>,
+    /// This node answers: behind the last block that was asked for.
+    position: u64,
+    /// What the next start verifies, from a command or from a verify that was cut short.
+    next: Span,
+    /// Blocks were found different since the last resync with this peer.
+    pub(crate) found: bool,
+}
+
+/// Sectors to verify; the end of the volume if there is no stop.
+#[derive(Clone, Copy, Debug, Default)]
+struct Span {
+    start: u64,
+    stop: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Driver {
+    start: u64,
+    end: u64,
+    /// A stop sector was given.
+    stops: bool,
+    cursor: u64,
+    done_sectors: u64,
+    received_sectors: u64,
+    in_flight_sectors: u64,
+    skipped_sectors: u64,
+    different_sectors: u64,
+    grant_sectors: u64,
+    last_grant: u64,
+    rate: RateController,
+}
+
+#[derive(Debug)]
+struct Block {
+    sector: Sector,
+    size_bytes: u32,
+    /// Id of the driver's request.
+    id: BlockId,
+    /// Write of a third node that has to be here before the block is read.
+    after: Option<(NodeId, Dagtag)>,
+    watch: WatchId,
+    stage: Stage,
+    /// Digest of the peer's block.
+    theirs: Option<Digest>,
+    payload: Option<Payload>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The driver's request is on its way.
+    Asked,
+    /// Waits for `after`.
+    Waiting,
+    /// Is read, or its digest computed.
+    Reading,
+}
+
+/// Whether a block may be read.
+enum Ready {
+    Now,
+    After(NodeId, Dagtag),
+    Never,
+}
+
+impl Verify {
+    /// Nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.blocks.len() == 0
+    }
+}
+
+impl Resource {
+    fn verify(&mut self, volume: VolumeNr, peer: NodeId) -> Option<&mut Verify> {
+        Some(&mut self.peer_io(volume, peer)?.verify)
+    }
+
+    /// The algorithm that both nodes use.
+    fn verify_alg(&self, peer: NodeId) -> Option<alloc::string::String> {
+        let alg = self.connections.get(&peer)?.net.verify_alg.clone()?;
+        (!alg.is_empty()).then_some(alg)
+    }
+
+    /// `verify`: remembers what to verify. The state change starts it.
+    pub(crate) fn verify_wanted(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        start: Option<u64>,
+        stop: Option<u64>,
+    ) {
+        let block = self
+            .disk_io(volume)
+            .map_or(8, |io| io.bitmap.shape().block().sectors());
+        let Some(verify) = self.verify(volume, peer) else {
+            return;
+        };
+        if let Some(start) = start {
+            verify.next.start = start / block * block;
+        }
+        verify.next.stop = stop;
+    }
+
+    /// VerifyS or VerifyT begins.
+    pub(crate) fn verify_entered(&mut self, volume: VolumeNr, peer: NodeId, drives: bool) {
+        let now = self.now;
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let Some(io) = self.peer_io(volume, peer) else {
+            return;
+        };
+        io.resync_started = now;
+        let verify = &mut io.verify;
+        verify.position = 0;
+        if !drives {
+            return;
+        }
+        let start = if verify.next.start < size {
+            verify.next.start
+        } else {
+            0
+        };
+        let end = verify.next.stop.unwrap_or(size).min(size);
+        verify.driver = Some(Driver {
+            start,
+            end,
+            stops: end < size,
+            cursor: start,
+            done_sectors: 0,
+            received_sectors: 0,
+            in_flight_sectors: 0,
+            skipped_sectors: 0,
+            different_sectors: 0,
+            grant_sectors: 0,
+            last_grant: 0,
+            rate: RateController::new(),
+        });
+        self.timers.set(Timer::VerifyStep(volume, peer), now);
+    }
+
+    /// The state says that no verify runs any more.
+    pub(crate) fn verify_left(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.timers.clear(Timer::VerifyStep(volume, peer));
+        let Some(verify) = self.verify(volume, peer) else {
+            return;
+        };
+        if let Some(driver) = verify.driver.take() {
+            // Cut short: the next one goes on with the first block that was not compared.
+            let first = verify.by_sector.keys().next().map(|s| s.0);
+            verify.next.start = first.unwrap_or(driver.cursor).min(driver.cursor);
+            if verify.next.start >= driver.end {
+                verify.next = Span::default();
+            }
+        }
+        for key in self
+            .verify(volume, peer)
+            .map(|v| v.blocks.keys())
+            .unwrap_or_default()
+        {
+            self.verify_forget(volume, peer, key);
+        }
+        self.bits_cleared(volume);
+    }
+
+    /// `Timer::VerifyStep`.
+    pub(crate) fn verify_step_timer(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.state.peer_device(volume, peer).repl != ReplState::VerifyS {
+            return;
+        }
+        let at = self.now + STEP;
+        self.timers.set(Timer::VerifyStep(volume, peer), at);
+        self.verify_grant(volume, peer);
+        self.verify_step(volume, peer);
+    }
+
+    fn verify_grant(&mut self, volume: VolumeNr, peer: NodeId) {
+        let now = self.now;
+        let Some(disk) = self.disk_io(volume) else {
+            return;
+        };
+        let granule_sectors = disk.bitmap.shape().block().sectors();
+        let application_waits = disk.al.has_waiters();
+        let max_buffers = self
+            .connections
+            .get(&peer)
+            .map_or(2048, |c| c.net.max_buffers);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let written = device.io.written_sectors;
+        let application_sectors = written.saturating_sub(device.io.written_at_grant);
+        device.io.written_at_grant = written;
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return;
+        };
+        let Some(driver) = pd.io.verify.driver.as_mut() else {
+            return;
+        };
+        let input = RateInput {
+            in_flight_sectors: driver.in_flight_sectors,
+            received_sectors: core::mem::take(&mut driver.received_sectors),
+            left_sectors: driver
+                .end
+                .saturating_sub(driver.start + driver.done_sectors),
+            granule_sectors,
+            max_buffers,
+            application_waits,
+            application_sectors,
+        };
+        driver.grant_sectors = driver.rate.step(now, &pd.options, &input);
+        driver.last_grant = driver.grant_sectors;
+    }
+
+    /// Asks for as many blocks as granted; notices the end.
+    fn verify_step(&mut self, volume: VolumeNr, peer: NodeId) {
+        loop {
+            if self.state.peer_device(volume, peer).repl != ReplState::VerifyS {
+                return;
+            }
+            let Some(block) = self
+                .disk_io(volume)
+                .map(|io| io.bitmap.shape().block().sectors())
+            else {
+                return;
+            };
+            let Some(verify) = self.verify(volume, peer) else {
+                return;
+            };
+            let idle = verify.blocks.len() == 0;
+            let Some(driver) = verify.driver.as_mut() else {
+                return;
+            };
+            if driver.cursor >= driver.end {
+                if idle {
+                    self.verify_done(volume, peer);
+                }
+                return;
+            }
+            if driver.grant_sectors == 0 {
+                return;
+            }
+            let sector = Sector(driver.cursor);
+            let sectors = block.min(driver.end - driver.cursor);
+            driver.cursor += sectors;
+            driver.grant_sectors = driver.grant_sectors.saturating_sub(sectors);
+            driver.in_flight_sectors += sectors;
+            let size_bytes = (sectors * Sector::SIZE) as u32;
+            let Some(key) = self.verify_insert(volume, peer, sector, size_bytes, Stage::Asked)
+            else {
+                return;
+            };
+            let dagtags = self.resync_dagtags(peer);
+            let block_id = BlockId(key.0);
+            let packet = if dagtags {
+                let (dagtag_node_id, dagtag) = self.followed_primary();
+                Packet::OvDagtagReq(DagtagRequest {
+                    sector,
+                    block_id,
+                    size_bytes,
+                    dagtag_node_id,
+                    dagtag,
+                })
+            } else {
+                Packet::OvRequest(BlockRequest {
+                    sector,
+                    block_id,
+                    size_bytes,
+                })
+            };
+            self.send(peer, Stream::Data, volume, packet);
+        }
+    }
+
+    fn resync_dagtags(&self, peer: NodeId) -> bool {
+        self.connections
+            .get(&peer)
+            .is_some_and(|c| c.features().contains(Features::RESYNC_DAGTAG))
+    }
+
+    fn verify_insert(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+        stage: Stage,
+    ) -> Option<Key> {
+        let device = self.devices.get_mut(&volume)?;
+        let watch = device.io.ranges.watch(sector, size_bytes);
+        let verify = &mut device.peers.get_mut(&peer)?.io.verify;
+        let key = verify.blocks.insert(Block {
+            sector,
+            size_bytes,
+            id: BlockId(0),
+            after: None,
+            watch,
+            stage,
+            theirs: None,
+            payload: None,
+        });
+        verify.by_sector.insert(sector, key);
+        Some(key)
+    }
+
+    /// Every block was compared or skipped.
+    fn verify_done(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(verify) = self.verify(volume, peer) else {
+            return;
+        };
+        verify.next = Span::default();
+        let Some(driver) = verify.driver.take() else {
+            return;
+        };
+        let different = driver.different_sectors;
+        let level = if different > 0 {
+            Level::Warn
+        } else {
+            Level::Info
+        };
+        let until = if driver.stops {
+            " up to the stop sector"
+        } else {
+            ""
+        };
+        let text = format!(
+            "online verify done{until}: {} KiB compared, {} KiB out of sync, {} KiB skipped because \
+             of writes",
+            (driver.done_sectors - driver.skipped_sectors) / 2,
+            different / 2,
+            driver.skipped_sectors / 2,
+        );
+        self.log(level, Some(peer), Some(volume), text);
+        if different > 0 {
+            self.run_handler("out-of-sync", Some(volume), Some(peer));
+        }
+        self.hard_change(Change::new().repl(volume, peer, ReplState::Established));
+    }
+
+    /// Whether what `after` names has come in here.
+    fn verify_ready(&self, peer: NodeId, (node, dagtag): (NodeId, Dagtag)) -> Ready {
+        if dagtag.0 == 0 || node == self.node_id || node == peer {
+            return Ready::Now;
+        }
+        match self.connections.get(&node) {
+            Some(conn) if conn.link.is_some() && conn.dagtag_fresh => {
+                if dagtag.is_newer_than(conn.last_dagtag) {
+                    Ready::After(node, dagtag)
+                } else {
+                    Ready::Now
+                }
+            }
+            _ => Ready::Never,
+        }
+    }
+
+    /// A driver asks for the digest of a block.
+    pub(crate) fn verify_asked(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        request: BlockRequest,
+        after: (NodeId, Dagtag),
+    ) {
+        let fits = self.devices.get(&volume).is_some_and(|d| {
+            request.size_bytes > 0
+                && request.size_bytes <= BIO_LEN_MAX
+                && u64::from(request.size_bytes).is_multiple_of(Sector::SIZE)
+                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
+        });
+        if !fits {
+            let text = format!(
+                "verify of {} bytes at sector {}",
+                request.size_bytes, request.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        let disk = self.state.disk(volume);
+        let usable = disk >= DiskState::Outdated
+            && disk != DiskState::DUnknown
+            && self.disk_io(volume).is_some()
+            && self.verify_alg(peer).is_some();
+        let full = self.verify(volume, peer).is_none_or(|v| {
+            v.driver.is_some()
+                || v.blocks.len() >= MOST_BLOCKS
+                || v.by_sector.contains_key(&request.sector)
+        });
+        let ready = self.verify_ready(peer, after);
+        if !usable || full || matches!(ready, Ready::Never) {
+            self.verify_cancel(volume, peer, &request);
+            return;
+        }
+        let Some(key) = self.verify_insert(
+            volume,
+            peer,
+            request.sector,
+            request.size_bytes,
+            Stage::Waiting,
+        ) else {
+            return;
+        };
+        let Some(verify) = self.verify(volume, peer) else {
+            return;
+        };
+        verify.position = request.sector.end_of(request.size_bytes).0;
+        if let Some(block) = verify.blocks.get_mut(key) {
+            block.id = request.block_id;
+        }
+        self.verify_read_when(volume, peer, key, ready);
+    }
+
+    /// The digest of the peer's block is here.
+    pub(crate) fn verify_answered(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        request: BlockRequest,
+        after: (NodeId, Dagtag),
+        digest: Digest,
+    ) {
+        let Some(key) = self.verify_asked_block(volume, peer, request.sector) else {
+            // The verify ended while the answer was on its way.
+            return;
+        };
+        let ready = self.verify_ready(peer, after);
+        if let Some(block) = self
+            .verify(volume, peer)
+            .and_then(|v| v.blocks.get_mut(key))
+        {
+            if block.size_bytes != request.size_bytes {
+                let text = format!("digest of another length at sector {}", request.sector);
+                self.protocol_error(peer, Some(volume), text);
+                return;
+            }
+            block.stage = Stage::Waiting;
+            block.theirs = Some(digest);
+        }
+        self.verify_read_when(volume, peer, key, ready);
+    }
+
+    fn verify_asked_block(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+    ) -> Option<Key> {
+        let verify = self.verify(volume, peer)?;
+        let key = *verify.by_sector.get(&sector)?;
+        let asked = verify.blocks.get(key)?.stage == Stage::Asked;
+        asked.then_some(key)
+    }
+
+    fn verify_read_when(&mut self, volume: VolumeNr, peer: NodeId, key: Key, ready: Ready) {
+        match ready {
+            Ready::Now => self.verify_read(volume, peer, key),
+            Ready::After(node, dagtag) => {
+                if let Some(block) = self
+                    .verify(volume, peer)
+                    .and_then(|v| v.blocks.get_mut(key))
+                {
+                    block.after = Some((node, dagtag));
+                }
+            }
+            Ready::Never => self.verify_result(volume, peer, key, OvResultCode::Skip),
+        }
+    }
+
+    fn verify_read(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let Some(block) = self
+            .verify(volume, peer)
+            .and_then(|v| v.blocks.get_mut(key))
+        else {
+            return;
+        };
+        block.after = None;
+        block.stage = Stage::Reading;
+        let op = DiskOp::ReadNew {
+            sector: block.sector,
+            len: block.size_bytes,
+        };
+        if self.disk_io(volume).is_none() {
+            self.verify_result(volume, peer, key, OvResultCode::Skip);
+            return;
+        }
+        self.disk_op(volume, op, DataOp::VerifyRead(volume, peer, key));
+    }
+
+    pub(crate) fn verify_read_done(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        result: Result<Option<Payload>, DiskError>,
+    ) {
+        let failed = result.is_err();
+        let payload = result.ok().flatten();
+        let algorithm = self.verify_alg(peer);
+        let found = self
+            .verify(volume, peer)
+            .and_then(|v| v.blocks.get_mut(key));
+        let (Some(block), Some(payload), Some(algorithm)) = (found, payload, algorithm) else {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            if failed {
+                self.verify_read_failed(volume, peer, key);
+            } else {
+                self.verify_result(volume, peer, key, OvResultCode::Skip);
+            }
+            return;
+        };
+        block.payload = Some(payload);
+        let op = DataOp::VerifyDigest(volume, peer, key);
+        let tag = self.tags.insert(Pending::Data(op));
+        self.output(Output::Digest {
+            tag,
+            algorithm,
+            payload,
+        });
+    }
+
+    /// What cannot be read differs from everything: a driver is told zeroes.
+    fn verify_read_failed(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let range = self
+            .verify(volume, peer)
+            .and_then(|v| v.blocks.get(key))
+            .map(|b| (b.sector, b.size_bytes, b.theirs.is_some()));
+        if let Some((sector, size_bytes, drives)) = range {
+            self.set_out_of_sync(
+                volume,
+                sector,
+                size_bytes,
+                lockstep_format::units::NodeMask::EMPTY,
+            );
+            if drives {
+                self.verify_result(volume, peer, key, OvResultCode::OutOfSync);
+            } else {
+                let len = self
+                    .verify_alg(peer)
+                    .map_or(0, |a| crate::auth::digest_len(&a));
+                self.verify_reply(volume, peer, key, &[0; 64][..usize::from(len)]);
+            }
+        }
+        self.disk_failed(volume, DiskFault::Data);
+    }
+
+    pub(crate) fn verify_digest_done(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        ours: &[u8],
+    ) {
+        let Some(block) = self
+            .verify(volume, peer)
+            .and_then(|v| v.blocks.get_mut(key))
+        else {
+            return;
+        };
+        let payload = block.payload.take();
+        let theirs = block.theirs;
+        let watch = block.watch;
+        if let Some(payload) = payload {
+            self.release(payload.buf);
+        }
+        let overlapped = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.io.ranges.is_overlapped(watch));
+        match theirs {
+            _ if overlapped => self.verify_result(volume, peer, key, OvResultCode::Skip),
+            Some(theirs) if theirs.as_bytes() == ours => {
+                self.verify_result(volume, peer, key, OvResultCode::InSync);
+            }
+            Some(_) => self.verify_result(volume, peer, key, OvResultCode::OutOfSync),
+            None => self.verify_reply(volume, peer, key, ours),
+        }
+    }
+
+    /// VerifyT: the digest goes to the driver.
+    fn verify_reply(&mut self, volume: VolumeNr, peer: NodeId, key: Key, digest: &[u8]) {
+        let Some(block) = self.verify_forget(volume, peer, key) else {
+            return;
+        };
+        let Some(digest) = Digest::new(digest) else {
+            return;
+        };
+        let (sector, block_id, size_bytes) = (block.sector, block.id, block.size_bytes);
+        let packet = if self.resync_dagtags(peer) {
+            let (dagtag_node_id, dagtag) = self.followed_primary();
+            Packet::OvDagtagReply(DigestDagtagRequest {
+                sector,
+                block_id,
+                size_bytes,
+                dagtag_node_id,
+                dagtag,
+                digest,
+            })
+        } else {
+            Packet::OvReply(DigestRequest {
+                sector,
+                block_id,
+                size_bytes,
+                digest,
+            })
+        };
+        self.send(peer, Stream::Data, volume, packet);
+    }
+
+    /// The block is through: the driver tells the result, the other node that it skips.
+    fn verify_result(&mut self, volume: VolumeNr, peer: NodeId, key: Key, result: OvResultCode) {
+        let Some(block) = self.verify_forget(volume, peer, key) else {
+            return;
+        };
+        let drives = self
+            .verify(volume, peer)
+            .is_some_and(|v| v.driver.is_some());
+        let request = BlockRequest {
+            sector: block.sector,
+            block_id: block.id,
+            size_bytes: block.size_bytes,
+        };
+        if !drives {
+            self.verify_cancel(volume, peer, &request);
+            return;
+        }
+        if result == OvResultCode::OutOfSync {
+            self.verify_mark(volume, peer, block.sector, block.size_bytes);
+        }
+        self.verify_count(volume, peer, block.size_bytes, result);
+        let (sector, size_bytes) = (block.sector, block.size_bytes);
+        let seq_num = self.next_seq(volume, peer);
+        let modern = self
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.protocol() >= 122);
+        let packet = if modern {
+            Packet::OvResultId(OvResultId {
+                sector,
+                block_id: BlockId(key.0),
+                size_bytes,
+                seq_num,
+                result,
+            })
+        } else {
+            Packet::OvResult(BlockAck {
+                sector,
+                block_id: legacy_result_id(result),
+                size_bytes,
+                seq_num,
+            })
+        };
+        self.send(peer, Stream::Control, volume, packet);
+        self.verify_go_on(volume, peer);
+    }
+
+    fn verify_count(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        size_bytes: u32,
+        result: OvResultCode,
+    ) {
+        let Some(driver) = self.verify(volume, peer).and_then(|v| v.driver.as_mut()) else {
+            return;
+        };
+        let sectors = u64::from(size_bytes) / Sector::SIZE;
+        driver.in_flight_sectors -= sectors;
+        driver.received_sectors += sectors;
+        driver.done_sectors += sectors;
+        match result {
+            OvResultCode::Skip => driver.skipped_sectors += sectors,
+            OvResultCode::InSync => {}
+            OvResultCode::OutOfSync => driver.different_sectors += sectors,
+        }
+    }
+
+    fn verify_go_on(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(driver) = self.verify(volume, peer).and_then(|v| v.driver.as_mut()) else {
+            return;
+        };
+        if driver.in_flight_sectors <= driver.last_grant / 2 && driver.cursor < driver.end {
+            self.verify_grant(volume, peer);
+        }
+        self.verify_step(volume, peer);
+    }
+
+    /// `P_RS_CANCEL` or `P_NEG_RS_DREPLY`: whether it is about a block of a verify.
+    pub(crate) fn verify_refused(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        ack: &BlockAck,
+        failed: bool,
+    ) -> bool {
+        let Some(key) = self.verify_asked_block(volume, peer, ack.sector) else {
+            // An answer to a verify that has ended is nobody's.
+            return self
+                .peer_io(volume, peer)
+                .is_none_or(|io| io.target.is_none());
+        };
+        if !failed {
+            // Both nodes skip it.
+            if let Some(block) = self.verify_forget(volume, peer, key) {
+                self.verify_count(volume, peer, block.size_bytes, OvResultCode::Skip);
+                self.verify_go_on(volume, peer);
+            }
+        } else {
+            self.verify_result(volume, peer, key, OvResultCode::Skip);
+        }
+        true
+    }
+
+    /// The driver's result.
+    pub(crate) fn verify_told(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        sector: Sector,
+        size_bytes: u32,
+        different: bool,
+    ) {
+        let fits = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| size_bytes > 0 && sector.end_of(size_bytes).0 <= d.size_sectors);
+        if !fits {
+            let text = format!("verify result of {size_bytes} bytes at sector {sector}");
+            self.protocol_error(peer, Some(volume), text);
+        } else if different {
+            self.verify_mark(volume, peer, sector, size_bytes);
+        }
+    }
+
+    fn verify_mark(&mut self, volume: VolumeNr, peer: NodeId, sector: Sector, size_bytes: u32) {
+        if let Some(io) = self.disk_io(volume)
+            && let Some(slot) = io.slot(peer)
+        {
+            io.bitmap.set_range(slot, sector, size_bytes);
+        }
+        if let Some(verify) = self.verify(volume, peer) {
+            verify.found = true;
+        }
+        self.bits_cleared(volume);
+    }
+
+    fn verify_cancel(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        let seq_num = self.next_seq(volume, peer);
+        let ack = BlockAck {
+            sector: request.sector,
+            block_id: request.block_id,
+            size_bytes: request.size_bytes,
+            seq_num,
+        };
+        self.send(peer, Stream::Control, volume, Packet::RsCancel(ack));
+    }
+
+    fn verify_forget(&mut self, volume: VolumeNr, peer: NodeId, key: Key) -> Option<Block> {
+        let device = self.devices.get_mut(&volume)?;
+        let verify = &mut device.peers.get_mut(&peer)?.io.verify;
+        let mut block = verify.blocks.remove(key)?;
+        verify.by_sector.remove(&block.sector);
+        device.io.ranges.unwatch(block.watch);
+        if let Some(payload) = block.payload.take() {
+            self.release(payload.buf);
+        }
+        Some(block)
+    }
+
+    /// Writes of a node came in: blocks that waited for them are read.
+    pub(crate) fn verify_dagtag_progress(&mut self, node: NodeId) {
+        let Some(conn) = self.connections.get(&node) else {
+            return;
+        };
+        let reached = conn.last_dagtag;
+        for (volume, peer, key, dagtag) in self.verify_waiting_for(node) {
+            if !dagtag.is_newer_than(reached) {
+                self.verify_read(volume, peer, key);
+            }
+        }
+    }
+
+    /// The link to a node is lost: nobody can wait for its writes.
+    pub(crate) fn verify_dagtag_lost(&mut self, node: NodeId) {
+        for (volume, peer, key, _) in self.verify_waiting_for(node) {
+            self.verify_result(volume, peer, key, OvResultCode::Skip);
+        }
+    }
+
+    fn verify_waiting_for(&self, node: NodeId) -> Vec<(VolumeNr, NodeId, Key, Dagtag)> {
+        let mut found = Vec::new();
+        for (volume, device) in &self.devices {
+            for (peer, pd) in &device.peers {
+                let verify = &pd.io.verify;
+                if verify.is_idle() {
+                    continue;
+                }
+                for key in verify.by_sector.values() {
+                    if let Some((after, dagtag)) = verify.blocks.get(*key).and_then(|b| b.after)
+                        && after == node
+                    {
+                        found.push((*volume, *peer, *key, dagtag));
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// Progress of a running verify.
+    pub(crate) fn verify_report(&self, volume: VolumeNr, peer: NodeId) -> Option<VerifyReport> {
+        let device = self.devices.get(&volume)?;
+        let verify = &device.peers.get(&peer)?.io.verify;
+        Some(
+            match (self.state.peer_device(volume, peer).repl, &verify.driver) {
+                (ReplState::VerifyS, Some(driver)) => VerifyReport {
+                    start_sector: driver.start,
+                    stop_sector: driver.stops.then_some(driver.end),
+                    position_sector: driver.cursor,
+                    left_sectors: (driver.end - driver.start).saturating_sub(driver.done_sectors),
+                    skipped_sectors: driver.skipped_sectors,
+                },
+                (ReplState::VerifyT, _) => VerifyReport {
+                    start_sector: 0,
+                    stop_sector: None,
+                    position_sector: verify.position,
+                    left_sectors: device.size_sectors.saturating_sub(verify.position),
+                    skipped_sectors: 0,
+                },
+                _ => return None,
+            },
+        )
+    }
+
+    /// Sectors that the driver has compared or skipped, and when it began.
+    pub(crate) fn verify_done_sectors(
+        &self,
+        volume: VolumeNr,
+        peer: NodeId,
+    ) -> Option<(u64, Instant)> {
+        let pd = self.devices.get(&volume)?.peers.get(&peer)?;
+        let verify = &pd.io.verify;
+        let done = verify
+            .driver
+            .as_ref()
+            .map_or(verify.position, |d| d.done_sectors);
+        Some((done, pd.io.resync_started))
+    }
+}
