@@ -826,10 +826,9 @@ impl Resource {
                 }
             }
             Strategy::SourceCopyBitmap(from) => self.copy_slot(volume, from, peer),
-            // A half-copied disk is of no generation: its marks tell where.
-            Strategy::TargetClearBitmap(_)
-                if self.state.disk(volume) == DiskState::Inconsistent => {}
-            Strategy::TargetClearBitmap(_) => self.clear_slot(volume, peer),
+            // The source copies what it changed since the generation that this disk is of. What
+            // differs here is marked here only: writes that a crash cut short, or a disk that was
+            // half copied. So nothing is cleared, and at worst blocks are copied that are equal.
             _ => {}
         }
         if strategy.direction() == Some(compare::Direction::Target) {

@@ -200,3 +200,10 @@ fn an_unequal_pair_compares_again() {
 fn a_resync_read_that_waited_does_not_use_a_closed_disk() {
     holds(52, ALL);
 }
+
+/// A Primary that crashed with a write in flight became target of another node's slot for a third
+/// one, and cleared its own marks for it: the write stayed on its disk alone.
+#[test]
+fn a_target_of_a_copied_bitmap_keeps_its_own_marks() {
+    holds(214, ALL);
+}
