@@ -264,6 +264,12 @@ impl Resource {
             if before.repl.is_verify() && !p.repl.is_verify() {
                 self.verify_left(volume, *peer);
             }
+            if before.disk >= DiskState::Inconsistent
+                && before.disk != DiskState::DUnknown
+                && p.disk < DiskState::Inconsistent
+            {
+                self.mark_sent(volume, *peer);
+            }
             let equal = (
                 DiskState::UpToDate,
                 DiskState::UpToDate,

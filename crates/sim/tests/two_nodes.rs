@@ -105,3 +105,10 @@ fn two_attaches_at_the_same_time_end_in_sync() {
 fn a_target_waits_for_the_marks_of_a_source_that_was_demoted() {
     holds(518);
 }
+
+/// A write was on its way when the peer's disk was detached and attached again; the peer refused
+/// it, and both went on as equal.
+#[test]
+fn a_write_on_its_way_to_a_disk_that_goes_is_marked() {
+    holds(2350);
+}

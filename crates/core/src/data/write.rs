@@ -866,6 +866,25 @@ impl Resource {
         self.io.parked_due = true;
     }
 
+    /// A connected peer has lost its disk: nobody knows whether the writes on their way to it came
+    /// before that. They are marked, so that the comparison at its next attach sees them.
+    pub(crate) fn mark_sent(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let ranges: Vec<(Sector, u32)> = conn
+            .io
+            .sent
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key))
+            .filter(|req| req.volume == volume)
+            .map(|req| (req.sector, req.size_bytes))
+            .collect();
+        for (sector, size_bytes) in ranges {
+            self.mark_towards(volume, peer, sector, size_bytes);
+        }
+    }
+
     /// Drops a connection whose oldest write is without an answer for `ko-count` × `timeout`.
     pub(crate) fn check_request_age(&mut self, peer: NodeId) {
         let Some(conn) = self.connections.get(&peer) else {
