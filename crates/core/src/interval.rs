@@ -34,8 +34,8 @@ pub enum Origin {
     ResyncTarget(NodeId),
     /// A read for the resync of a peer, held until the peer has written it.
     ResyncSource(NodeId),
-    /// A read of the local application, where reads may also go to peers: it waits for the
-    /// writes in flight, which a peer may have shown already.
+    /// A read of the local application, where reads may also go to peers or writes of peers are in
+    /// flight: it waits for the writes in flight, which a peer may have shown already.
     LocalRead,
     /// A read for a peer's application. It waits for what this node has received of the range.
     RemoteRead,
@@ -374,7 +374,7 @@ fn blocks(earlier: Origin, phase: Phase, later: Origin) -> bool {
     match (earlier, later) {
         // Protocol A and B promise a write that is received; a read has to find it.
         (PeerWrite(_), RemoteRead) => phase != Phase::DiskDone,
-        (LocalWrite | ResyncTarget(_), LocalRead) => phase != Phase::DiskDone,
+        (LocalWrite | PeerWrite(_) | ResyncTarget(_), LocalRead) => phase != Phase::DiskDone,
         (LocalRead, _) | (_, LocalRead) => false,
         // The reader orders its own writes behind its reads.
         (RemoteRead, _) | (_, RemoteRead) => false,

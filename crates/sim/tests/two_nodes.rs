@@ -112,3 +112,10 @@ fn a_target_waits_for_the_marks_of_a_source_that_was_demoted() {
 fn a_write_on_its_way_to_a_disk_that_goes_is_marked() {
     holds(2350);
 }
+
+/// With protocol A a write was acknowledged and received, but not on disk yet, when the receiver
+/// became Primary and read the block.
+#[test]
+fn a_new_primary_reads_what_the_last_one_has_sent() {
+    holds(1560);
+}

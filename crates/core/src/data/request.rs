@@ -206,7 +206,9 @@ impl Resource {
             local = local && !self.reads_at_peer(volume, peer, sector);
         }
         if local {
-            if balances {
+            // Just promoted: what the last Primary wrote may still be on its way to the disk here,
+            // and with protocol A and B it is acknowledged.
+            if balances || self.peer_writes_in_flight(volume) {
                 self.queue_local_read(key);
             } else {
                 self.local_read(key);
