@@ -16,7 +16,7 @@ pub const DRBD_PORT: u16 = 7788;
 pub const DRBD_LIMIT: Duration = Duration::from_secs(150);
 
 /// What the kernel logs as an error although only the link is gone.
-const LOST_LINK: &[&str] = &[
+pub(crate) const LOST_LINK: &[&str] = &[
     "meta connection shut down by peer.",
     "PingAck did not arrive in time.",
     "sock_recvmsg returned -11",

@@ -12,6 +12,7 @@ mod guest_base64;
 pub mod guest_drbd;
 pub mod guest_image;
 pub mod guest_line;
+pub mod guest_mixed;
 pub mod guest_proxy;
 
 use std::fs;
