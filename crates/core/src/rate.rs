@@ -21,7 +21,7 @@ const MARK_SPACING: Duration = Duration::from_secs(3);
 const BUSY_SECTORS: u64 = 64;
 
 /// What a step has to know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateInput {
     /// Sectors that were asked for and have not come back.
     pub in_flight_sectors: u64,
@@ -37,6 +37,74 @@ pub struct RateInput {
     pub application_waits: bool,
     /// Sectors of the disk's traffic since the last step that the resync did not cause.
     pub application_sectors: u64,
+}
+
+/// How much a resync target or the driver of a verify has asked for, and may still ask for: the
+/// controller's grant, bounded by `c-max-rate` also between its steps.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    /// Asked for and not come back.
+    pub(crate) in_flight_sectors: u64,
+    /// Granted and not asked for yet.
+    pub(crate) grant_sectors: u64,
+    last_grant: u64,
+    /// Came back since the controller's last step.
+    received_sectors: u64,
+    /// Asked for since `window`.
+    window: Instant,
+    window_sectors: u64,
+    rate: RateController,
+}
+
+impl Pace {
+    /// For what begins now.
+    pub(crate) fn new(now: Instant) -> Self {
+        Pace {
+            window: now,
+            ..Pace::default()
+        }
+    }
+
+    /// Something was asked for.
+    pub(crate) fn asked(&mut self, sectors: u64) {
+        self.grant_sectors = self.grant_sectors.saturating_sub(sectors);
+        self.window_sectors += sectors;
+        self.in_flight_sectors += sectors;
+    }
+
+    /// The answer was dealt with.
+    pub(crate) fn answered(&mut self, sectors: u64) {
+        self.in_flight_sectors -= sectors;
+        self.received_sectors += sectors;
+    }
+
+    /// So little is in flight that it is time for another grant.
+    pub(crate) fn runs_dry(&self) -> bool {
+        self.in_flight_sectors <= self.last_grant / 2
+    }
+
+    /// Asks the controller. What `load` says of flight and arrival is this value's own.
+    pub(crate) fn grant(&mut self, now: Instant, options: &PeerDeviceOptions, load: RateInput) {
+        let input = RateInput {
+            in_flight_sectors: self.in_flight_sectors,
+            received_sectors: core::mem::take(&mut self.received_sectors),
+            ..load
+        };
+        let mut grant = self.rate.step(now, options, &input);
+        if now - self.window >= STEP {
+            self.window = now;
+            self.window_sectors = 0;
+        }
+        if options.c_max_rate_kib_s > 0 {
+            let most = u64::from(options.c_max_rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND;
+            let rest = most.saturating_sub(self.window_sectors);
+            if self.in_flight_sectors > 0 || self.window_sectors > 0 {
+                grant = grant.min(rest);
+            }
+        }
+        self.grant_sectors = grant;
+        self.last_grant = grant;
+    }
 }
 
 /// Controller of one peer device.

@@ -24,7 +24,8 @@ use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, OvResultCode, Packet};
+use lockstep_format::wire::packet::BlockRequest;
+use lockstep_format::wire::{BIO_LEN_MAX, ConnState, DiskState, OvResultCode, Packet};
 
 use balance::ReadPath;
 pub use disk::{BitmapThen, DiskIo, DiskIoGeometry};
@@ -401,58 +402,28 @@ impl Resource {
                 self.source_request(peer, volume, r, (NodeId(0), Dagtag(0)), None);
             }
             Packet::CsumRsRequest(r) => {
-                let request = lockstep_format::wire::packet::BlockRequest {
-                    sector: r.sector,
-                    block_id: r.block_id,
-                    size_bytes: r.size_bytes,
-                };
                 let after = (NodeId(0), Dagtag(0));
-                self.source_request(peer, volume, request, after, Some(r.digest));
+                self.source_request(peer, volume, r.block(), after, Some(r.digest));
             }
             Packet::RsDagtagReq(r) => {
-                let request = lockstep_format::wire::packet::BlockRequest {
-                    sector: r.sector,
-                    block_id: r.block_id,
-                    size_bytes: r.size_bytes,
-                };
                 let after = (r.dagtag_node_id, r.dagtag);
-                self.source_request(peer, volume, request, after, None);
+                self.source_request(peer, volume, r.block(), after, None);
             }
             Packet::RsCsumDagtagReq(r) => {
-                let request = lockstep_format::wire::packet::BlockRequest {
-                    sector: r.sector,
-                    block_id: r.block_id,
-                    size_bytes: r.size_bytes,
-                };
                 let after = (r.dagtag_node_id, r.dagtag);
-                self.source_request(peer, volume, request, after, Some(r.digest));
+                self.source_request(peer, volume, r.block(), after, Some(r.digest));
             }
             Packet::OvRequest(r) => self.verify_asked(peer, volume, r, (NodeId(0), Dagtag(0))),
             Packet::OvDagtagReq(r) => {
-                let request = lockstep_format::wire::packet::BlockRequest {
-                    sector: r.sector,
-                    block_id: r.block_id,
-                    size_bytes: r.size_bytes,
-                };
-                self.verify_asked(peer, volume, request, (r.dagtag_node_id, r.dagtag));
+                self.verify_asked(peer, volume, r.block(), (r.dagtag_node_id, r.dagtag));
             }
             Packet::OvReply(r) => {
-                let request = lockstep_format::wire::packet::BlockRequest {
-                    sector: r.sector,
-                    block_id: r.block_id,
-                    size_bytes: r.size_bytes,
-                };
                 let after = (NodeId(0), Dagtag(0));
-                self.verify_answered(peer, volume, request, after, r.digest);
+                self.verify_answered(peer, volume, r.block(), after, r.digest);
             }
             Packet::OvDagtagReply(r) => {
-                let request = lockstep_format::wire::packet::BlockRequest {
-                    sector: r.sector,
-                    block_id: r.block_id,
-                    size_bytes: r.size_bytes,
-                };
                 let after = (r.dagtag_node_id, r.dagtag);
-                self.verify_answered(peer, volume, request, after, r.digest);
+                self.verify_answered(peer, volume, r.block(), after, r.digest);
             }
             Packet::OvResult(ack) => {
                 let different = ack.block_id == verify::DIFFERENT_ID;
@@ -493,6 +464,16 @@ impl Resource {
     ) {
         self.log(crate::report::Level::Error, Some(peer), volume, text);
         self.drop_connection(peer, ConnState::ProtocolError);
+    }
+
+    /// A block that a peer asks for is whole and within the volume.
+    fn is_block_of(&self, volume: VolumeNr, request: &BlockRequest) -> bool {
+        self.devices.get(&volume).is_some_and(|d| {
+            request.size_bytes > 0
+                && request.size_bytes <= BIO_LEN_MAX
+                && u64::from(request.size_bytes).is_multiple_of(Sector::SIZE)
+                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
+        })
     }
 
     /// Starts a disk operation.

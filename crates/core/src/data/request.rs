@@ -296,6 +296,7 @@ impl Resource {
         let depth = self
             .devices
             .get_mut(&volume)
+            .filter(|d| d.balances_reads())
             .map_or(0, |d| d.io.local_reads.issue());
         if let Some(req) = self.io.requests.get_mut(key) {
             req.local = Local::Pending;
@@ -366,7 +367,9 @@ impl Resource {
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let (issued, depth, now) = (req.submitted_at, req.depth, self.now);
         self.read_range_over(key);
-        if let Some(device) = self.devices.get_mut(&volume) {
+        if depth > 0
+            && let Some(device) = self.devices.get_mut(&volume)
+        {
             device.io.local_reads.answered(issued, depth, now);
         }
         if result.is_ok() {
@@ -474,11 +477,7 @@ impl Resource {
     /// A peer reads from this node.
     pub(crate) fn serve_read(&mut self, peer: NodeId, volume: VolumeNr, request: BlockRequest) {
         let link = self.link(peer);
-        let fits = self.devices.get(&volume).is_some_and(|d| {
-            request.size_bytes > 0
-                && request.size_bytes <= BIO_LEN_MAX
-                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
-        });
+        let fits = self.is_block_of(volume, &request);
         let (Some(link), true) = (link, fits) else {
             let text = format!(
                 "read of {} bytes at sector {}",

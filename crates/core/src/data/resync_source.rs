@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockRequest, Data};
-use lockstep_format::wire::{BIO_LEN_MAX, Digest, DiskState, Packet, ReplState};
+use lockstep_format::wire::{Digest, DiskState, Packet, ReplState};
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
@@ -40,13 +40,7 @@ impl Resource {
         (node, dagtag): (NodeId, Dagtag),
         digest: Option<Digest>,
     ) {
-        let fits = self.devices.get(&volume).is_some_and(|d| {
-            request.size_bytes > 0
-                && request.size_bytes <= BIO_LEN_MAX
-                && u64::from(request.size_bytes).is_multiple_of(Sector::SIZE)
-                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
-        });
-        if !fits {
+        if !self.is_block_of(volume, &request) {
             let text = format!(
                 "resync of {} bytes at sector {}",
                 request.size_bytes, request.sector

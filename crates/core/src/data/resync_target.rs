@@ -20,14 +20,12 @@ use super::{DataOp, DiskFault, Owner};
 use crate::connection::Connection;
 use crate::event::{DiskError, DiskOp, Payload, Stream};
 use crate::interval::{Origin, RangeId};
-use crate::rate::{RateController, RateInput};
+use crate::rate::{Pace, RateInput, STEP};
 use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 
-/// Period of the rate controller.
-const STEP: Duration = Duration::from_millis(100);
 /// Longest time that written data wait for the flush that they share with others.
 const FLUSH_DELAY: Duration = Duration::from_millis(10);
 /// After this time without an answer the flush before the end is asked for again.
@@ -47,17 +45,8 @@ pub(crate) struct TargetSync {
     by_sector: BTreeMap<Sector, Key>,
     /// Next bit of this pass.
     cursor: u64,
-    in_flight_sectors: u64,
     done_sectors: u64,
-    /// Came back since the controller's last step.
-    received_sectors: u64,
-    /// What the controller granted and was not asked for yet.
-    grant_sectors: u64,
-    last_grant: u64,
-    /// Sectors asked for since `window`, to keep below `c-max-rate`.
-    window: Instant,
-    window_sectors: u64,
-    rate: RateController,
+    pace: Pace,
     /// Written and not flushed.
     unflushed: Vec<Key>,
     /// In the flush in flight.
@@ -106,7 +95,7 @@ impl TargetSync {
 
     /// Sectors of requests in flight.
     pub(crate) fn in_flight_sectors(&self) -> u64 {
-        self.in_flight_sectors
+        self.pace.in_flight_sectors
     }
 
     /// Sectors that came back.
@@ -136,7 +125,7 @@ impl Resource {
         io.resync_started = now;
         if target {
             let mut sync = TargetSync {
-                window: now,
+                pace: Pace::new(now),
                 ..TargetSync::default()
             };
             if let Some(old) = io.target.take() {
@@ -145,7 +134,7 @@ impl Resource {
                 sync.by_sector = old.by_sector;
                 sync.unflushed = old.unflushed;
                 sync.flushing = old.flushing;
-                sync.in_flight_sectors = old.in_flight_sectors;
+                sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
             }
             io.target = Some(sync);
             self.request_flushes(volume, peer);
@@ -261,48 +250,44 @@ impl Resource {
         };
         let Some(slot) = disk.slot(peer) else { return };
         let left_sectors = disk.bitmap.out_of_sync_sectors(slot);
-        let granule_sectors = disk.bitmap.shape().block().sectors();
-        let application_waits = disk.al.has_waiters();
-        let max_buffers = self
-            .connections
-            .get(&peer)
-            .map_or(2048, |c| c.net.max_buffers);
-        let Some(device) = self.devices.get_mut(&volume) else {
+        let load = self.resync_load(volume, peer, left_sectors);
+        let Some(pd) = self
+            .devices
+            .get_mut(&volume)
+            .and_then(|d| d.peers.get_mut(&peer))
+        else {
             return;
         };
-        let written = device.io.written_sectors;
-        let application = written.saturating_sub(device.io.written_at_grant);
-        device.io.written_at_grant = written;
-        let Some(pd) = device.peers.get_mut(&peer) else {
-            return;
-        };
-        let options = pd.options.clone();
-        let Some(sync) = pd.io.target.as_mut() else {
-            return;
-        };
-        let input = RateInput {
-            in_flight_sectors: sync.in_flight_sectors,
-            received_sectors: core::mem::take(&mut sync.received_sectors),
+        if let Some(sync) = pd.io.target.as_mut() {
+            sync.pace.grant(now, &pd.options, load);
+        }
+    }
+
+    /// What a rate controller has to know of the rest of this node's work.
+    pub(crate) fn resync_load(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        left_sectors: u64,
+    ) -> RateInput {
+        let mut load = RateInput {
             left_sectors,
-            granule_sectors,
-            max_buffers,
-            application_waits,
-            application_sectors: application,
+            max_buffers: self
+                .connections
+                .get(&peer)
+                .map_or(2048, |c| c.net.max_buffers),
+            ..RateInput::default()
         };
-        let mut grant = sync.rate.step(now, &options, &input);
-        if now - sync.window >= STEP {
-            sync.window = now;
-            sync.window_sectors = 0;
+        if let Some(disk) = self.disk_io(volume) {
+            load.granule_sectors = disk.bitmap.shape().block().sectors();
+            load.application_waits = disk.al.has_waiters();
         }
-        if options.c_max_rate_kib_s > 0 {
-            let most = u64::from(options.c_max_rate_kib_s) * 2 / 10;
-            let rest = most.saturating_sub(sync.window_sectors);
-            if sync.in_flight_sectors > 0 || sync.window_sectors > 0 {
-                grant = grant.min(rest);
-            }
+        if let Some(device) = self.devices.get_mut(&volume) {
+            let written = device.io.written_sectors;
+            load.application_sectors = written.saturating_sub(device.io.written_at_grant);
+            device.io.written_at_grant = written;
         }
-        sync.grant_sectors = grant;
-        sync.last_grant = grant;
+        load
     }
 
     /// Something came back or was marked: go on if the pipe runs dry.
@@ -313,7 +298,7 @@ impl Resource {
         if sync.over {
             return;
         }
-        if sync.in_flight_sectors <= sync.last_grant / 2 {
+        if sync.pace.runs_dry() {
             self.grant(volume, peer);
         }
         self.target_step(volume, peer);
@@ -347,12 +332,12 @@ impl Resource {
                 self.end_pass(volume, peer);
                 return;
             };
-            if sync.grant_sectors == 0 {
+            if sync.pace.grant_sectors == 0 {
                 return;
             }
             let block = disk.bitmap.shape().block().sectors();
             let (start, end) = request_bits(disk.bitmap.next_clear(slot, bit), bit, block, {
-                sync.grant_sectors
+                sync.pace.grant_sectors
             });
             let sector = Sector(start * block);
             let end_sector = (end * block).min(size);
@@ -365,9 +350,7 @@ impl Resource {
                 // Still in flight from the pass before.
                 continue;
             }
-            sync.grant_sectors = sync.grant_sectors.saturating_sub(sectors);
-            sync.window_sectors += sectors;
-            sync.in_flight_sectors += sectors;
+            sync.pace.asked(sectors);
             let size_bytes = (sectors * Sector::SIZE) as u32;
             let key = sync.requests.insert(TargetRequest {
                 sector,
@@ -825,8 +808,7 @@ impl Resource {
         sync.by_sector.remove(&request.sector);
         sync.unflushed.retain(|k| *k != key);
         let sectors = u64::from(request.size_bytes) / Sector::SIZE;
-        sync.in_flight_sectors -= sectors;
-        sync.received_sectors += sectors;
+        sync.pace.answered(sectors);
         sync.done_sectors += sectors;
         let mut ready = Vec::new();
         if let Some(range) = request.range {

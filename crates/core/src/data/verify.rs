@@ -14,14 +14,14 @@ use lockstep_format::units::{Dagtag, NodeId, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
     BlockAck, BlockId, BlockRequest, DagtagRequest, DigestDagtagRequest, DigestRequest, OvResultId,
 };
-use lockstep_format::wire::{BIO_LEN_MAX, Digest, DiskState, Features, OvResultCode};
+use lockstep_format::wire::{Digest, DiskState, Features, OvResultCode};
 use lockstep_format::wire::{Packet, ReplState};
 
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault};
 use crate::event::{DiskError, DiskOp, Output, Payload, Stream};
 use crate::interval::WatchId;
-use crate::rate::{RateController, RateInput, STEP};
+use crate::rate::{Pace, STEP};
 use crate::report::{Level, VerifyReport};
 use crate::resource::{Pending, Resource};
 use crate::time::Instant;
@@ -73,13 +73,9 @@ struct Driver {
     stops: bool,
     cursor: u64,
     done_sectors: u64,
-    received_sectors: u64,
-    in_flight_sectors: u64,
     skipped_sectors: u64,
     different_sectors: u64,
-    grant_sectors: u64,
-    last_grant: u64,
-    rate: RateController,
+    pace: Pace,
 }
 
 #[derive(Debug)]
@@ -177,13 +173,9 @@ impl Resource {
             stops: end < size,
             cursor: start,
             done_sectors: 0,
-            received_sectors: 0,
-            in_flight_sectors: 0,
             skipped_sectors: 0,
             different_sectors: 0,
-            grant_sectors: 0,
-            last_grant: 0,
-            rate: RateController::new(),
+            pace: Pace::new(now),
         });
         self.timers.set(Timer::VerifyStep(volume, peer), now);
     }
@@ -209,7 +201,11 @@ impl Resource {
         {
             self.verify_forget(volume, peer, key);
         }
-        self.bits_cleared(volume);
+        // What was found is on disk soon after the log has told it.
+        if self.verify(volume, peer).is_some_and(|v| v.found) {
+            let now = self.now;
+            self.timers.set_earliest(Timer::BitmapWrite(volume), now);
+        }
     }
 
     /// `Timer::VerifyStep`.
@@ -225,40 +221,23 @@ impl Resource {
 
     fn verify_grant(&mut self, volume: VolumeNr, peer: NodeId) {
         let now = self.now;
-        let Some(disk) = self.disk_io(volume) else {
+        let Some(driver) = self.verify(volume, peer).and_then(|v| v.driver.as_ref()) else {
             return;
         };
-        let granule_sectors = disk.bitmap.shape().block().sectors();
-        let application_waits = disk.al.has_waiters();
-        let max_buffers = self
-            .connections
-            .get(&peer)
-            .map_or(2048, |c| c.net.max_buffers);
-        let Some(device) = self.devices.get_mut(&volume) else {
+        let left_sectors = driver
+            .end
+            .saturating_sub(driver.start + driver.done_sectors);
+        let load = self.resync_load(volume, peer, left_sectors);
+        let Some(pd) = self
+            .devices
+            .get_mut(&volume)
+            .and_then(|d| d.peers.get_mut(&peer))
+        else {
             return;
         };
-        let written = device.io.written_sectors;
-        let application_sectors = written.saturating_sub(device.io.written_at_grant);
-        device.io.written_at_grant = written;
-        let Some(pd) = device.peers.get_mut(&peer) else {
-            return;
-        };
-        let Some(driver) = pd.io.verify.driver.as_mut() else {
-            return;
-        };
-        let input = RateInput {
-            in_flight_sectors: driver.in_flight_sectors,
-            received_sectors: core::mem::take(&mut driver.received_sectors),
-            left_sectors: driver
-                .end
-                .saturating_sub(driver.start + driver.done_sectors),
-            granule_sectors,
-            max_buffers,
-            application_waits,
-            application_sectors,
-        };
-        driver.grant_sectors = driver.rate.step(now, &pd.options, &input);
-        driver.last_grant = driver.grant_sectors;
+        if let Some(driver) = pd.io.verify.driver.as_mut() {
+            driver.pace.grant(now, &pd.options, load);
+        }
     }
 
     /// Asks for as many blocks as granted; notices the end.
@@ -286,14 +265,13 @@ impl Resource {
                 }
                 return;
             }
-            if driver.grant_sectors == 0 {
+            if driver.pace.grant_sectors == 0 {
                 return;
             }
             let sector = Sector(driver.cursor);
             let sectors = block.min(driver.end - driver.cursor);
             driver.cursor += sectors;
-            driver.grant_sectors = driver.grant_sectors.saturating_sub(sectors);
-            driver.in_flight_sectors += sectors;
+            driver.pace.asked(sectors);
             let size_bytes = (sectors * Sector::SIZE) as u32;
             let Some(key) = self.verify_insert(volume, peer, sector, size_bytes, Stage::Asked)
             else {
@@ -411,13 +389,7 @@ impl Resource {
         request: BlockRequest,
         after: (NodeId, Dagtag),
     ) {
-        let fits = self.devices.get(&volume).is_some_and(|d| {
-            request.size_bytes > 0
-                && request.size_bytes <= BIO_LEN_MAX
-                && u64::from(request.size_bytes).is_multiple_of(Sector::SIZE)
-                && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
-        });
-        if !fits {
+        if !self.is_block_of(volume, &request) {
             let text = format!(
                 "verify of {} bytes at sector {}",
                 request.size_bytes, request.sector
@@ -715,8 +687,7 @@ impl Resource {
             return;
         };
         let sectors = u64::from(size_bytes) / Sector::SIZE;
-        driver.in_flight_sectors -= sectors;
-        driver.received_sectors += sectors;
+        driver.pace.answered(sectors);
         driver.done_sectors += sectors;
         match result {
             OvResultCode::Skip => driver.skipped_sectors += sectors,
@@ -729,7 +700,7 @@ impl Resource {
         let Some(driver) = self.verify(volume, peer).and_then(|v| v.driver.as_mut()) else {
             return;
         };
-        if driver.in_flight_sectors <= driver.last_grant / 2 && driver.cursor < driver.end {
+        if driver.pace.runs_dry() && driver.cursor < driver.end {
             self.verify_grant(volume, peer);
         }
         self.verify_step(volume, peer);

@@ -47,7 +47,7 @@ pub(crate) struct AppRequest {
     pub(crate) al: Option<u64>,
     pub(crate) submitted: bool,
     pub(crate) submitted_at: Instant,
-    /// For a read: reads in flight on its path when it left, itself included.
+    /// For a read under a policy: reads in flight on its path when it left, itself included.
     pub(crate) depth: u32,
     pub(crate) dagtag: Dagtag,
     pub(crate) epoch: u32,

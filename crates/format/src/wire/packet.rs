@@ -501,6 +501,17 @@ pub struct DigestRequest {
     pub digest: Digest,
 }
 
+impl DigestRequest {
+    /// The block without what travels with it.
+    pub const fn block(&self) -> BlockRequest {
+        BlockRequest {
+            sector: self.sector,
+            block_id: self.block_id,
+            size_bytes: self.size_bytes,
+        }
+    }
+}
+
 /// A request that depends on a dagtag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DagtagRequest {
@@ -514,6 +525,17 @@ pub struct DagtagRequest {
     pub dagtag_node_id: NodeId,
     /// The dagtag, 0 for no dependency.
     pub dagtag: Dagtag,
+}
+
+impl DagtagRequest {
+    /// The block without what travels with it.
+    pub const fn block(&self) -> BlockRequest {
+        BlockRequest {
+            sector: self.sector,
+            block_id: self.block_id,
+            size_bytes: self.size_bytes,
+        }
+    }
 }
 
 /// A request that depends on a dagtag and carries a digest of the sender's data.
@@ -531,6 +553,17 @@ pub struct DigestDagtagRequest {
     pub dagtag: Dagtag,
     /// Digest with csums-alg or verify-alg.
     pub digest: Digest,
+}
+
+impl DigestDagtagRequest {
+    /// The block without what travels with it.
+    pub const fn block(&self) -> BlockRequest {
+        BlockRequest {
+            sector: self.sector,
+            block_id: self.block_id,
+            size_bytes: self.size_bytes,
+        }
+    }
 }
 
 /// Versions and features of the sender.

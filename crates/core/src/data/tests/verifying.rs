@@ -195,3 +195,28 @@ fn a_verify_that_cannot_run_is_refused_by_name() {
     assert!(said(&w, "verify-alg differs"), "{:#?}", w.log);
     assert_eq!(w.repl(0, 1), ReplState::Established);
 }
+
+#[test]
+fn a_verify_keeps_below_c_max_rate() {
+    let mut w = clean(12, 2, setup());
+    let options = crate::options::PeerDeviceOptions {
+        c_max_rate_kib_s: 1024,
+        ..crate::options::PeerDeviceOptions::default()
+    };
+    let (peer, volume) = (node_id(1), VOLUME);
+    w.command(
+        0,
+        Command::PeerDeviceOptions {
+            peer,
+            volume,
+            options,
+        },
+    );
+    verify(&mut w, 0, 1, None, None);
+    // 16 MiB at 1 MiB/s.
+    w.pass(Duration::from_secs(10));
+    let report = w.nodes[0].resource.verify_report(VOLUME, peer);
+    let done = report.expect("it still runs").position_sector / 2;
+    assert!((5_000..=11_000).contains(&done), "{done} KiB in 10 s");
+    ends(&mut w);
+}
