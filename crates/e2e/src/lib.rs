@@ -473,19 +473,24 @@ impl Drop for Cluster {
         }
         for node in &mut self.nodes {
             if let Some(mut child) = node.daemon.take() {
-                let _ = rustix::process::kill_process(
-                    rustix::process::Pid::from_child(&child),
-                    rustix::process::Signal::TERM,
-                );
-                let begin = Instant::now();
-                while matches!(child.try_wait(), Ok(None)) {
-                    if begin.elapsed() > Duration::from_secs(10) {
-                        let _ = child.kill();
-                    }
-                    std::thread::sleep(Duration::from_millis(20));
-                }
+                terminate(&mut child);
             }
         }
+    }
+}
+
+/// Asks a process to end and waits for that; after 10 s it is killed.
+pub fn terminate(child: &mut Child) {
+    let _ = rustix::process::kill_process(
+        rustix::process::Pid::from_child(child),
+        rustix::process::Signal::TERM,
+    );
+    let begin = Instant::now();
+    while matches!(child.try_wait(), Ok(None)) {
+        if begin.elapsed() > Duration::from_secs(10) {
+            let _ = child.kill();
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

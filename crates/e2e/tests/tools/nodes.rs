@@ -335,17 +335,7 @@ impl Drop for Nodes {
     fn drop(&mut self) {
         for node in &mut self.nodes {
             if let Some(mut child) = node.daemon.take() {
-                let _ = rustix::process::kill_process(
-                    rustix::process::Pid::from_child(&child),
-                    rustix::process::Signal::TERM,
-                );
-                let begin = Instant::now();
-                while matches!(child.try_wait(), Ok(None)) {
-                    if begin.elapsed() > Duration::from_secs(10) {
-                        let _ = child.kill();
-                    }
-                    std::thread::sleep(Duration::from_millis(20));
-                }
+                lockstep_e2e::terminate(&mut child);
             }
             // Everything that used it has ended.
             let _ = Command::new("losetup").arg("-d").arg(&node.disk).status();
