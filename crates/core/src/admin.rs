@@ -11,6 +11,7 @@ use crate::data::BitmapThen;
 use crate::device::AfterMeta;
 use crate::event::CommandId;
 use crate::generation::Rotation;
+use crate::open::{Access, OpenStep};
 use crate::options::{Fencing, Quorum};
 use crate::resource::Resource;
 use crate::state::ReplSets;
@@ -60,6 +61,12 @@ pub(crate) enum Wait {
     Disconnecting(NodeId),
     /// All connections StandAlone and all disks gone.
     Down,
+    /// An opener's turn.
+    Open {
+        volume: VolumeNr,
+        access: Access,
+        step: OpenStep,
+    },
     /// No IO in flight, for `suspend-io`.
     Quiet,
 }
@@ -166,15 +173,22 @@ impl Resource {
                 return;
             }
             Command::Secondary { force } => {
-                self.explicit_primary = false;
                 self.command_secondary(id, force);
                 return;
             }
             Command::Open {
                 volume,
-                open,
+                open: true,
                 write,
-            } => self.opener(volume, open, write),
+            } => {
+                self.command_open(id, volume, write);
+                return;
+            }
+            Command::Open {
+                volume,
+                open: false,
+                write,
+            } => self.close_volume(volume, write),
             Command::Outdate { volume } => {
                 let change = Change::new().disk(volume, DiskState::Outdated);
                 self.simple_change(volume, change)
@@ -259,7 +273,6 @@ impl Resource {
         for peer in self.established_peers().iter() {
             self.ping(peer);
         }
-        self.explicit_primary = true;
         let patience = self.settle_patience();
         let what = Wait::Promote {
             force,
@@ -282,7 +295,7 @@ impl Resource {
     }
 
     /// Primary-lost events have settled (semantics.md, 7.1).
-    fn settled(&self) -> bool {
+    pub(crate) fn settled(&self) -> bool {
         let pings = self
             .connections
             .values()
@@ -299,6 +312,7 @@ impl Resource {
 
     /// Looks at every waiting command; called after each input.
     pub(crate) fn settle_commands(&mut self) {
+        self.settle_auto_demote();
         if self.waiting.is_empty() {
             return;
         }
@@ -326,6 +340,11 @@ impl Resource {
                     self.waiting.push(Waiting { what, ..item });
                     self.wish(kind, Some(item.id));
                 }
+                Wait::Open {
+                    volume,
+                    access,
+                    step,
+                } => self.open_step(item, volume, access, step),
                 Wait::StandAlone(peer) if self.state.conn(peer) == ConnState::StandAlone => {
                     self.answer(item.id, Ok(Answer::Done));
                 }
@@ -392,6 +411,9 @@ impl Resource {
                     None => self.answer(id, Err(command_error(refusal))),
                 }
             }
+            (Some((Wait::Open { volume, .. }, until)), result) => {
+                self.open_answered(id, volume, until, result);
+            }
             (Some((Wait::Disconnecting(peer), _)), Err(refusal)) => {
                 self.disconnect_failed(id, peer, refusal);
             }
@@ -408,6 +430,11 @@ impl Resource {
                         what: Wait::Diskless(*volume),
                         until,
                     });
+                }
+                WishKind::Promote { .. } => {
+                    // Asked for in words: closing the last opener does not demote.
+                    self.explicit_primary = true;
+                    self.answer(id, Ok(answer));
                 }
                 _ => self.answer(id, Ok(answer)),
             },

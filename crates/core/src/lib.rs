@@ -29,6 +29,7 @@ pub mod interval;
 mod legacy;
 pub mod look_again;
 pub mod objects;
+pub mod open;
 pub mod options;
 pub mod rate;
 pub mod report;

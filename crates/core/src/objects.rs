@@ -210,36 +210,6 @@ impl Resource {
         Ok(Answer::Done)
     }
 
-    pub(crate) fn opener(
-        &mut self,
-        volume: VolumeNr,
-        open: bool,
-        write: bool,
-    ) -> Result<Answer, CommandError> {
-        let Some(device) = self.devices.get_mut(&volume) else {
-            return Err(no_volume(volume));
-        };
-        let count = if write {
-            &mut device.openers.writers
-        } else {
-            &mut device.openers.readers
-        };
-        *count = if open {
-            *count + 1
-        } else {
-            count.saturating_sub(1)
-        };
-        self.event(Event::Device(volume));
-        let nobody = self
-            .devices
-            .values()
-            .all(|d| d.openers.readers + d.openers.writers == 0);
-        if nobody && self.state.fail_io {
-            self.hard_change(Change::new().fail_io(false));
-        }
-        Ok(Answer::Done)
-    }
-
     /// Derived state (quorum, suspension) after options or objects changed.
     pub(crate) fn recalculate(&mut self) {
         self.hard_change(Change::new());

@@ -64,6 +64,7 @@ pub struct Resource {
     pub(crate) new_uuid_wanted: bool,
     /// The promotion was explicit: closing the last opener does not demote.
     pub(crate) explicit_primary: bool,
+    pub(crate) opens: crate::open::Opens,
     pub(crate) io: ResourceIo,
     #[cfg(feature = "planted")]
     pub(crate) planted: Option<crate::planted::Planted>,
@@ -110,6 +111,7 @@ impl Resource {
             new_uuid: None,
             new_uuid_wanted: false,
             explicit_primary: false,
+            opens: crate::open::Opens::default(),
             io: ResourceIo::default(),
             #[cfg(feature = "planted")]
             planted: None,

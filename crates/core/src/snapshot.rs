@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::wire::{DiskState, ReplState, Role};
+use lockstep_format::wire::{DiskState, Role};
 
 use crate::report::{ConnectionReport, DeviceReport, PeerDeviceReport, ResyncReport, Snapshot};
 use crate::resource::Resource;
@@ -44,41 +44,45 @@ impl Resource {
         }
     }
 
+    /// config-and-cli.md, 13.3.
     fn may_promote(&self) -> bool {
-        self.state.role == Role::Secondary
+        self.promotion_score() > 0
+            && self.state.role == Role::Secondary
             && self.state.primary_peer().is_none()
-            && !self.state.devices.is_empty()
-            && self
-                .state
-                .devices
-                .values()
-                .all(|d| d.disk == DiskState::UpToDate || d.data_accessible())
-            && self.state.devices.values().all(|d| d.have_quorum)
+            && self.state.devices.iter().all(|(volume, d)| {
+                let stable = |peer| {
+                    self.peer_uuids(*volume, peer)
+                        .is_some_and(|u| self.is_stable_set(u))
+                };
+                d.disk == DiskState::UpToDate
+                    || d.peers
+                        .iter()
+                        .any(|(n, p)| p.disk == DiskState::UpToDate && stable(*n))
+            })
     }
 
-    /// config-and-cli.md, 13.3: disk state counts most, then the number of good peers.
+    /// config-and-cli.md, 13.3. A Primary has a score too, although it cannot be promoted.
     fn promotion_score(&self) -> u32 {
-        if !self.may_promote() {
+        let mut usable = true;
+        let (mut own, mut fewest) = (0, u32::MAX);
+        for device in self.state.devices.values() {
+            let up_to_date = |disk: DiskState| u32::from(disk == DiskState::UpToDate);
+            let of_peers: u32 = device.peers.values().map(|p| up_to_date(p.disk)).sum();
+            let replicas = up_to_date(device.disk) + of_peers;
+            if !device.have_quorum || replicas == 0 {
+                return 0;
+            }
+            usable &= matches!(
+                device.disk,
+                DiskState::UpToDate | DiskState::Consistent | DiskState::Inconsistent
+            );
+            own += up_to_date(device.disk);
+            fewest = fewest.min(replicas);
+        }
+        if self.state.devices.is_empty() || self.state.fail_io {
             return 0;
         }
-        self.state
-            .devices
-            .values()
-            .map(|d| {
-                let own = if d.disk == DiskState::UpToDate {
-                    10_001
-                } else {
-                    1
-                };
-                let peers = d
-                    .peers
-                    .values()
-                    .filter(|p| p.repl > ReplState::Off && p.disk == DiskState::UpToDate)
-                    .count() as u32;
-                own + 100 * peers
-            })
-            .min()
-            .unwrap_or(0)
+        10_000 * u32::from(usable) + 100 * own.min(99) + fewest.min(99)
     }
 
     fn device_report(&self, volume: lockstep_format::units::VolumeNr) -> DeviceReport {

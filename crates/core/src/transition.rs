@@ -846,6 +846,7 @@ impl Resource {
     }
 
     fn after_demotion(&mut self, new: &State) {
+        self.explicit_primary = false;
         self.set_primary_bit(false);
         self.write_all_bitmaps();
         for peer in self.kernel_peers() {

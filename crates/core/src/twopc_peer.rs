@@ -140,7 +140,10 @@ impl Resource {
         }
         match self.check_remote(&t) {
             Ok(()) => {}
-            Err(refusal) if refusal.code == ErrorCode::IN_TRANSIENT_STATE => {
+            Err(refusal)
+                if refusal.code == ErrorCode::IN_TRANSIENT_STATE
+                    || self.puts_promotion_off(&refusal) =>
+            {
                 self.reply(
                     peer,
                     head.tid,

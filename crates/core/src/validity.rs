@@ -7,6 +7,7 @@ use lockstep_format::units::VolumeNr;
 use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
 
 use crate::command::ErrorCode;
+use crate::open::Access;
 use crate::options::Fencing;
 use crate::resource::Resource;
 use crate::state::{ReplSets, State};
@@ -99,6 +100,18 @@ impl Resource {
                 return refuse(
                     ErrorCode::TWO_PRIMARIES,
                     format!("node {peer} is Primary, and two Primaries are not allowed"),
+                );
+            }
+            if new.role != Role::Primary
+                && c.peer_role == Role::Primary
+                && !was
+                && !two
+                && !old.fail_io
+                && self.has_openers(Access::Read)
+            {
+                return refuse(
+                    ErrorCode::PRIMARY_READER,
+                    "a volume is held open for reading here",
                 );
             }
         }

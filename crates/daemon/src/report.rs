@@ -267,7 +267,7 @@ impl ResourceReport {
             suspended,
             force_io_failures: snapshot.force_io_failures,
             may_promote: snapshot.may_promote,
-            promotion_score: promotion_score(snapshot),
+            promotion_score: snapshot.promotion_score,
             write_ordering: write_ordering(configured).to_owned(),
             options: configured.options.clone(),
             devices: snapshot
@@ -282,36 +282,6 @@ impl ResourceReport {
                 .collect(),
         }
     }
-}
-
-/// config-and-cli.md, 13.3. A Primary has a score too, although it cannot be promoted.
-fn promotion_score(snapshot: &core::Snapshot) -> u32 {
-    let mut usable = true;
-    let (mut own, mut fewest) = (0, u32::MAX);
-    for device in &snapshot.devices {
-        let up_to_date = |disk: DiskState| u32::from(disk == DiskState::UpToDate);
-        let of_peers: u32 = snapshot
-            .connections
-            .iter()
-            .flat_map(|c| &c.peer_devices)
-            .filter(|p| p.volume == device.volume)
-            .map(|p| up_to_date(p.disk_state))
-            .sum();
-        let replicas = up_to_date(device.disk_state) + of_peers;
-        if !device.quorum || replicas == 0 {
-            return 0;
-        }
-        usable &= matches!(
-            device.disk_state,
-            DiskState::UpToDate | DiskState::Consistent | DiskState::Inconsistent
-        );
-        own += up_to_date(device.disk_state);
-        fewest = fewest.min(replicas);
-    }
-    if snapshot.devices.is_empty() || snapshot.force_io_failures {
-        return 0;
-    }
-    10_000 * u32::from(usable) + 100 * own.min(99) + fewest.min(99)
 }
 
 /// `flush` unless every disk has its flushes switched off.

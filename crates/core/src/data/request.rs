@@ -29,7 +29,10 @@ impl Resource {
         let io = &self.io;
         let full = io.requests.len() >= self.options.nr_requests as usize;
         let volume = request.volume;
-        if self.io_fails(volume) {
+        if self.state.role != Role::Primary && request.kind == RequestKind::Flush {
+            // A reader has written nothing.
+            self.complete(request.id, Ok(()));
+        } else if self.io_fails(volume) {
             self.complete(request.id, Err(RequestError::Io));
         } else if full || !self.io.held.is_empty() || self.requests_wait(volume) {
             self.io.held.push_back(request);
@@ -46,7 +49,7 @@ impl Resource {
             .get(&request.volume)
             .ok_or(RequestError::NoMedium)?;
         let writes = !matches!(request.kind, RequestKind::Read | RequestKind::Flush);
-        if self.state.role != Role::Primary {
+        if self.state.role != Role::Primary && (writes || !self.secondary_reads(request.volume)) {
             return Err(if writes {
                 RequestError::ReadOnly
             } else {

@@ -13,7 +13,7 @@ use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::{DiskState, Packet, ReplState};
 
-use crate::command::{Command, MetaIndex};
+use crate::command::{Answer, Command, CommandError, MetaIndex};
 use crate::event::{
     BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output, Payload,
     Request, RequestError, RequestId, RequestKind, Stream, Tag,
@@ -24,6 +24,7 @@ use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
 mod balancing;
+mod opening;
 mod verifying;
 
 const VOLUME: VolumeNr = VolumeNr(0);
@@ -139,6 +140,7 @@ struct World {
     next_id: u64,
     cut: bool,
     packets: BTreeMap<&'static str, u64>,
+    answers: BTreeMap<u64, Result<Answer, CommandError>>,
     log: Vec<String>,
 }
 
@@ -191,6 +193,7 @@ impl World {
             next_id: 1,
             cut: false,
             packets: BTreeMap::new(),
+            answers: BTreeMap::new(),
             log: Vec::new(),
         };
         for index in 0..count {
@@ -377,6 +380,8 @@ impl World {
                 self.log.push(alloc::format!("{index} {level:?} {text}"));
             }
             Output::Answer { id, result } => {
+                let known = self.answers.insert(id.0, result.clone());
+                assert_eq!(known, None, "answered once");
                 if let Err(error) = result {
                     self.log
                         .push(alloc::format!("{index} answer {id:?} {error:?}"));
