@@ -23,6 +23,9 @@
 //! 7. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
 //!    lost power together, and only flushed writes are promised; or none is, and both have all.)
 //!
+//! While connected (a Primary that both followed was lost) nobody is stale, and the numbers of marks
+//! that one side knows may be older than those of the other: 2, 5 and the marks of 7 do not count.
+//!
 //! Further differences between Lockstep nodes: a generation found in the other's history needs no
 //! full resync if both slots begin at the same generation; a node that is target of another one is
 //! asked again later instead of being called unrelated or a split brain; an Inconsistent disk is
@@ -430,7 +433,8 @@ impl Side {
         !self.flag(UuidFlags::STABLE) && self.uuids.node_mask.count() > 0
     }
 
-    /// Came back with marks, so its disk may have lost acknowledged writes (module's head).
+    /// Came back with marks, so its disk may have lost acknowledged writes (module's head). Means
+    /// nothing for nodes that were connected all the time.
     fn may_be_stale(&self) -> bool {
         let came_back = !self.flag(UuidFlags::RECONNECT) || self.disk == DiskState::Negotiating;
         came_back && self.uuids.dirty_bits != 0
@@ -982,6 +986,16 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
         Protocol::A | Protocol::B => crashed,
     };
     let marks = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
+    let by_node = || prefer(h.own.node < h.peer.node, h.peer.node < h.own.node);
+    let two_primaries = h.own.is_primary() && h.peer.is_primary();
+    if h.phase == Phase::AfterUnstable && !two_primaries {
+        // Nobody came back: the marks are of a Primary that both lost. Each side may know the
+        // other's marks of before that only, so that nothing may depend on their number.
+        return follower(h)
+            .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
+            .or(by_crash)
+            .or_else(by_node);
+    }
     let decided = follower(h)
         .or_else(|| prefer(h.peer.may_be_stale(), h.own.may_be_stale()))
         .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
@@ -990,11 +1004,10 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
     if decided.is_some() {
         return decided;
     }
-    if h.own.is_primary() && h.peer.is_primary() {
+    if two_primaries {
         return None;
     }
-    prefer(marks.0 > marks.1, marks.1 > marks.0)
-        .or_else(|| prefer(h.own.node < h.peer.node, h.peer.node < h.own.node))
+    prefer(marks.0 > marks.1, marks.1 > marks.0).or_else(by_node)
 }
 
 /// 13.6, steps 1 to 5.

@@ -204,6 +204,7 @@ impl Resource {
             self.send(peer, Stream::Data, volume, packet);
         }
         self.send_sizes(peer, volume);
+        self.mark_unsent(volume, peer);
         self.send_uuids(peer, volume, UuidFlags::empty());
         let disk = self.state.disk(volume);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
@@ -979,6 +980,13 @@ impl Resource {
             // Both chose to be source, each with an older disk state of the other, and no block
             // has moved: a new handshake decides for both.
             let text = "both nodes want to be the source of a resync; connecting again";
+            self.log(Level::Warn, Some(peer), Some(volume), text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
+        let waits_here = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapT;
+        if lockstep && theirs.repl == ReplState::WfBitmapT && waits_here {
+            let text = "both nodes want to be the target of a resync; connecting again";
             self.log(Level::Warn, Some(peer), Some(volume), text.into());
             self.drop_connection(peer, ConnState::NetworkFailure);
             return;

@@ -73,3 +73,16 @@ fn the_return_of_a_crashed_primary_heals_after_every_cut() {
 fn a_reconnect_next_to_a_third_node_heals_after_every_cut() {
     every_cut_heals("resync-of-three");
 }
+
+#[test]
+fn a_handover_among_three_nodes_heals_after_every_cut() {
+    every_cut_heals("handover-of-three");
+}
+
+/// The follower of a new Primary dies before it gets the first write of the new generation, comes
+/// back, and brings the dead Primary to that generation: the write is not marked anywhere yet,
+/// because it still waits for the follower.
+#[test]
+fn the_loss_of_a_primary_and_its_return_heal_after_every_cut() {
+    every_cut_heals("two-survivors");
+}

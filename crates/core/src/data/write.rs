@@ -659,6 +659,23 @@ impl Resource {
         self.settle_log();
     }
 
+    /// Writes that still wait for somebody else were never sent to a peer that connects now: they
+    /// differ already, and the comparison has to see it. Third nodes may have brought the peer to
+    /// this node's generation meanwhile.
+    pub(crate) fn mark_unsent(&mut self, volume: VolumeNr, peer: NodeId) {
+        let unsent: Vec<(Sector, u32)> = self
+            .io
+            .log
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key))
+            .filter(|req| req.volume == volume && !req.sent.contains(peer))
+            .map(|req| (req.sector, req.size_bytes))
+            .collect();
+        for (sector, size_bytes) in unsent {
+            self.mark_towards(volume, peer, sector, size_bytes);
+        }
+    }
+
     // Epochs (semantics.md, 15.8).
 
     /// Later writes may depend on what was completed: they belong to a new epoch.
