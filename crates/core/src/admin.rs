@@ -1019,6 +1019,9 @@ impl Resource {
     pub(crate) fn disk_failed(&mut self, volume: VolumeNr, fault: crate::data::DiskFault) {
         let own = self.state.disk(volume);
         if own <= DiskState::Failed {
+            if fault == crate::data::DiskFault::Meta {
+                self.leave_ungracefully(volume);
+            }
             return;
         }
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {

@@ -817,6 +817,16 @@ impl Resource {
         }
     }
 
+    /// Its metadata cannot be written any more: the disk leaves as it is.
+    pub(crate) fn leave_ungracefully(&mut self, volume: VolumeNr) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut())
+            && disk.leaving.is_some()
+        {
+            disk.leaving = Some(Leaving::Drain { graceful: false });
+            self.detach_progress(volume);
+        }
+    }
+
     /// Looks whether a detach can go one step on.
     pub(crate) fn detach_progress(&mut self, volume: VolumeNr) {
         let Some(device) = self.devices.get_mut(&volume) else {
@@ -839,7 +849,7 @@ impl Resource {
                 self.write_bitmap(volume, BitmapThen::Detach);
             }
             Leaving::Drain { graceful: false } => {
-                if pending == 0 && writer_idle && disk.io.is_idle() {
+                if pending == 0 && writer_idle && disk.io.is_still() {
                     self.close_disk(volume);
                 }
             }

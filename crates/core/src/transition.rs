@@ -357,8 +357,15 @@ impl Resource {
         };
         let old_flags = disk.generations.flags;
         let mut flags = old_flags;
-        let crashes_as_primary = disk.crashed_primary
-            || (new.role == Role::Primary && !(graceful && own < DiskState::Negotiating));
+        // A disk that is not whole would be no source after a crash: its Primary worked with the
+        // data of a peer.
+        let whole = match own >= DiskState::Inconsistent {
+            true => own > DiskState::Inconsistent,
+            false => old_flags.contains(DeviceFlags::CONSISTENT),
+        };
+        let leaves = graceful && own < DiskState::Negotiating;
+        let crashes_as_primary =
+            disk.crashed_primary || (new.role == Role::Primary && whole && !leaves);
         flags.remove(DeviceFlags::AL_CLEAN);
         flags.set(DeviceFlags::CRASHED_PRIMARY, crashes_as_primary);
         if own >= DiskState::Inconsistent {

@@ -115,6 +115,9 @@ pub struct Trouble {
     pub slowness: u64,
     /// Something failed since the node started.
     pub happened: bool,
+    /// Nothing fails while no other node has the data: with `on-io-error pass_on` the only copy
+    /// would be Inconsistent then, and only an operator can say what becomes of it.
+    pub spares_last: bool,
 }
 
 impl Default for Trouble {
@@ -128,6 +131,7 @@ impl Default for Trouble {
             misdirected: 0,
             slowness: 1,
             happened: false,
+            spares_last: false,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Kinds of trouble: how each comes over a world and how it ends.
 
 use lockstep_core::command::Command;
-use lockstep_core::options::ReadBalancing;
+use lockstep_core::options::{OnIoError, ReadBalancing};
 use lockstep_format::units::VolumeNr;
 
 use crate::check;
@@ -324,6 +324,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             };
             let trouble = &mut w.nodes[a].disks[usize::from(volume)].trouble;
             let count = rng.range(1, 4) as u32;
+            trouble.spares_last = o.settings.disk.on_io_error == OnIoError::PassOn;
             match fault {
                 Fault::SlowDisk => trouble.slowness = rng.pick(&[10, 50, 300]),
                 Fault::ReadError => trouble.reads = count,

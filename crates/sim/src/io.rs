@@ -114,7 +114,11 @@ impl World {
             return;
         };
         let mut result = Ok(None);
-        let fate = self.nodes[node].disks[v].trouble.fate(&op);
+        let fate = if self.is_last_copy(node, v) {
+            Fate::Good
+        } else {
+            self.nodes[node].disks[v].trouble.fate(&op)
+        };
         self.nodes[node].disks[v].had_errors |= fate == Fate::Failed;
         if fate != Fate::Good {
             self.trace(node, || format!("== volume {v}: {}", fate.words()));
@@ -172,6 +176,17 @@ impl World {
         }
         self.input(node, Input::DiskDone { tag, result });
         self.try_close(node, v);
+    }
+
+    /// The disk has all data, no other node that is up has, and that is to be spared.
+    fn is_last_copy(&mut self, node: usize, v: usize) -> bool {
+        if !self.nodes[node].disks[v].trouble.spares_last {
+            return false;
+        }
+        let holders = self.view(node).map_or(0, |view| view.holders[v]);
+        let other = (0..self.nodes.len())
+            .any(|peer| peer != node && self.is_up(peer) && holders & 1 << peer != 0);
+        holders & 1 << node != 0 && !other
     }
 
     pub(crate) fn meta_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: CoreMetaOp) {

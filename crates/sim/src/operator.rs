@@ -426,9 +426,20 @@ impl Operator {
         if !force && !self.heirs().contains(&node) {
             return false;
         }
+        if !force && w.bad_node == Some(node) && !self.sees_heir_data(w, node) {
+            return false;
+        }
         let command = w.command(node, Command::Primary { force });
         self.promoting = Some((node, command));
         true
+    }
+
+    /// The node's own disks are UpToDate, or those of peers that have all data.
+    fn sees_heir_data(&self, w: &mut World, node: usize) -> bool {
+        w.view(node).is_some_and(|view| {
+            let mut volumes = view.holders.iter().zip(&self.heirs);
+            volumes.all(|(holders, heirs)| holders & (1 << node | heirs) != 0)
+        })
     }
 
     /// Makes the Primary Secondary.

@@ -182,7 +182,13 @@ const SIM_RUNS: &[&[&str]] = &[
     &[
         "run", "--nodes", "3", "--faults", KILLS, "--seeds", "204..254",
     ],
+    &[
+        "swarm", "--nodes", "2", "--faults", ERRORS, "--seeds", "0..80",
+    ],
 ];
+
+/// Disks report errors, processes die, links break.
+const ERRORS: &str = "readerror,writeerror,flusherror,metaerror,crash,reset";
 
 /// Processes die, links are cut, stall and reset.
 const KILLS: &str = "crash,reset,partition,stall";

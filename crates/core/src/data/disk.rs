@@ -81,6 +81,8 @@ struct PageJob {
     ranges: Vec<Range<u64>>,
     /// First pages of the writes that it waits for; none before they were started.
     writes: Option<BTreeSet<u64>>,
+    /// One of its writes failed: it ends with the disk.
+    failed: bool,
     then: JobThen,
 }
 
@@ -136,6 +138,12 @@ impl DiskIo {
     /// Nothing of the disk's bookkeeping is in flight.
     pub fn is_idle(&self) -> bool {
         self.jobs.is_empty() && self.prepared.is_none() && self.flushing.is_none()
+    }
+
+    /// Nothing is in flight; what still waits does so for a write that failed.
+    pub(crate) fn is_still(&self) -> bool {
+        let still = |job: &PageJob| job.writes.as_ref().is_none_or(BTreeSet::is_empty);
+        self.flushing.is_none() && self.jobs.iter().all(still)
     }
 
     /// The activity log has moved.
@@ -215,6 +223,7 @@ impl Resource {
             io.jobs.push(PageJob {
                 ranges,
                 writes: None,
+                failed: false,
                 then: JobThen::AlBlock,
             });
         }
@@ -249,6 +258,7 @@ impl Resource {
         io.jobs.push(PageJob {
             ranges,
             writes: None,
+            failed: false,
             then: JobThen::Hook(then),
         });
         self.run_page_jobs(volume);
@@ -310,7 +320,7 @@ impl Resource {
                     }
                     job.writes = Some(writes);
                 }
-                let finished = job.writes.as_ref().is_some_and(BTreeSet::is_empty);
+                let finished = !job.failed && job.writes.as_ref().is_some_and(BTreeSet::is_empty);
                 if finished {
                     done.push(job.then);
                 }
@@ -373,6 +383,9 @@ impl Resource {
         };
         if result.is_err() {
             io.bitmap.write_failed(page);
+            for job in &mut io.jobs {
+                job.failed |= job.writes.as_mut().is_some_and(|w| w.remove(&page));
+            }
             self.disk_failed(volume, DiskFault::Meta);
             return;
         }
@@ -507,7 +520,7 @@ impl Resource {
     ) {
         match waiter {
             FlushWaiter::App(key) => self.app_flush_done(key, result),
-            FlushWaiter::Epochs(peer, serial) => self.epochs_flushed(peer, serial, result),
+            FlushWaiter::Epochs(peer, serial) => self.epochs_flushed(volume, peer, serial, result),
             FlushWaiter::Target(peer) => self.target_flushed(volume, peer, result),
         }
     }

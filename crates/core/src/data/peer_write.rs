@@ -83,7 +83,8 @@ pub(crate) struct EpochFlush {
     /// Writes of the open epoch that are confirmed when it is done.
     confirm: u32,
     disks: usize,
-    failed: bool,
+    /// Volumes whose flush failed.
+    failed: Vec<VolumeNr>,
 }
 
 impl Resource {
@@ -517,7 +518,7 @@ impl Resource {
             epochs,
             confirm,
             disks: disks.len(),
-            failed: false,
+            failed: Vec::new(),
         });
         if disks.is_empty() {
             self.epochs_durable(peer);
@@ -529,6 +530,7 @@ impl Resource {
 
     pub(crate) fn epochs_flushed(
         &mut self,
+        volume: VolumeNr,
         peer: NodeId,
         serial: u64,
         result: Result<(), DiskError>,
@@ -540,7 +542,9 @@ impl Resource {
             return;
         };
         flush.disks -= 1;
-        flush.failed |= result.is_err();
+        if result.is_err() {
+            flush.failed.push(volume);
+        }
         if flush.disks == 0 {
             self.epochs_durable(peer);
         }
@@ -554,7 +558,7 @@ impl Resource {
         let Some(flush) = conn.io.flushing.take() else {
             return;
         };
-        if flush.failed {
+        if !flush.failed.is_empty() {
             self.disown_writes(peer, &flush);
         }
         let Some(conn) = self.connections.get_mut(&peer) else {
@@ -588,7 +592,7 @@ impl Resource {
         self.finish_epochs(peer);
     }
 
-    /// A flush failed: nothing that it should have made durable may count as held here.
+    /// Flushes of some volumes failed: nothing that they should have made durable may count as held.
     fn disown_writes(&mut self, peer: NodeId, flush: &EpochFlush) {
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
@@ -601,7 +605,7 @@ impl Resource {
             if write.epoch >= first && open > 0 {
                 open -= 1;
             }
-            if covered && write.stage == Stage::Done {
+            if covered && write.stage == Stage::Done && flush.failed.contains(&write.volume) {
                 write.stage = Stage::Failed;
                 lost.push((write.volume, write.sector, write.size_bytes, write.block_id));
             }

@@ -12,7 +12,7 @@ use lockstep_format::wire::packet::{
     Barrier, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, FlushForward, FlushRequestsAck,
     PeerAck, Trim,
 };
-use lockstep_format::wire::{ConnState, DataFlags, Features, Packet, ReplState};
+use lockstep_format::wire::{ConnState, DataFlags, DiskState, Features, Packet, ReplState};
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
@@ -322,7 +322,9 @@ impl Resource {
         };
         let (volume, epoch, dagtag) = (req.volume, req.epoch, req.dagtag);
         let (kind, sector, size, payload) = (req.kind, req.sector, req.size_bytes, req.payload);
-        let only_copy = req.local == Local::None;
+        // Nor is a copy on a disk that is not whole: the next resync overwrites it.
+        let only_copy =
+            req.local == Local::None || self.state.disk(volume) <= DiskState::Inconsistent;
         let may_set_in_sync = self.state.peer_device(volume, peer).repl.has_progress();
         self.barrier_before(peer, epoch);
         let Some(conn) = self.connections.get_mut(&peer) else {
@@ -425,14 +427,14 @@ impl Resource {
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
-        let volume = req.volume;
+        let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         req.local = if result.is_ok() {
             Local::Ok
         } else {
             Local::Failed
         };
         let range = req.range;
-        let sectors = u64::from(req.size_bytes) / Sector::SIZE;
+        let sectors = u64::from(size) / Sector::SIZE;
         if let Some(device) = self.devices.get_mut(&volume) {
             device.io.written_sectors += sectors;
             if let Some(range) = range {
@@ -444,6 +446,9 @@ impl Resource {
         // Zero-outs are always possible, so a failed one is as bad as a failed write.
         if result.is_err() {
             self.await_only_copies(key);
+            // Nobody knows what is here now. With `pass_on` the disk stays, and whatever is marked
+            // is not read from it.
+            self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
             self.disk_failed(volume, DiskFault::Data);
         }
         self.try_complete(key);
@@ -593,15 +598,20 @@ impl Resource {
         };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let mut news = NodeMask::EMPTY;
+        // Whoever has it differs from this disk if it failed here.
+        let (have, in_sync) = match req.local {
+            Local::Failed => (NodeMask::EMPTY, NodeMask::EMPTY),
+            _ => (req.ok, req.in_sync),
+        };
         let forgets = planted!(self, BitsNotSetWhileAway);
         if let Some(io) = self.disk_io(volume) {
             let had = if forgets {
-                req.ok.union(req.sent.complement())
+                have.union(req.sent.complement())
             } else {
-                req.ok
+                have
             };
             let ok = io.slot_mask(had);
-            let in_sync = io.slot_mask(req.in_sync);
+            let in_sync = io.slot_mask(in_sync);
             let accounted = io.slot_mask(req.accounted);
             for slot in 0..io.bitmap.shape().slots() {
                 if in_sync >> slot & 1 == 1 {
