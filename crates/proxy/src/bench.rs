@@ -53,12 +53,21 @@ pub fn bench(file: Option<&Path>, bytes: u64) -> Result<String, String> {
             .map(|chunk| Arc::new(chunk.to_vec()))
             .collect();
         let begun = Instant::now();
-        let coded: Vec<_> = chunks.iter().map(|chunk| encode(&spec, chunk)).collect();
+        let coded: Vec<_> = chunks
+            .iter()
+            .map(|chunk| encode(&spec, chunk, &Vec::new()))
+            .collect();
         let coding = rate(begun.elapsed());
         let wire: usize = coded.iter().map(|coded| coded.payload.len() + 32).sum();
         let begun = Instant::now();
         for (chunk, coded) in chunks.iter().zip(&coded) {
-            let back = decode(coded.codec, chunk.len(), coded.crc, &coded.payload);
+            let back = decode(
+                coded.codec,
+                chunk.len(),
+                coded.crc,
+                &coded.payload,
+                &Vec::new(),
+            );
             if back.as_ref() != Ok(chunk) {
                 return Err(format!("{name} did not give back its input"));
             }

@@ -6,9 +6,10 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 
 use crate::core::frame::{Bytes, CHUNK_MAX};
+use crate::core::history::{Prefix, joined};
 use crate::core::plugin::{
-    CODEC_LZ4, CODEC_LZMA, CODEC_NONE, CODEC_ZERO, CODEC_ZLIB, CODEC_ZSTD, CodecSpec, Lzma,
-    MatchFinder,
+    CODEC_HISTORY, CODEC_LZ4, CODEC_LZMA, CODEC_NONE, CODEC_ZERO, CODEC_ZLIB, CODEC_ZSTD,
+    CodecSpec, Lzma, MatchFinder,
 };
 
 /// A chunk ready for the wire.
@@ -41,8 +42,9 @@ thread_local! {
         const { RefCell::new(None) };
 }
 
-/// Codes one chunk. What does not shrink is sent as it is; zeros need no bytes at all.
-pub(crate) fn encode(spec: &CodecSpec, raw: &Bytes) -> Encoded {
+/// Codes one chunk. What does not shrink is sent as it is; zeros need no bytes at all. `prefix` is
+/// what a codec with history may refer to.
+pub(crate) fn encode(spec: &CodecSpec, raw: &Bytes, prefix: &Prefix) -> Encoded {
     let crc = crc32c::crc32c(raw);
     let plain = |payload: &Bytes| Encoded {
         codec: CODEC_NONE,
@@ -59,7 +61,7 @@ pub(crate) fn encode(spec: &CodecSpec, raw: &Bytes) -> Encoded {
     if raw.len() < CODEC_MIN {
         return plain(raw);
     }
-    match compress(spec, raw) {
+    match compress(spec, raw, prefix) {
         Some(mut payload) if payload.len() < raw.len() => {
             payload.shrink_to_fit();
             Encoded {
@@ -78,6 +80,7 @@ pub(crate) fn decode(
     raw_len: usize,
     crc: u32,
     payload: &Bytes,
+    prefix: &Prefix,
 ) -> Result<Bytes, DecodeError> {
     if raw_len > CHUNK_MAX {
         return Err(DecodeError::Length {
@@ -119,6 +122,17 @@ pub(crate) fn decode(
             let decoder = liblzma::read::XzDecoder::new_stream(payload.as_slice(), stream);
             Arc::new(read_bounded(decoder, raw_len).map_err(|error| damaged(&error))?)
         }
+        CODEC_HISTORY => {
+            let before = joined(prefix);
+            if prefix_len(payload) != Some(before.len() as u64) {
+                return Err(DecodeError::Payload("another history is meant".into()));
+            }
+            let mut out = vec![0; raw_len];
+            let len = with_history(&before, &payload[PREFIX_LEN..], &mut out)
+                .map_err(|name| DecodeError::Payload(name.into()))?;
+            out.truncate(len);
+            Arc::new(out)
+        }
         other => return Err(DecodeError::Codec(other)),
     };
     if raw.len() != raw_len {
@@ -144,7 +158,47 @@ pub(crate) fn looks_compressible(raw: &[u8]) -> bool {
 
 const SAMPLE: usize = 64 << 10;
 
-fn compress(spec: &CodecSpec, raw: &[u8]) -> Option<Vec<u8>> {
+/// A payload with history begins with the count of bytes that it refers to.
+const PREFIX_LEN: usize = 4;
+/// Log2 of the largest window: the longest history and a chunk.
+const WINDOW_LOG_MAX: u32 = 28;
+
+/// Bytes before the chunk that a payload with history refers to.
+pub(crate) fn prefix_len(payload: &[u8]) -> Option<u64> {
+    let (len, _) = payload.split_first_chunk::<PREFIX_LEN>()?;
+    Some(u64::from(u32::from_le_bytes(*len)))
+}
+
+fn compress_with_history(level: i32, before: &[u8], raw: &[u8]) -> Option<Vec<u8>> {
+    use zstd::zstd_safe::{CCtx, CParameter, compress_bound};
+    let window = (before.len() + raw.len()).next_power_of_two().ilog2();
+    let mut context = CCtx::try_create()?;
+    for parameter in [
+        CParameter::CompressionLevel(level),
+        CParameter::WindowLog(window.clamp(10, WINDOW_LOG_MAX)),
+        CParameter::EnableLongDistanceMatching(true),
+    ] {
+        context.set_parameter(parameter).ok()?;
+    }
+    context.ref_prefix(before).ok()?;
+    let mut out = vec![0; PREFIX_LEN + compress_bound(raw.len())];
+    out[..PREFIX_LEN].copy_from_slice(&(before.len() as u32).to_le_bytes());
+    let len = context.compress2(&mut out[PREFIX_LEN..], raw).ok()?;
+    out.truncate(PREFIX_LEN + len);
+    Some(out)
+}
+
+fn with_history(before: &[u8], coded: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
+    use zstd::zstd_safe::{DCtx, DParameter, get_error_name};
+    let mut context = DCtx::try_create().ok_or("no memory")?;
+    context
+        .set_parameter(DParameter::WindowLogMax(WINDOW_LOG_MAX))
+        .map_err(get_error_name)?;
+    context.ref_prefix(before).map_err(get_error_name)?;
+    context.decompress(out, coded).map_err(get_error_name)
+}
+
+fn compress(spec: &CodecSpec, raw: &[u8], prefix: &Prefix) -> Option<Vec<u8>> {
     match spec {
         CodecSpec::None => None,
         CodecSpec::Lz4 => {
@@ -166,6 +220,7 @@ fn compress(spec: &CodecSpec, raw: &[u8]) -> Option<Vec<u8>> {
             encoder.write_all(raw).ok()?;
             encoder.finish().ok()
         }
+        CodecSpec::History { level, .. } => compress_with_history(*level, &joined(prefix), raw),
         CodecSpec::Lzma(lzma) => {
             let mut filters = liblzma::stream::Filters::new();
             filters.lzma2(&lzma_options(lzma, raw.len())?);
@@ -273,8 +328,11 @@ mod tests {
         for spec in specs() {
             for len in [0, 1, 511, 512, 4096, 100_000] {
                 let raw = texty(len, 5);
-                let coded = encode(&spec, &raw);
-                assert_eq!(decode(coded.codec, len, coded.crc, &coded.payload), Ok(raw));
+                let coded = encode(&spec, &raw, &Prefix::new());
+                assert_eq!(
+                    decode(coded.codec, len, coded.crc, &coded.payload, &Prefix::new()),
+                    Ok(raw)
+                );
                 if len >= 4096 && spec != CodecSpec::None {
                     assert_eq!(coded.codec, spec.code(), "{spec}");
                     assert!(coded.payload.len() * 3 < len * 2, "{spec}");
@@ -291,11 +349,15 @@ mod tests {
         assert!(looks_compressible(&texty(65536, 1)));
         let zeros: Bytes = Arc::new(vec![0; 65536]);
         for spec in specs() {
-            assert_eq!(encode(&spec, &noise).codec, CODEC_NONE, "{spec}");
-            let coded = encode(&spec, &zeros);
+            assert_eq!(
+                encode(&spec, &noise, &Prefix::new()).codec,
+                CODEC_NONE,
+                "{spec}"
+            );
+            let coded = encode(&spec, &zeros, &Prefix::new());
             assert_eq!((coded.codec, coded.payload.len()), (CODEC_ZERO, 0));
             assert_eq!(
-                decode(CODEC_ZERO, 65536, coded.crc, &coded.payload),
+                decode(CODEC_ZERO, 65536, coded.crc, &coded.payload, &Prefix::new()),
                 Ok(zeros.clone())
             );
         }
@@ -306,11 +368,20 @@ mod tests {
         let raw: Bytes =
             Arc::new([texty(4096, 1).as_slice(), &vec![7; 1 << 20]].concat()[..CHUNK_MAX].to_vec());
         for spec in specs().into_iter().filter(|spec| *spec != CodecSpec::None) {
-            let coded = encode(&spec, &raw);
-            let result = decode(coded.codec, 4096, coded.crc, &coded.payload);
+            let coded = encode(&spec, &raw, &Prefix::new());
+            let result = decode(coded.codec, 4096, coded.crc, &coded.payload, &Prefix::new());
             assert!(result.is_err(), "{spec}");
         }
-        assert!(decode(CODEC_NONE, CHUNK_MAX + 1, 0, &Arc::default()).is_err());
+        assert!(
+            decode(
+                CODEC_NONE,
+                CHUNK_MAX + 1,
+                0,
+                &Arc::default(),
+                &Prefix::new()
+            )
+            .is_err()
+        );
     }
 
     #[test]
@@ -318,7 +389,7 @@ mod tests {
         let raw = texty(20_000, 9);
         let mut rng = Rng::new(11);
         for spec in specs() {
-            let coded = encode(&spec, &raw);
+            let coded = encode(&spec, &raw, &Prefix::new());
             for _ in 0..60 {
                 let mut payload = coded.payload.to_vec();
                 match rng.below(3) {
@@ -330,7 +401,13 @@ mod tests {
                     _ => payload.extend((0..1 + rng.below(9)).map(|_| rng.next() as u8)),
                 }
                 // Bytes after the end of a compressed stream may go unseen by a decoder.
-                if let Ok(back) = decode(coded.codec, 20_000, coded.crc, &Arc::new(payload)) {
+                if let Ok(back) = decode(
+                    coded.codec,
+                    20_000,
+                    coded.crc,
+                    &Arc::new(payload),
+                    &Prefix::new(),
+                ) {
                     assert_eq!(back, raw, "{spec}");
                 }
             }
@@ -344,8 +421,39 @@ mod tests {
             let len = rng.below(400) as usize;
             let payload: Bytes = Arc::new((0..len).map(|_| rng.next() as u8).collect());
             let raw_len = rng.below(70_000) as usize;
-            let result = decode((round % 8) as u8, raw_len, rng.next() as u32, &payload);
+            let result = decode(
+                (round % 8) as u8,
+                raw_len,
+                rng.next() as u32,
+                &payload,
+                &Prefix::new(),
+            );
             assert!(result.is_err());
         }
+    }
+
+    #[test]
+    fn a_repeated_block_costs_next_to_nothing_with_history_and_needs_the_same_history() {
+        let mut rng = Rng::new(23);
+        let noise: Bytes = Arc::new((0..300_000).map(|_| rng.next() as u8).collect());
+        let other: Bytes = Arc::new((0..200_000).map(|_| rng.next() as u8).collect());
+        let prefix = vec![Arc::clone(&noise), Arc::clone(&other)];
+        let spec = CodecSpec::History {
+            level: 3,
+            bytes: 8 << 20,
+        };
+        let coded = encode(&spec, &noise, &prefix);
+        assert_eq!(coded.codec, CODEC_HISTORY);
+        assert!(coded.payload.len() < 1000, "{}", coded.payload.len());
+        assert_eq!(prefix_len(&coded.payload), Some(500_000));
+        let back =
+            |prefix: &Prefix| decode(CODEC_HISTORY, 300_000, coded.crc, &coded.payload, prefix);
+        assert_eq!(back(&prefix), Ok(Arc::clone(&noise)));
+        assert_eq!(
+            back(&vec![Arc::new([&noise[..], &other[..]].concat())]),
+            Ok(Arc::clone(&noise))
+        );
+        assert!(back(&vec![other, noise]).is_err(), "other bytes before it");
+        assert!(back(&Prefix::new()).is_err());
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::core::latency::BOUNDS_US;
 use crate::core::plugin::CODEC_NAMES;
 use crate::core::stats::{LinkSnapshot, Snapshot};
 
@@ -168,6 +169,26 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             cpu.push((labels(link, &[("work", what)]), ms as f64 / 1000.0));
         }
     }
+    let mut latency = Vec::new();
+    for link in &snapshot.connections {
+        let times = &link.counters.control_latency;
+        for bound in BOUNDS_US {
+            let le = format!("{}", bound as f64 / 1e6);
+            let labels = labels(link, &[("le", &le)]);
+            latency.push((format!("_bucket{labels}"), times.up_to(bound) as f64));
+        }
+        let all = labels(link, &[("le", "+Inf")]);
+        latency.push((format!("_bucket{all}"), times.count as f64));
+        let own = labels(link, &[]);
+        latency.push((format!("_sum{own}"), times.sum_us as f64 / 1e6));
+        latency.push((format!("_count{own}"), times.count as f64));
+    }
+    metric(
+        "control_latency_seconds",
+        "histogram",
+        "From DRBD's control socket here to the one at the peer.",
+        latency,
+    );
     metric("chunks_total", "counter", "Chunks by codec.", chunks);
     metric(
         "blocked_seconds_total",

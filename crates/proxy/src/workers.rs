@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use crate::codec::{decode, encode, looks_compressible};
 use crate::core::frame::Bytes;
+use crate::core::history::Prefix;
 use crate::core::plugin::CodecSpec;
 use crate::core::{Input, JobId};
 use crate::mail::Post;
@@ -20,6 +21,7 @@ pub(crate) enum Work {
         spec: CodecSpec,
         raw: Bytes,
         sample: bool,
+        prefix: Prefix,
     },
     Decode {
         job: JobId,
@@ -27,6 +29,7 @@ pub(crate) enum Work {
         raw_len: u32,
         crc: u32,
         payload: Bytes,
+        prefix: Prefix,
     },
 }
 
@@ -106,10 +109,11 @@ fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
                 spec,
                 raw,
                 sample,
+                prefix,
             } => {
                 let hopeless = sample && spec != CodecSpec::None && !looks_compressible(&raw);
                 let spec = if hopeless { CodecSpec::None } else { spec };
-                let coded = encode(&spec, &raw);
+                let coded = encode(&spec, &raw, &prefix);
                 Input::Encoded(job, coded, begun.elapsed())
             }
             Work::Decode {
@@ -118,8 +122,9 @@ fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
                 raw_len,
                 crc,
                 payload,
+                prefix,
             } => {
-                let result = decode(codec, raw_len as usize, crc, &payload);
+                let result = decode(codec, raw_len as usize, crc, &payload, &prefix);
                 Input::Decoded(job, result, begun.elapsed())
             }
         };

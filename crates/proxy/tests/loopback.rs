@@ -291,6 +291,11 @@ fn both_sockets_carry_bytes_both_ways_and_close_in_order() {
         meta_b.write_all(b"pong").unwrap();
         receive(&mut meta_a, b"pong");
     }
+    wait("latencies", || {
+        let state = connection(&pair.a);
+        state["counters"]["control_latency"]["count"].as_u64() >= Some(15)
+            && state["control_p99_us"].as_u64() > Some(0)
+    });
     receive(&mut data_b, &forth);
     let mut data_a = sender.join().unwrap();
     receive(&mut data_a, &back);
@@ -375,6 +380,31 @@ fn every_codec_is_switched_live_under_load() {
     }
     ok(&pair.a, "set plugin r0-b-a 0 end");
     assert!(!ok(&pair.a, "show proxy-settings r0-b-a").contains("plugin"));
+}
+
+#[test]
+fn what_was_sent_long_before_costs_next_to_nothing_with_history() {
+    let pair = Pair::up(options(secret()), options(secret()), "--memlimit=32M");
+    ok(&pair.a, "set plugin r0-b-a 0 zstd level 1 history 4M");
+    let (data_a, mut data_b) = pair.open(DATA);
+    let (_meta_a, _meta_b) = pair.open(META);
+    let mut seed = 5u64;
+    let mut block = Vec::new();
+    while block.len() < 1_500_000 {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        block.extend_from_slice(&seed.to_le_bytes());
+    }
+    let data = block.repeat(8);
+    let sender = send(data_a, data.clone());
+    receive(&mut data_b, &data);
+    sender.join().unwrap();
+    wait("everything is acknowledged", || {
+        connection(&pair.a)["buffered_raw_bytes"] == 0
+    });
+    let coded = connection(&pair.a)["counters"]["coded_wire_bytes"].clone();
+    assert!(coded.as_u64() < Some(2 * block.len() as u64), "{coded}");
 }
 
 #[test]

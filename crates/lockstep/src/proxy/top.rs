@@ -20,6 +20,7 @@ const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█']
 struct History {
     fill: VecDeque<f64>,
     drain: VecDeque<f64>,
+    ratio: VecDeque<f64>,
     lag: VecDeque<f64>,
 }
 
@@ -104,6 +105,7 @@ fn draw(state: &Value, histories: &mut BTreeMap<String, History>) -> String {
         for (line, value) in [
             (&mut history.fill, fill),
             (&mut history.drain, drain),
+            (&mut history.ratio, number(link, "ratio")),
             (&mut history.lag, lag),
         ] {
             line.push_back(value);
@@ -113,12 +115,13 @@ fn draw(state: &Value, histories: &mut BTreeMap<String, History>) -> String {
         }
         let _ = writeln!(
             out,
-            "{name}  {}  codec {}  ratio {:.2}  carriers {}  rtt {:.1} ms  blocked by {}",
+            "{name}  {}  codec {}  ratio {:.2}  carriers {}  rtt {:.1} ms  control p99 {:.1} ms  blocked by {}",
             text("state"),
             text("codec"),
             number(link, "ratio"),
             number(link, "bulk_carriers"),
             number(link, "rtt_us") / 1000.0,
+            number(link, "control_p99_us") / 1000.0,
             text("blocked_by"),
         );
         let rows = [
@@ -131,6 +134,11 @@ fn draw(state: &Value, histories: &mut BTreeMap<String, History>) -> String {
                 "drain",
                 format!("{:5.1} MiB/s", mib(drain)),
                 graph(&history.drain, None),
+            ),
+            (
+                "ratio",
+                format!("{:5.2}    ", number(link, "ratio")),
+                graph(&history.ratio, None),
             ),
             ("lag", format!("{lag:5.1} s  "), graph(&history.lag, None)),
         ];

@@ -7,7 +7,8 @@ use std::time::Duration;
 use super::adaptive::{Adaptive, Conditions};
 use super::engine::{Engine, Job, SPILL_HEAD, is_live};
 use super::flow::fin_held;
-use super::frame::{Bytes, CHUNK_MAX, FLAG_FIN, Frame, Header, Kind};
+use super::frame::{Bytes, CHUNK_MAX, FLAG_BEGIN, FLAG_FIN, Frame, Header, Kind};
+use super::history::{HISTORY_MIN, Prefix, granted};
 use super::link::{CARRIER_QUEUE, StreamPhase};
 use super::plugin::{CODEC_NONE, Choice, CodecSpec};
 use super::stream::{Body, Class, Coded, Stub};
@@ -198,6 +199,16 @@ impl Engine {
         if link.peer_codecs >> spec.code() & 1 == 0 {
             spec = CodecSpec::None;
         }
+        // Within what the peer remembers, and within a quarter of the buffer's limit.
+        let mut history = 0;
+        if let CodecSpec::History { level, bytes } = spec {
+            let quarter = link.config.options.memlimit_bytes / 4;
+            history = bytes.min(granted(link.peer_codecs)).min(quarter);
+            if history < HISTORY_MIN {
+                history = 0;
+                spec = CodecSpec::Zstd { level };
+            }
+        }
         let mut contexts = usize::MAX;
         if let CodecSpec::Lzma(lzma) = &spec {
             if lzma.contexts > 0 {
@@ -211,15 +222,22 @@ impl Engine {
         let Some(stream) = link.streams.get_mut(&stream_id) else {
             return false;
         };
+        if history == 0 && stream.tx.history.is_active() {
+            stream.tx.history.clear();
+        }
         let Some(chunk) = stream.tx.chunk(seq) else {
             return false;
         };
+        let offset = chunk.offset;
         let inline = spec == CodecSpec::None || (chunk.raw_len as usize) < CODEC_MIN;
         if inline {
             let Some(raw) = stream.tx.take_raw(seq) else {
                 return false;
             };
-            let coded = encode(&CodecSpec::None, &raw);
+            if history > 0 {
+                stream.tx.history.note(offset, &raw, history);
+            }
+            let coded = encode(&CodecSpec::None, &raw, &Prefix::new());
             let raw_len = raw.len();
             self.store_coded(id, stream_id, seq, raw_len, coded);
             if let Some(Choice::Auto { max_level, .. }) =
@@ -250,6 +268,15 @@ impl Engine {
             self.jobs.remove(&job);
             return false;
         };
+        let mut prefix = Prefix::new();
+        if history > 0 {
+            stream.tx.begin_history(seq);
+            prefix = stream.tx.history.prefix(offset, history);
+            stream.tx.history.note(offset, &raw, history);
+            if let (CodecSpec::History { level, .. }, true) = (spec, prefix.is_empty()) {
+                spec = CodecSpec::Zstd { level };
+            }
+        }
         link.running_jobs += 1;
         self.running += 1;
         let auto = link.config.options.choice();
@@ -258,6 +285,7 @@ impl Engine {
             spec,
             raw: Arc::clone(&raw),
             sample: rung.is_some(),
+            prefix,
         });
         if let Choice::Auto { max_level, .. } = auto {
             self.probe(id, max_level, &raw);
@@ -287,6 +315,7 @@ impl Engine {
             spec: Adaptive::spec(rung),
             raw: Arc::clone(raw),
             sample: false,
+            prefix: Prefix::new(),
         });
     }
 
@@ -419,6 +448,9 @@ impl Engine {
             }
             _ => return false,
         };
+        if chunk.begins {
+            header.flags |= FLAG_BEGIN;
+        }
         header.payload_len = payload.len() as u32;
         stream.tx.mark_sent(seq, carrier);
         self.send(carrier, Frame { header, payload });

@@ -740,6 +740,8 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
             .then(|| (u128::from(backlog) * 1000 / u128::from(drain.max(1))) as u64),
         ratio: counters.coded_raw_bytes as f64 / (counters.coded_wire_bytes.max(1)) as f64,
         rtt_us: link.rtt.as_micros() as u64,
+        control_p50_us: counters.control_latency.quantile_us(0.5),
+        control_p99_us: counters.control_latency.quantile_us(0.99),
         rate_limit: config.options.rate.rate_at(0),
         blocked_by: match blocked {
             Some(Blocked::Memory) => "memory",

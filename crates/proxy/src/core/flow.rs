@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::engine::{Engine, Job, is_live};
-use super::frame::{Bytes, FLAG_FIN, Frame, Header, Kind};
+use super::frame::{Bytes, FLAG_BEGIN, FLAG_FIN, Frame, Header, Kind};
 use super::link::{Link, Phase, Pre, Stream, StreamPhase};
 use super::message::{Ack, Malformed, Open};
-use super::plugin::{CODEC_NONE, CODEC_ZERO};
+use super::plugin::{CODEC_HISTORY, CODEC_NONE, CODEC_ZERO};
 use super::session::Violation;
 use super::stream::{Body, Class, Verdict};
 use super::time::Instant;
@@ -124,7 +124,8 @@ impl Engine {
         let stream_id = link.next_stream;
         link.next_stream += 2;
         let phase = StreamPhase::Opening { since: now };
-        let stream = Stream::new(now, stream_id, class, local, phase, grant, 0);
+        let history = link.history_granted;
+        let stream = Stream::new(now, stream_id, class, local, phase, grant, history);
         link.streams.insert(stream_id, stream);
         self.locals.insert(local, (id, stream_id));
         let open = Open {
@@ -181,8 +182,10 @@ impl Engine {
             self.reset_both(now, id, own, RST_CROSSED);
         }
         let local = LocalId(self.fresh());
+        let history = self.links.get(&id).map_or(0, |link| link.history_granted);
         let phase = StreamPhase::Connecting { since: now };
-        let mut stream = Stream::new(now, stream_id, class, local, phase, grant, open.window_end);
+        let mut stream = Stream::new(now, stream_id, class, local, phase, grant, history);
+        stream.tx.window_end = open.window_end;
         stream.uncounted = open.first.len();
         if let Some(link) = self.links.get_mut(&id) {
             link.streams.insert(stream_id, stream);
@@ -359,7 +362,7 @@ impl Engine {
         if matches!(stream.phase, StreamPhase::Connecting { .. }) {
             return;
         }
-        if header.flags & !FLAG_FIN != 0 {
+        if header.flags & !(FLAG_FIN | FLAG_BEGIN) != 0 {
             self.break_stream(now, id, header.stream, "unknown flag");
             return;
         }
@@ -379,9 +382,23 @@ impl Engine {
         }
         link.ack_at.get_or_insert(now.after(ACK_DELAY));
         if header.raw_len > 0 {
+            if header.flags & FLAG_BEGIN != 0 {
+                stream.rx.begin_history(header.offset);
+            }
+            if header.code == CODEC_HISTORY {
+                stream.rx.wait(header.offset, header.raw_crc, frame.payload);
+                self.deliver(now, id, header.stream);
+                return;
+            }
             if matches!(header.code, CODEC_NONE | CODEC_ZERO) {
                 let raw_len = header.raw_len as usize;
-                let result = decode(header.code, raw_len, header.raw_crc, &frame.payload);
+                let result = decode(
+                    header.code,
+                    raw_len,
+                    header.raw_crc,
+                    &frame.payload,
+                    &Vec::new(),
+                );
                 self.fill(now, id, header.stream, header.offset, result);
                 return;
             }
@@ -397,6 +414,7 @@ impl Engine {
                 raw_len: header.raw_len,
                 crc: header.raw_crc,
                 payload: frame.payload,
+                prefix: Vec::new(),
             });
         }
         self.deliver(now, id, header.stream);
@@ -475,6 +493,27 @@ impl Engine {
             self.out.push_back(Output::ShutdownLocal(stream.local));
         }
         link.ack_at.get_or_insert(now.after(ACK_DELAY));
+        let Some(due) = stream.rx.take_due() else {
+            return;
+        };
+        let Some(prefix) = due.prefix else {
+            let why = "a chunk refers to more history than was granted";
+            self.break_stream(now, id, stream_id, why);
+            return;
+        };
+        let job = self.new_job(Job::Decode {
+            link: id,
+            stream: stream_id,
+            offset: due.offset,
+        });
+        self.out.push_back(Output::Decode {
+            job,
+            codec: CODEC_HISTORY,
+            raw_len: due.raw_len,
+            crc: due.crc,
+            payload: due.payload,
+            prefix,
+        });
     }
 
     pub(crate) fn on_ack(&mut self, now: Instant, id: LinkId, ack: &Ack) {
@@ -486,10 +525,14 @@ impl Engine {
         };
         let before = stream.tx.backlog_bytes();
         match stream.tx.acked(ack) {
-            Ok((free, _)) => {
+            Ok((free, born)) => {
                 let drained = before - stream.tx.backlog_bytes();
                 if stream.class != Class::Control {
                     link.drained_bytes += drained;
+                } else if let Some(born) = born {
+                    // The acknowledgement is sent at once and takes half a round trip back.
+                    let way = now.since(born).saturating_sub(link.rtt / 2);
+                    link.counters.control_latency.sample(way);
                 }
                 for spill in free {
                     self.free_spill(spill);
@@ -636,7 +679,9 @@ impl Engine {
         };
         let Some(ack_at) = link.ack_at else { return };
         let urgent = link.streams.values().any(|stream| {
-            stream.rx.delivered - stream.rx.acked.delivered.min(stream.rx.delivered) >= ACK_BYTES
+            let new = stream.rx.delivered - stream.rx.acked.delivered.min(stream.rx.delivered);
+            new >= ACK_BYTES
+                || new > 0 && stream.class == Class::Control
                 || stream.rx.fin_delivered && stream.rx.acked.delivered <= stream.rx.delivered
         });
         if !urgent && now < ack_at {

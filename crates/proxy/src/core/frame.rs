@@ -17,6 +17,8 @@ const VERSION: u8 = 1;
 
 /// FIN: the sender's direction of the stream ends after this frame.
 pub(crate) const FLAG_FIN: u8 = 1;
+/// Flag of a DATA frame: remember this chunk and what follows, forget what was before.
+pub(crate) const FLAG_BEGIN: u8 = 4;
 
 /// Bytes that several owners (queue, socket, codec job) hold without a copy.
 pub(crate) type Bytes = Arc<Vec<u8>>;

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::config::{Dial, LinkConfig, LinkOptions};
 use super::engine::{Engine, Job};
 use super::frame::Bytes;
+use super::history::RxHistory;
 use super::link::{Link, Phase, SessionKey, Stream, StreamPhase};
 use super::plugin::Plugin;
 use super::shaper::Schedule;
@@ -25,10 +26,10 @@ use super::time::Instant;
 use super::{CarrierId, LinkId, LocalId};
 
 /// Form of the hand-over; a process refuses another one's.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// A whole engine. The bytes travel behind it, in the order of the streams: for each its chunks,
-/// then what its local socket has not taken.
+/// then what its local socket has not taken, then what is remembered of what it was given.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct HandedEngine {
     instance: [u8; 16],
@@ -51,6 +52,7 @@ pub(crate) struct HandedLink {
     session_dialer: bool,
     peer_codecs: u32,
     peer_window: u64,
+    history_granted: u64,
     attach_number: u32,
     next_stream: u32,
     last_peer_stream: u32,
@@ -85,6 +87,8 @@ pub(crate) struct HandedStream {
     delivered: u64,
     handed: u64,
     granted: u64,
+    /// Bytes that later chunks may refer to; `None` if nothing is remembered.
+    history: Option<u64>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -103,6 +107,7 @@ struct HandedChunk {
     was_sent: bool,
     /// Codec and checksum of a coded chunk.
     coded: Option<(u8, u32)>,
+    begins: bool,
     bytes: u32,
 }
 
@@ -112,7 +117,8 @@ impl HandedEngine {
         let streams = self.links.iter().flat_map(|link| &link.streams);
         streams.flat_map(|stream| {
             let chunks = stream.tx.chunks.iter().map(|chunk| chunk.bytes as usize);
-            chunks.chain([(stream.handed - stream.delivered) as usize])
+            let history = stream.history.unwrap_or(0) as usize;
+            chunks.chain([(stream.handed - stream.delivered) as usize, history])
         })
     }
 
@@ -124,6 +130,7 @@ impl HandedEngine {
             .map(|stream| {
                 let rest = pieces.nth(stream.tx.chunks.len());
                 let rest = rest.ok_or("the hand-over has too few pieces")?;
+                pieces.next();
                 Ok((LocalId(stream.local), Arc::clone(rest)))
             })
             .collect()
@@ -256,6 +263,7 @@ impl Engine {
             link.session_dialer = from.session_dialer;
             link.peer_codecs = from.peer_codecs;
             link.peer_window = from.peer_window;
+            link.history_granted = from.history_granted;
             link.attach_number = from.attach_number;
             link.next_stream = from.next_stream;
             link.last_peer_stream = from.last_peer_stream;
@@ -263,7 +271,7 @@ impl Engine {
             link.last_raw_in = link.counters.raw_in_bytes;
             for stream in &from.streams {
                 let local = LocalId(stream.local);
-                let taken = take_stream(now, stream, &mut pieces)?;
+                let taken = take_stream(now, stream, from.history_granted, &mut pieces)?;
                 link.streams.insert(stream.id, taken);
                 self.locals.insert(local, (id, stream.id));
             }
@@ -317,6 +325,7 @@ fn give_link(
         session_dialer: link.session_dialer,
         peer_codecs: link.peer_codecs,
         peer_window: link.peer_window,
+        history_granted: link.history_granted,
         attach_number: link.attach_number,
         next_stream: link.next_stream,
         last_peer_stream: link.last_peer_stream,
@@ -358,6 +367,7 @@ fn give_stream(
                 age_ms: now.since(chunk.born).as_millis() as u64,
                 was_sent: chunk.was_sent,
                 coded,
+                begins: chunk.begins,
                 bytes: bytes.len() as u32,
             };
             pieces.push(bytes);
@@ -371,6 +381,9 @@ fn give_stream(
         "the shell counts what the engine counts"
     );
     pieces.push(Arc::new(rest));
+    let kept = stream.rx.history.kept();
+    let history = kept.as_ref().map(|kept| kept.len() as u64);
+    pieces.push(kept.unwrap_or_default());
     HandedStream {
         id,
         local: stream.local.0,
@@ -385,12 +398,14 @@ fn give_stream(
         delivered: stream.rx.delivered,
         handed: stream.rx.handed,
         granted: stream.rx.granted,
+        history,
     }
 }
 
 fn take_stream(
     now: Instant,
     from: &HandedStream,
+    history_granted: u64,
     pieces: &mut impl Iterator<Item = Bytes>,
 ) -> Result<Stream, String> {
     let class = match from.class {
@@ -417,10 +432,13 @@ fn take_stream(
             // Whatever carrier had it is gone; the peer's RESUME says what is missing.
             sent: chunk.was_sent.then_some(CarrierId(0)),
             was_sent: chunk.was_sent,
+            begins: chunk.begins,
         });
     }
     // The shell writes these.
     pieces.next().ok_or("the hand-over has too few pieces")?;
+    let kept = pieces.next().ok_or("the hand-over has too few pieces")?;
+    let kept = from.history.map(|_| kept);
     let local = LocalId(from.local);
     let mut stream = Stream::new(now, from.id, class, local, StreamPhase::Open, 0, 0);
     stream.tx = Tx::taken_over(
@@ -430,6 +448,7 @@ fn take_stream(
         chunks,
     )?;
     stream.rx = Rx::taken_over(from.id, from.delivered, from.handed, from.granted)?;
+    stream.rx.history = RxHistory::taken_over(history_granted, kept);
     stream.pair = from.pair;
     Ok(stream)
 }

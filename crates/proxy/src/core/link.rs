@@ -134,6 +134,8 @@ pub(crate) struct Link {
     pub(crate) session: Option<SessionKey>,
     pub(crate) peer_codecs: u32,
     pub(crate) peer_window: u64,
+    /// Bytes of each stream that the peer was told to be remembered here.
+    pub(crate) history_granted: u64,
     pub(crate) control: Option<CarrierId>,
     /// A control carrier on its way, ours or accepted.
     pub(crate) dialing: Option<CarrierId>,
@@ -191,6 +193,7 @@ impl Link {
             session: None,
             peer_codecs: 0,
             peer_window: 0,
+            history_granted: 0,
             control: None,
             dialing: None,
             bulk: Vec::new(),
@@ -248,7 +251,7 @@ impl Link {
     pub(crate) fn tx_held(&self) -> u64 {
         self.streams
             .values()
-            .map(|stream| stream.tx.held_bytes)
+            .map(|stream| stream.tx.held_bytes + stream.tx.history.held_bytes())
             .sum()
     }
 
@@ -332,15 +335,15 @@ impl Stream {
         local: LocalId,
         phase: StreamPhase,
         grant: u64,
-        window_end: u64,
+        history: u64,
     ) -> Stream {
         Stream {
             class,
             local,
             phase,
             opened: now,
-            tx: Tx::new(window_end),
-            rx: Rx::new(id, grant),
+            tx: Tx::new(0),
+            rx: Rx::new(id, grant, history),
             pair: None,
             end_by: None,
             end_orderly: false,

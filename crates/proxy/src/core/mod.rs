@@ -9,6 +9,8 @@ pub(crate) mod engine;
 mod flow;
 pub(crate) mod frame;
 pub(crate) mod handover;
+pub(crate) mod history;
+pub(crate) mod latency;
 mod link;
 pub(crate) mod message;
 pub(crate) mod plugin;
@@ -22,6 +24,7 @@ pub(crate) mod stream;
 pub(crate) mod time;
 
 use frame::{Bytes, Frame};
+use history::Prefix;
 use plugin::CodecSpec;
 
 /// A configured connection.
@@ -125,6 +128,8 @@ pub(crate) enum Output {
         spec: CodecSpec,
         raw: Bytes,
         sample: bool,
+        /// What the chunk may refer to.
+        prefix: Prefix,
     },
     Decode {
         job: JobId,
@@ -132,6 +137,8 @@ pub(crate) enum Output {
         raw_len: u32,
         crc: u32,
         payload: Bytes,
+        /// What the chunk refers to.
+        prefix: Prefix,
     },
     SpillWrite {
         job: JobId,

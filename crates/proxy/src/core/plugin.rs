@@ -1,6 +1,8 @@
 //! The compression plugins of `drbd.conf`: names, keys, ranges, defaults, and the text form that
 //! `show proxy-settings` gives back word by word.
 
+use super::history::{HISTORY_MAX, HISTORY_MIN};
+
 /// Numbers of the codecs on the wire.
 pub(crate) const CODEC_NONE: u8 = 0;
 pub(crate) const CODEC_ZERO: u8 = 1;
@@ -8,10 +10,20 @@ pub(crate) const CODEC_LZ4: u8 = 2;
 pub(crate) const CODEC_ZSTD: u8 = 3;
 pub(crate) const CODEC_ZLIB: u8 = 4;
 pub(crate) const CODEC_LZMA: u8 = 5;
+/// zstd that refers to the bytes before the chunk.
+pub(crate) const CODEC_HISTORY: u8 = 6;
 /// Count of codecs, for tables indexed by the number.
-pub(crate) const CODEC_COUNT: usize = 6;
+pub(crate) const CODEC_COUNT: usize = 7;
 /// Names of the codecs by number.
-pub(crate) const CODEC_NAMES: [&str; CODEC_COUNT] = ["none", "zero", "lz4", "zstd", "zlib", "lzma"];
+pub(crate) const CODEC_NAMES: [&str; CODEC_COUNT] = [
+    "none",
+    "zero",
+    "lz4",
+    "zstd",
+    "zlib",
+    "lzma",
+    "zstd-history",
+];
 
 /// Longest chain that drbdadm can send.
 pub(crate) const CHAIN_MAX: usize = 10;
@@ -48,9 +60,18 @@ pub(crate) struct Lzma {
 pub(crate) enum CodecSpec {
     None,
     Lz4,
-    Zstd { level: i32 },
-    Zlib { level: u32 },
+    Zstd {
+        level: i32,
+    },
+    Zlib {
+        level: u32,
+    },
     Lzma(Lzma),
+    /// zstd with up to `bytes` of the stream before the chunk in its window.
+    History {
+        level: i32,
+        bytes: u64,
+    },
 }
 
 /// What the automatic choice aims at.
@@ -112,6 +133,7 @@ impl CodecSpec {
             CodecSpec::Zstd { .. } => CODEC_ZSTD,
             CodecSpec::Zlib { .. } => CODEC_ZLIB,
             CodecSpec::Lzma(_) => CODEC_LZMA,
+            CodecSpec::History { .. } => CODEC_HISTORY,
         }
     }
 }
@@ -124,6 +146,9 @@ impl std::fmt::Display for CodecSpec {
             CodecSpec::Zstd { level } => write!(f, "zstd level {level}"),
             CodecSpec::Zlib { level } => write!(f, "zlib level {level}"),
             CodecSpec::Lzma(lzma) => write!(f, "lzma level {}", lzma.level),
+            CodecSpec::History { level, bytes } => {
+                write!(f, "zstd level {level} history {}M", bytes >> 20)
+            }
         }
     }
 }
@@ -161,12 +186,16 @@ impl Plugin {
                 Choice::Fixed(CodecSpec::Lz4)
             }
             "zstd" => {
-                let mut level = 3;
-                pairs("zstd", "level", rest, |key, value| {
-                    Ok(key == "level" && set(&mut level, value, -5, 22)?)
+                let (mut level, mut bytes) = (3, 0);
+                pairs("zstd", "level, history", rest, |key, value| match key {
+                    "level" => set(&mut level, value, -5, 22),
+                    "history" => set_history(&mut bytes, value),
+                    _ => Ok(false),
                 })?;
-                Choice::Fixed(CodecSpec::Zstd {
-                    level: level as i32,
+                let level = level as i32;
+                Choice::Fixed(match bytes {
+                    0 => CodecSpec::Zstd { level },
+                    bytes => CodecSpec::History { level, bytes },
                 })
             }
             "zlib" => {
@@ -221,7 +250,7 @@ Plugin compression: none bytes are sent as they are
 
 Plugin compression: lz4 very fast, ratio about 2
 
-Plugin compression: zstd level -5..22, default 3
+Plugin compression: zstd level -5..22, default 3; history 1M..128M, default 0 (off)
 
 Plugin compression: zlib level 1..9, default 2
 
@@ -330,6 +359,24 @@ fn pairs(
     Ok(())
 }
 
+/// Bytes of history: whole MiB as `32M`, or a plain number; 0 is off.
+fn set_history(slot: &mut u64, value: &str) -> Result<bool, String> {
+    let bytes = match value.strip_suffix(['M', 'm']) {
+        Some(number) => number
+            .parse::<u64>()
+            .ok()
+            .and_then(|n| n.checked_mul(1 << 20)),
+        None => value.parse().ok(),
+    };
+    match bytes {
+        Some(bytes) if bytes == 0 || (HISTORY_MIN..=HISTORY_MAX).contains(&bytes) => {
+            *slot = bytes;
+            Ok(true)
+        }
+        _ => Err("0, or 1M..128M".into()),
+    }
+}
+
 fn set(slot: &mut i64, value: &str, min: i64, max: i64) -> Result<bool, String> {
     match value.parse::<i64>() {
         Ok(number) if (min..=max).contains(&number) => {
@@ -350,7 +397,7 @@ mod tests {
 
     #[test]
     fn levels_have_the_documented_ranges_and_defaults() {
-        let level = |text| parse(text).map(|plugin| plugin.choice);
+        let level = |text: &str| parse(text).map(|plugin| plugin.choice);
         assert_eq!(
             level("zstd"),
             Ok(Choice::Fixed(CodecSpec::Zstd { level: 3 }))
@@ -363,6 +410,20 @@ mod tests {
             level("zlib"),
             Ok(Choice::Fixed(CodecSpec::Zlib { level: 2 }))
         );
+        assert_eq!(
+            level("zstd level 5 history 32M"),
+            Ok(Choice::Fixed(CodecSpec::History {
+                level: 5,
+                bytes: 32 << 20
+            }))
+        );
+        assert_eq!(level("zstd history 0"), level("zstd"));
+        for wrong in ["129M", "4096", "-1", "x", "M"] {
+            assert!(matches!(
+                level(&format!("zstd history {wrong}")),
+                Err(PluginError::Value { .. })
+            ));
+        }
         assert!(matches!(
             level("zstd level 23"),
             Err(PluginError::Value { .. })

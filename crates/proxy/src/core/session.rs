@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::engine::{Engine, is_live, keyed};
 use super::frame::{Frame, Kind};
+use super::history::{grant, grant_bits};
 use super::link::{Carrier, CarrierState, Link, Phase, SessionKey, StreamPhase};
 use super::message::{Ack, Attach, Hello, HelloAck, Malformed, Stats};
 use super::plugin::CODEC_COUNT;
@@ -154,9 +155,25 @@ impl Engine {
         self.settle(now, id);
     }
 
+    /// What this end remembers of each stream of the connection. All connections together get an
+    /// eighth of the memory, and a promise once made is kept.
+    fn grant_history(&mut self, id: LinkId) -> u64 {
+        let eighth = self.options.memory_max_bytes / 8;
+        let share = eighth / (self.links.len() as u64).max(1);
+        let promised: u64 = self.links.values().map(|link| link.history_granted).sum();
+        let Some(link) = self.links.get_mut(&id) else {
+            return 0;
+        };
+        if link.history_granted == 0 && link.streams.is_empty() {
+            link.history_granted = grant(eighth.saturating_sub(promised), share);
+        }
+        link.history_granted
+    }
+
     fn hello(&mut self, id: LinkId) -> Hello {
         let nonce = u64::from_le_bytes(self.random());
         let (instance, window_bytes) = (self.instance, self.window());
+        let history = self.grant_history(id);
         let link = self
             .links
             .get(&id)
@@ -178,7 +195,7 @@ impl Engine {
             connection: link.config.name.clone(),
             my_outside: link.config.my_outside.to_string(),
             peer_outside: link.config.peer_outside.to_string(),
-            codecs: (1 << CODEC_COUNT) - 1,
+            codecs: ((1 << CODEC_COUNT) - 1) | grant_bits(history),
             window_bytes,
         }
     }
@@ -330,6 +347,7 @@ impl Engine {
             link.session_dialer = false;
         }
         let (instance, window_bytes) = (self.instance, self.window());
+        let history = self.grant_history(id);
         let link = self.links.get_mut(&id).expect("the link is still there");
         let session = link.session.expect("set above");
         link.control = Some(carrier);
@@ -340,7 +358,7 @@ impl Engine {
             session: session.id,
             key: session.key,
             connection: link.config.name.clone(),
-            codecs: (1 << CODEC_COUNT) - 1,
+            codecs: ((1 << CODEC_COUNT) - 1) | grant_bits(history),
             window_bytes,
         };
         if let Some(entry) = self.carriers.get_mut(&carrier) {

@@ -422,8 +422,9 @@ impl World {
                 spec,
                 raw,
                 sample: _,
+                prefix,
             } => {
-                let coded = codec::encode(&spec, &raw);
+                let coded = codec::encode(&spec, &raw, &prefix);
                 let took = Duration::from_micros(10 + raw.len() as u64 / 100);
                 self.later(30, Event::Input(node, Input::Encoded(job, coded, took)));
             }
@@ -433,8 +434,9 @@ impl World {
                 raw_len,
                 crc,
                 payload,
+                prefix,
             } => {
-                let result = codec::decode(codec, raw_len as usize, crc, &payload);
+                let result = codec::decode(codec, raw_len as usize, crc, &payload, &prefix);
                 let took = Duration::from_micros(10);
                 self.later(10, Event::Input(node, Input::Decoded(job, result, took)));
             }
@@ -705,6 +707,46 @@ fn a_silent_line_is_noticed_and_resumed_without_a_reset() {
     assert_eq!((link.counters.resumes, link.state_name()), (1, "Connected"));
 }
 
+#[test]
+fn history_finds_what_was_sent_long_before_also_after_cuts_and_upgrades() {
+    let mut world = up(8, &DaemonOptions::default());
+    let plugin = Plugin::parse(&["zstd", "level", "1", "history", "4M"]).unwrap();
+    world.options(|options| {
+        options.memlimit_bytes = 32 << 20;
+        options.plugins = vec![plugin.clone()];
+    });
+    let mut rng = Rng::new(99);
+    let block: Vec<u8> = (0..1_200_000).map(|_| rng.next() as u8).collect();
+    let data = block.repeat(6);
+    world.drbd_opens(0, DATA_FIRST, 0, &data);
+    for step in 1..6 {
+        let reached = world.run(60_000, |w| {
+            w.received(1, DATA_FIRST)
+                .is_some_and(|s| s.got.len() >= step * block.len())
+        });
+        assert!(reached, "step {step}");
+        match step {
+            2 => world.at(0, Event::Cut),
+            3 => world.hand_over(0),
+            4 => world.hand_over(1),
+            _ => {}
+        }
+    }
+    assert!(world.run(60_000, |w| {
+        w.received(1, DATA_FIRST)
+            .is_some_and(|s| s.got.len() == data.len())
+    }));
+    assert!(world.received(1, DATA_FIRST).unwrap().got == data);
+    let counters = &world.engines[0].links[&world.links[0]].counters;
+    // Once as it is, and once more after the upgrade of the sender.
+    assert!(
+        counters.coded_wire_bytes < 3 * block.len() as u64,
+        "{} bytes on the line",
+        counters.coded_wire_bytes
+    );
+    assert!(counters.chunks_by_codec[usize::from(super::plugin::CODEC_HISTORY)] > 3);
+}
+
 /// One random world: several DRBD connections after each other with data in both directions, cuts,
 /// lost carriers, option and codec changes. Bytes that arrive are always a prefix of those sent; a
 /// connection that is not reset delivers all of them.
@@ -718,7 +760,9 @@ fn swarm(seed: u64) {
         ..DaemonOptions::default()
     };
     let mut world = up(seed, &options);
-    let memlimit = (1 + rng.below(4)) << 20;
+    // The larger one leaves room for a history worth the name.
+    let memlimit_max = if seed % 4 == 1 { 16 } else { 4 };
+    let memlimit = (1 + rng.below(memlimit_max)) << 20;
     let carriers = 1 + rng.below(4) as u32;
     world.options(|options| {
         options.memlimit_bytes = memlimit;
@@ -737,7 +781,10 @@ fn swarm(seed: u64) {
         }
         let node = rng.below(2) as usize;
         let len = 200_000 + rng.below(3_000_000) as usize;
-        let data = noise_and_text(&mut rng, len);
+        let mut data = noise_and_text(&mut rng, len);
+        if rng.below(2) == 0 {
+            data.extend_from_within(len / 4..);
+        }
         let meta = noise_and_text(&mut rng, 40_000);
         let locals = [world.drbd_opens(node, DATA_FIRST, generation, &data), {
             world.drbd_opens(node, META_FIRST, generation, &meta)
@@ -787,7 +834,9 @@ fn swarm(seed: u64) {
                         "zlib level 1",
                         "auto",
                         "lzma level 1",
-                    ][rng.below(6) as usize];
+                        "zstd level 1 history 1M",
+                        "zstd level 2 history 4M",
+                    ][rng.below(8) as usize];
                     let words: Vec<&str> = text.split(' ').collect();
                     let plugin = Plugin::parse(&words).unwrap();
                     world.options(|options| options.plugins = vec![plugin.clone()]);
@@ -797,7 +846,7 @@ fn swarm(seed: u64) {
                     world.options(|options| options.bulk_carriers = count);
                 }
                 4 => {
-                    let bytes = (1 + rng.below(4)) << 20;
+                    let bytes = (1 + rng.below(memlimit_max)) << 20;
                     world.options(|options| options.memlimit_bytes = bytes);
                 }
                 // What lies on disk does not travel.
@@ -861,7 +910,10 @@ fn swarm(seed: u64) {
         world.check(world.engines[node].total_held == 0, "memory stays");
         let peak = world.memory_peak[node];
         // One read and one decision may be under way when the limit is met.
-        world.check(peak <= (4 << 20) + (3 << 20), "memory over its limit");
+        world.check(
+            peak <= (memlimit_max << 20) + (3 << 20),
+            "memory over its limit",
+        );
     }
     world.run(5000, |_| false);
     world.check(world.disk.is_empty(), "records stay on the disk");

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::latency::Latency;
 use super::plugin::CODEC_COUNT;
 
 /// Counts that only grow.
@@ -40,6 +41,8 @@ pub(crate) struct Counters {
     /// Time of codec workers.
     pub(crate) encode_cpu_ms: u64,
     pub(crate) decode_cpu_ms: u64,
+    /// From reading on a control socket here to the write at the peer.
+    pub(crate) control_latency: Latency,
 }
 
 /// One connection at one moment.
@@ -78,6 +81,9 @@ pub(crate) struct LinkSnapshot {
     /// Raw bytes over wire bytes since the start.
     pub(crate) ratio: f64,
     pub(crate) rtt_us: u64,
+    /// One way of DRBD's control traffic, proxy to proxy; 0 is unknown.
+    pub(crate) control_p50_us: u64,
+    pub(crate) control_p99_us: u64,
     pub(crate) rate_limit: u64,
     /// memory, pool, lag, share or empty.
     pub(crate) blocked_by: String,

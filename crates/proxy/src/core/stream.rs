@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use super::frame::{Bytes, CHUNK_MAX};
+use super::history::{Prefix, RxHistory, TxHistory};
 use super::message::Ack;
 use super::time::Instant;
 use super::{CarrierId, SpillRef};
@@ -93,6 +94,8 @@ pub(crate) struct Chunk {
     pub(crate) sent: Option<CarrierId>,
     /// Some carrier had it once, so the peer may acknowledge it.
     pub(crate) was_sent: bool,
+    /// The peer is to remember from here on.
+    pub(crate) begins: bool,
 }
 
 /// The sending direction.
@@ -117,6 +120,7 @@ pub(crate) struct Tx {
     pub(crate) spilled_bytes: u64,
     /// Raw bytes that were never handed to a carrier.
     pub(crate) unsent_bytes: u64,
+    pub(crate) history: TxHistory,
 }
 
 /// The peer acknowledged what was never sent, or takes back what it acknowledged.
@@ -163,6 +167,7 @@ impl Tx {
             held_bytes: 0,
             spilled_bytes: 0,
             unsent_bytes: 0,
+            history: TxHistory::default(),
         }
     }
 
@@ -238,6 +243,7 @@ impl Tx {
             body,
             sent: None,
             was_sent: false,
+            begins: false,
         };
         self.held_bytes += chunk.held();
         self.chunks.push_back(chunk);
@@ -349,6 +355,18 @@ impl Tx {
         Some(Arc::new(raw))
     }
 
+    /// Makes the chunk one from which on the peer remembers, if it is the first of them.
+    pub(crate) fn begin_history(&mut self, seq: u64) {
+        let Some(at) = seq.checked_sub(self.first_seq) else {
+            return;
+        };
+        if let Some(chunk) = self.chunks.get_mut(at as usize)
+            && self.history.begin(chunk.offset)
+        {
+            chunk.begins = true;
+        }
+    }
+
     /// Changes where a chunk's bytes are.
     pub(crate) fn set_body(&mut self, seq: u64, body: Body) {
         let Some(at) = seq.checked_sub(self.first_seq) else {
@@ -429,9 +447,33 @@ pub(crate) enum Verdict {
 
 /// A received chunk that waits for its turn.
 #[derive(Clone, Debug)]
-enum Part {
-    Decoding(u32),
+struct Part {
+    len: u32,
+    /// The sender begins to remember with it, and so must the receiver.
+    begins: bool,
+    state: PartState,
+}
+
+#[derive(Clone, Debug)]
+enum PartState {
+    Decoding,
+    /// Refers to the bytes before it, which must be here first.
+    Waiting {
+        crc: u32,
+        payload: Bytes,
+    },
     Ready(Bytes),
+}
+
+/// A chunk whose turn to be decoded has come.
+#[derive(Debug)]
+pub(crate) struct Due {
+    pub(crate) offset: u64,
+    pub(crate) raw_len: u32,
+    pub(crate) crc: u32,
+    pub(crate) payload: Bytes,
+    /// `None`: it refers to more than is remembered.
+    pub(crate) prefix: Option<Prefix>,
 }
 
 /// The receiving direction.
@@ -452,11 +494,13 @@ pub(crate) struct Rx {
     pub(crate) sink: bool,
     /// What the peer knows.
     pub(crate) acked: Ack,
+    pub(crate) history: RxHistory,
 }
 
 impl Rx {
-    pub(crate) fn new(stream: u32, granted: u64) -> Rx {
+    pub(crate) fn new(stream: u32, granted: u64, history: u64) -> Rx {
         Rx {
+            history: RxHistory::new(history),
             parts: BTreeMap::new(),
             received: 0,
             handed: 0,
@@ -486,7 +530,7 @@ impl Rx {
                 "stream {stream}: {delivered} of {handed} of {granted}"
             ));
         }
-        let mut rx = Rx::new(stream, granted);
+        let mut rx = Rx::new(stream, granted, 0);
         (rx.received, rx.handed, rx.delivered) = (handed, handed, delivered);
         Ok(rx)
     }
@@ -512,13 +556,13 @@ impl Rx {
             if offset < self.handed {
                 return Verdict::Broken("overlap with delivered data");
             }
-            match self.parts.get(&offset).map(Part::len) {
+            match self.parts.get(&offset).map(|part| part.len) {
                 Some(len) if len == raw_len => {}
                 Some(_) => return Verdict::Broken("overlap"),
                 None => {
                     let before = self.parts.range(..offset).next_back();
                     let overlap = before
-                        .is_some_and(|(at, part)| at + u64::from(part.len()) > offset)
+                        .is_some_and(|(at, part)| at + u64::from(part.len) > offset)
                         || self.parts.range(offset..end).next().is_some();
                     if overlap {
                         return Verdict::Broken("overlap");
@@ -526,7 +570,12 @@ impl Rx {
                     if self.parts.len() >= PARTS_MAX {
                         return Verdict::Broken("too many pieces");
                     }
-                    self.parts.insert(offset, Part::Decoding(raw_len));
+                    let part = Part {
+                        len: raw_len,
+                        begins: false,
+                        state: PartState::Decoding,
+                    };
+                    self.parts.insert(offset, part);
                     verdict = Verdict::New;
                 }
             }
@@ -537,7 +586,7 @@ impl Rx {
             if self
                 .parts
                 .last_key_value()
-                .is_some_and(|(at, part)| at + u64::from(part.len()) > end)
+                .is_some_and(|(at, part)| at + u64::from(part.len) > end)
                 || self.handed > end
             {
                 return Verdict::Broken("the end lies before received data");
@@ -546,7 +595,7 @@ impl Rx {
             verdict = Verdict::New;
         }
         while let Some(part) = self.parts.get(&self.received) {
-            self.received += u64::from(part.len());
+            self.received += u64::from(part.len);
         }
         if self.fin == Some(self.received) {
             self.received += 1;
@@ -556,25 +605,62 @@ impl Rx {
 
     /// Gives the raw bytes of a chunk whose place was kept.
     pub(crate) fn fill(&mut self, offset: u64, raw: Bytes) {
-        if let Some(part @ Part::Decoding(_)) = self.parts.get_mut(&offset) {
-            assert_eq!(
-                part.len() as usize,
-                raw.len(),
-                "the codec checks the length"
-            );
-            *part = Part::Ready(raw);
+        if let Some(part) = self.parts.get_mut(&offset)
+            && matches!(part.state, PartState::Decoding)
+        {
+            assert_eq!(part.len as usize, raw.len(), "the codec checks the length");
+            part.state = PartState::Ready(raw);
         }
+    }
+
+    /// The chunk, whose place was kept, is the first to be remembered.
+    pub(crate) fn begin_history(&mut self, offset: u64) {
+        if let Some(part) = self.parts.get_mut(&offset) {
+            part.begins = true;
+        }
+    }
+
+    /// The chunk, whose place was kept, waits until everything before it is here.
+    pub(crate) fn wait(&mut self, offset: u64, crc: u32, payload: Bytes) {
+        if let Some(part) = self.parts.get_mut(&offset) {
+            part.state = PartState::Waiting { crc, payload };
+        }
+    }
+
+    /// The chunk that waited and can be decoded now.
+    pub(crate) fn take_due(&mut self) -> Option<Due> {
+        let mut entry = self.parts.first_entry()?;
+        let offset = *entry.key();
+        if offset != self.handed {
+            return None;
+        }
+        let part = entry.get_mut();
+        let PartState::Waiting { crc, payload } = &part.state else {
+            return None;
+        };
+        let len = crate::codec::prefix_len(payload);
+        let due = Due {
+            offset,
+            raw_len: part.len,
+            crc: *crc,
+            payload: Arc::clone(payload),
+            prefix: len.and_then(|len| self.history.last(len)),
+        };
+        part.state = PartState::Decoding;
+        Some(due)
     }
 
     /// The next bytes in order, if they are here.
     pub(crate) fn take(&mut self) -> Option<Bytes> {
         let entry = self.parts.first_entry()?;
-        if *entry.key() != self.handed || !matches!(entry.get(), Part::Ready(_)) {
+        if *entry.key() != self.handed || !matches!(entry.get().state, PartState::Ready(_)) {
             return None;
         }
-        let Part::Ready(raw) = entry.remove() else {
+        let part = entry.remove();
+        let PartState::Ready(raw) = part.state else {
             return None;
         };
+        self.history.push(&raw, part.begins);
         self.handed += raw.len() as u64;
         Some(raw)
     }
@@ -605,17 +691,8 @@ impl Rx {
 
     /// Raw bytes received or expected from a running decoder, not yet taken by the local kernel.
     pub(crate) fn held_bytes(&self) -> u64 {
-        let parts: u64 = self.parts.values().map(|part| u64::from(part.len())).sum();
-        parts + self.handed - self.delivered
-    }
-}
-
-impl Part {
-    fn len(&self) -> u32 {
-        match self {
-            Part::Decoding(len) => *len,
-            Part::Ready(raw) => raw.len() as u32,
-        }
+        let parts: u64 = self.parts.values().map(|part| u64::from(part.len)).sum();
+        parts + self.handed - self.delivered + self.history.held_bytes()
     }
 }
 
@@ -632,7 +709,7 @@ mod tests {
 
     #[test]
     fn chunks_arrive_in_any_order_and_leave_in_one() {
-        let mut rx = Rx::new(1, 100);
+        let mut rx = Rx::new(1, 100, 0);
         assert_eq!(rx.offer(10, 5, false), Verdict::New);
         assert_eq!(rx.offer(15, 0, true), Verdict::New);
         assert_eq!(rx.received, 0);
@@ -652,7 +729,7 @@ mod tests {
 
     #[test]
     fn overlaps_and_data_outside_the_window_break_the_stream() {
-        let mut rx = Rx::new(1, 100);
+        let mut rx = Rx::new(1, 100, 0);
         assert_eq!(rx.offer(10, 10, false), Verdict::New);
         assert_eq!(rx.offer(10, 10, false), Verdict::Duplicate);
         for (offset, len) in [(10, 9), (5, 6), (19, 5), (5, 30), (95, 6), (u64::MAX, 2)] {

@@ -476,12 +476,14 @@ impl Reactor {
                     spec,
                     raw,
                     sample,
+                    prefix,
                 } => {
                     self.workers.push(Work::Encode {
                         job,
                         spec,
                         raw,
                         sample,
+                        prefix,
                     });
                 }
                 Output::Decode {
@@ -490,6 +492,7 @@ impl Reactor {
                     raw_len,
                     crc,
                     payload,
+                    prefix,
                 } => {
                     self.workers.push(Work::Decode {
                         job,
@@ -497,6 +500,7 @@ impl Reactor {
                         raw_len,
                         crc,
                         payload,
+                        prefix,
                     });
                 }
                 Output::SpillWrite { job, payload } => match &self.spill {
