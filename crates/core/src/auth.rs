@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 
 use hmac::{Hmac, Mac};
 use lockstep_format::units::NodeId;
+use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::{CHALLENGE_LEN, Digest};
 use md5::Md5;
 use sha1::Sha1;
@@ -61,16 +62,7 @@ impl AuthError {
 
 /// Bytes of a digest of `data-integrity-alg`, `csums-alg` or `verify-alg`; 0 for an unknown name.
 pub fn digest_len(name: &str) -> u8 {
-    match name {
-        "crc32c" => 4,
-        "md5" => 16,
-        "sha1" => 20,
-        "sha224" => 28,
-        "sha256" => 32,
-        "sha384" => 48,
-        "sha512" => 64,
-        _ => 0,
-    }
+    DigestAlg::from_name(name).map_or(0, DigestAlg::digest_len)
 }
 
 impl HmacAlg {

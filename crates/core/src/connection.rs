@@ -7,6 +7,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
+use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::{AlgName, ConnectionFeatures, Protocol as ProtocolPacket};
 use lockstep_format::wire::{
     self, AfterSb, ConnFlags, ConnState, Digest, Features, Packet, ReplicationProtocol, Role,
@@ -85,8 +86,12 @@ pub struct Link {
     pub protocol: u32,
     /// Agreed features.
     pub features: Features,
-    /// The peer's integrity digest length in bytes, for data it sends.
-    pub peer_integrity: Option<String>,
+    /// Features that were offered on it.
+    pub offered: Features,
+    /// Integrity digest of payload that the peer sends.
+    pub peer_integrity: Option<DigestAlg>,
+    /// Integrity digest of payload that this node sends.
+    pub own_integrity: Option<DigestAlg>,
     /// A ping was sent and not answered.
     pub ping_outstanding: bool,
     /// The peer's `P_PROTOCOL` wants a dry run.
@@ -187,6 +192,7 @@ impl Resource {
             return;
         }
         conn.connecting = false;
+        let offered = conn.offered_features();
         conn.link = Some(Link {
             id: link,
             resolve_conflicts,
@@ -195,7 +201,9 @@ impl Resource {
             authenticator: None,
             protocol: 0,
             features: Features::empty(),
+            offered,
             peer_integrity: None,
+            own_integrity: None,
             ping_outstanding: false,
             dry_run: false,
             peer_discards: false,
@@ -207,7 +215,7 @@ impl Resource {
         let features = ConnectionFeatures {
             protocol_min: protocol_min.min(protocol_max),
             protocol_max,
-            features: FEATURES,
+            features: offered,
             sender_node_id: node_id,
             receiver_node_id: peer,
         };
@@ -364,7 +372,8 @@ impl Resource {
             self.drop_connection(peer, ConnState::NetworkFailure);
             return;
         }
-        let mut features = FEATURES & theirs.features;
+        let offered = self.connections.get(&peer).and_then(|c| c.link.as_ref());
+        let mut features = offered.map_or(FEATURES, |l| l.offered) & theirs.features;
         if legacy {
             features &= crate::legacy::FEATURES;
         }
@@ -472,6 +481,7 @@ impl Resource {
         };
         let packet = Packet::Protocol(protocol_packet(conn));
         self.send(peer, Stream::Data, VolumeNr::NONE, packet);
+        self.announce_integrity(peer);
     }
 
     fn protocol_received(&mut self, peer: NodeId, theirs: ProtocolPacket) {
@@ -483,13 +493,12 @@ impl Resource {
             self.go_standalone(peer, text);
             return;
         }
-        let alg = theirs.integrity_alg.as_str().unwrap_or_default();
         if let Some(link) = conn.link.as_mut() {
-            link.peer_integrity = (!alg.is_empty()).then(|| alg.into());
             link.dry_run = theirs.conn_flags.contains(ConnFlags::DRY_RUN);
             link.peer_discards = theirs.conn_flags.contains(ConnFlags::DISCARD_MY_DATA);
         }
         let patience = conn.ping_timeout().times(10);
+        self.adopt_peer_integrity(peer, &theirs);
         self.set_phase(peer, Phase::Ready);
         let now = self.now;
         if self.is_legacy(peer) {
@@ -504,13 +513,7 @@ impl Resource {
     }
 
     fn protocol_updated(&mut self, peer: NodeId, theirs: &ProtocolPacket) {
-        let Some(conn) = self.connections.get_mut(&peer) else {
-            return;
-        };
-        let alg = theirs.integrity_alg.as_str().unwrap_or_default();
-        if let Some(link) = conn.link.as_mut() {
-            link.peer_integrity = (!alg.is_empty()).then(|| alg.into());
-        }
+        self.adopt_peer_integrity(peer, theirs);
     }
 
     pub(crate) fn set_phase(&mut self, peer: NodeId, phase: Phase) {

@@ -17,6 +17,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::Packet;
 
 use crate::command::{Answer, Command, CommandError};
@@ -260,6 +261,18 @@ pub enum Input {
         /// Its bulk payload; the core takes the reference over.
         payload: Option<Payload>,
     },
+    /// A packet of a peer whose payload does not have the digest that it carries
+    /// (`Resource::peer_integrity`). The payload stays with the driver.
+    Corrupt {
+        /// The peer.
+        peer: NodeId,
+        /// The link it came on.
+        link: LinkId,
+        /// The header's volume number.
+        volume: VolumeNr,
+        /// The packet.
+        packet: Packet,
+    },
     /// Bytes arrived on the stream, without a whole packet yet; restarts receive timers.
     Progress {
         /// The peer.
@@ -389,6 +402,9 @@ pub enum Output {
         packet: Packet,
         /// Its bulk payload.
         payload: Option<Payload>,
+        /// The driver puts the payload's digest by this algorithm into the packet
+        /// (`Packet::set_integrity`).
+        integrity: Option<DigestAlg>,
         /// Answer with `Sent` when the bytes have left.
         want_sent: Option<Tag>,
     },

@@ -41,10 +41,7 @@ impl Resource {
         wire::Dialect {
             protocol: link.protocol,
             features: link.features,
-            integrity_len: link
-                .peer_integrity
-                .as_deref()
-                .map_or(0, crate::auth::digest_len),
+            integrity_len: link.peer_integrity.map_or(0, |alg| alg.digest_len()),
         }
     }
 

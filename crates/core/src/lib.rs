@@ -25,6 +25,7 @@ pub mod event;
 pub mod exposed;
 pub mod generation;
 pub mod handshake;
+pub mod integrity;
 pub mod interval;
 mod legacy;
 pub mod look_again;

@@ -226,15 +226,14 @@ fn check_net(net: &NetOptions) -> Result<(), CommandError> {
             "allow-two-primaries is not supported by this version; set it to no",
         );
     }
-    if net.data_integrity_alg.is_some() {
-        return fail(
-            ErrorCode::ERR_INTEGRITY_ALG,
-            "data-integrity-alg is not supported by this version; remove it on both nodes",
-        );
-    }
     for (name, alg, code) in [
         ("verify-alg", &net.verify_alg, ErrorCode::ERR_VERIFY_ALG),
         ("csums-alg", &net.csums_alg, ErrorCode::ERR_CSUMS_ALG),
+        (
+            "data-integrity-alg",
+            &net.data_integrity_alg,
+            ErrorCode::ERR_INTEGRITY_ALG,
+        ),
     ] {
         let Some(alg) = alg.as_deref().filter(|alg| !alg.is_empty()) else {
             continue;

@@ -150,6 +150,12 @@ impl Resource {
             } => {
                 self.packet(peer, link, stream, volume, packet, payload);
             }
+            Input::Corrupt {
+                peer,
+                link,
+                volume,
+                packet,
+            } => self.corrupt_packet(peer, link, volume, &packet),
             Input::Progress { peer, link, stream } => {
                 if stream == Stream::Control && self.is_current(peer, link) {
                     self.restart_ping_timer(peer);
@@ -359,6 +365,7 @@ impl Resource {
             packet
         };
         if let Some(link) = self.link(peer) {
+            let integrity = self.own_integrity(peer, &packet);
             self.output(Output::Send {
                 peer,
                 link,
@@ -366,6 +373,7 @@ impl Resource {
                 volume,
                 packet,
                 payload,
+                integrity,
                 want_sent,
             });
         }

@@ -1,20 +1,28 @@
 //! Digests of payload: data integrity, checksum resync, online verify.
 
+use lockstep_format::wire::Digest;
+use lockstep_format::wire::alg::DigestAlg;
 use sha1::Digest as _;
 
 /// The digest of `bytes` by an algorithm as the configuration names it; `None` if it is unknown.
 pub fn digest(algorithm: &str, bytes: &[u8]) -> Option<Vec<u8>> {
-    Some(match algorithm {
+    let alg = DigestAlg::from_name(algorithm)?;
+    Some(digest_by(alg, bytes).as_bytes().to_vec())
+}
+
+/// The digest of `bytes`.
+pub fn digest_by(alg: DigestAlg, bytes: &[u8]) -> Digest {
+    let digest = match alg {
         // The kernel gives the final value in little-endian order.
-        "crc32c" => crc32c::crc32c(bytes).to_le_bytes().to_vec(),
-        "md5" => md5::Md5::digest(bytes).to_vec(),
-        "sha1" => sha1::Sha1::digest(bytes).to_vec(),
-        "sha224" => sha2::Sha224::digest(bytes).to_vec(),
-        "sha256" => sha2::Sha256::digest(bytes).to_vec(),
-        "sha384" => sha2::Sha384::digest(bytes).to_vec(),
-        "sha512" => sha2::Sha512::digest(bytes).to_vec(),
-        _ => return None,
-    })
+        DigestAlg::Crc32c => Digest::new(&crc32c::crc32c(bytes).to_le_bytes()),
+        DigestAlg::Md5 => Digest::new(&md5::Md5::digest(bytes)),
+        DigestAlg::Sha1 => Digest::new(&sha1::Sha1::digest(bytes)),
+        DigestAlg::Sha224 => Digest::new(&sha2::Sha224::digest(bytes)),
+        DigestAlg::Sha256 => Digest::new(&sha2::Sha256::digest(bytes)),
+        DigestAlg::Sha384 => Digest::new(&sha2::Sha384::digest(bytes)),
+        DigestAlg::Sha512 => Digest::new(&sha2::Sha512::digest(bytes)),
+    };
+    digest.expect("no algorithm has more than 64 bytes")
 }
 
 /// Bytes of a digest of this algorithm; `None` if it is unknown.

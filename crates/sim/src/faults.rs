@@ -73,6 +73,8 @@ pub enum Fault {
     Verify,
     /// The operator changes where reads go.
     Balance,
+    /// The network changes payloads on their way; needs `--with integrity`.
+    Corrupt,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -114,7 +116,11 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 2] = [(Fault::Verify, "verify"), (Fault::Balance, "balance")];
+pub const BY_NAME: [(Fault, &str); 3] = [
+    (Fault::Verify, "verify"),
+    (Fault::Balance, "balance"),
+    (Fault::Corrupt, "corrupt"),
+];
 
 /// Every kind with its word.
 pub fn all() -> impl Iterator<Item = (Fault, &'static str)> {
@@ -356,6 +362,10 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Balance => {
             let policy = rng.pick(&POLICIES);
             o.balance(w, a, volume, policy);
+            None
+        }
+        Fault::Corrupt => {
+            w.corrupt_next(a, b, rng.range(1, 4) as u32);
             None
         }
         Fault::NewUuid => {

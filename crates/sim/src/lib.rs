@@ -9,6 +9,7 @@ pub mod crash_points;
 pub mod cuts;
 pub mod disk;
 pub mod drive;
+pub mod extras;
 pub mod faults;
 mod front;
 pub mod history;

@@ -96,6 +96,9 @@ struct OrderArgs {
     /// Only these kinds of faults, separated by commas; `all` is every kind.
     #[arg(long)]
     faults: Option<String>,
+    /// Options that worlds have only by name, separated by commas: integrity.
+    #[arg(long)]
+    with: Option<String>,
 }
 
 #[derive(Args)]
@@ -215,6 +218,8 @@ impl OrderArgs {
             nodes: self.nodes,
             volumes: self.volumes,
             kinds,
+            extras: lockstep_sim::extras::parse(self.with.as_deref().unwrap_or_default())
+                .map_err(|text| anyhow!(text))?,
             ..Orders::default()
         })
     }

@@ -42,6 +42,10 @@ pub const MARKS: &[(&str, &str)] = &[
         "the Primary served requests without a disk of its own",
     ),
     ("request-failed", "a request ended with an error"),
+    (
+        "corrupt-payload-caught",
+        "a payload that was changed on its way did not have its digest",
+    ),
     ("command-refused", "a command was refused"),
     (
         "silent-corruption",

@@ -6,8 +6,9 @@ use lockstep_format::wire;
 
 use crate::disk::BLOCK;
 use crate::marks;
+use crate::sometimes;
 use crate::story;
-use crate::world::{Ev, Link, Message, Place, Weather, World, id, name, stream_index};
+use crate::world::{Ev, Link, Message, Place, Weather, World, digest_of, id, name, stream_index};
 
 impl World {
     /// Both ends want a link and the network lets them: it comes up a little later.
@@ -105,12 +106,31 @@ impl World {
             let text = story::sent(usize::from(peer.0), volume, packet, payload.as_deref());
             self.trace(node, || text);
         }
+        let payload =
+            payload.map(|content| self.change_payload(node, usize::from(peer.0), content));
         self.mix(
             bytes
                 .iter()
                 .fold(0, |h: u64, b| h.wrapping_mul(31) + u64::from(*b)),
         );
         self.enqueue(link.0, node, stream_index(stream), Some(bytes), payload);
+    }
+
+    /// The next payloads from one node to another arrive changed.
+    pub(crate) fn corrupt_next(&mut self, from: usize, to: usize, count: u32) {
+        *self.spoils.entry((from, to)).or_default() += count;
+    }
+
+    fn change_payload(&mut self, from: usize, to: usize, mut content: Vec<u64>) -> Vec<u64> {
+        if let Some(left) = self.spoils.get_mut(&(from, to)).filter(|left| **left > 0) {
+            *left -= 1;
+            let at = content.len() / 2;
+            if let Some(value) = content.get_mut(at) {
+                *value ^= 1 << 40;
+            }
+            self.trace(from, || format!("== a payload to {} is changed", name(to)));
+        }
+        content
     }
 
     pub(crate) fn enqueue(
@@ -255,6 +275,26 @@ impl World {
                 name(from),
                 packet.command()
             ));
+            return;
+        }
+        let alg = self.nodes[to]
+            .resource
+            .as_ref()
+            .and_then(|r| r.peer_integrity(peer));
+        if let (Some(alg), Some(wanted), Some(content)) = (alg, packet.integrity(), &payload)
+            && digest_of(alg.name(), content) != wanted.as_bytes()
+        {
+            sometimes!(self.marks, true, "corrupt-payload-caught");
+            let (link, volume) = (LinkId(link), header.volume);
+            self.input(
+                to,
+                Input::Corrupt {
+                    peer,
+                    link,
+                    volume,
+                    packet,
+                },
+            );
             return;
         }
         let payload = payload.map(|content| self.new_buffer(to, content));

@@ -8,6 +8,7 @@ use lockstep_core::event::RequestKind;
 use lockstep_core::options::{OnIoError, Protocol};
 
 use crate::disk::Where;
+use crate::extras::{self, Extra};
 use crate::faults::{self, Fault};
 use crate::operator::Settings;
 use crate::rng::{Rng, mixed};
@@ -94,6 +95,8 @@ pub struct Orders {
     pub volumes: Option<u16>,
     /// Kinds of faults to draw from; none are those that are on by default.
     pub kinds: Option<Vec<Fault>>,
+    /// Options that worlds have only by name.
+    pub extras: Vec<Extra>,
     /// Only the faults with these numbers.
     pub only_faults: Option<Numbers>,
     /// Only the requests with these numbers.
@@ -116,6 +119,10 @@ impl Orders {
         if let Some(kinds) = &self.kinds {
             let words: Vec<_> = kinds.iter().map(|k| faults::word(*k)).collect();
             text += &format!(" --faults {}", words.join(","));
+        }
+        if !self.extras.is_empty() {
+            let words: Vec<_> = self.extras.iter().map(|e| extras::word(*e)).collect();
+            text += &format!(" --with {}", words.join(","));
         }
         if let Some(only) = &self.only_faults {
             text += &format!(" --only-faults {only}");
@@ -199,7 +206,11 @@ impl Plan {
     pub fn new(seed: u64, orders: &Orders) -> Plan {
         let part = |part: Part, number: u64| Rng::new(mixed(&[seed, part as u64, number]));
         let small = orders.size == Size::Small;
-        let (config, settings) = shape(seed, orders, part(Part::Nodes, 0), part(Part::Shape, 0));
+        let (config, mut settings) =
+            shape(seed, orders, part(Part::Nodes, 0), part(Part::Shape, 0));
+        for extra in &orders.extras {
+            extras::apply(*extra, seed, &mut settings);
+        }
         let mut pace = part(Part::Pace, 0);
         let count = if small { 20 } else { pace.range(0, 25) };
         let pause = match small {

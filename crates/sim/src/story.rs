@@ -192,6 +192,16 @@ pub(crate) fn input(input: &Input) -> Option<String> {
             packet: p,
             ..
         } => format!("<- {}  {}", name(usize::from(peer.0)), packet(*volume, p)),
+        Input::Corrupt {
+            peer,
+            volume,
+            packet: p,
+            ..
+        } => format!(
+            "<- {}  {} (changed on its way)",
+            name(usize::from(peer.0)),
+            packet(*volume, p)
+        ),
         Input::DiskOpened { result, .. } => match result {
             Ok(_) => "a disk is open".into(),
             Err(text) => format!("a disk cannot be opened: {text}"),

@@ -13,6 +13,8 @@ use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::state::Role;
 use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire;
+use lockstep_format::wire::alg::DigestAlg;
 
 use crate::buffers::Buffers;
 use crate::disk::{BLOCK, Disk, Lose, Toll, Trouble, Where};
@@ -346,6 +348,8 @@ pub struct World {
     pub(crate) next_value: u64,
     /// Directions (from, to) in which nothing passes.
     pub blocked: BTreeSet<(usize, usize)>,
+    /// Payloads from one node to another that will arrive changed.
+    pub(crate) spoils: BTreeMap<(usize, usize), u32>,
     pub(crate) connect_pending: BTreeSet<(usize, usize)>,
     /// The oracle.
     pub history: History,
@@ -419,6 +423,7 @@ impl World {
             next_id: 1,
             next_value: 1,
             blocked: BTreeSet::new(),
+            spoils: BTreeMap::new(),
             connect_pending: BTreeSet::new(),
             history: History::default(),
             violation: None,
@@ -746,9 +751,15 @@ impl World {
                 volume,
                 packet,
                 payload,
+                integrity,
                 want_sent,
             } => {
                 let content = payload.map(|p| self.content(node, p));
+                let mut packet = packet;
+                if let (Some(alg), Some(content)) = (integrity, &content) {
+                    let digest = digest_of(alg.name(), content);
+                    packet.set_integrity(wire::Digest::new(&digest).unwrap_or_default());
+                }
                 self.send(node, peer, link, stream, volume, &packet, content);
                 if let Some(tag) = want_sent {
                     let place = Place::Wire(node, usize::from(peer.0), stream_index(stream));
@@ -1065,13 +1076,9 @@ pub(crate) fn span(payload: Payload) -> (usize, usize) {
     ((offset / BLOCK) as usize, (len / BLOCK) as usize)
 }
 
-fn digest_of(algorithm: &str, content: &[u64]) -> Vec<u8> {
-    let len = match algorithm {
-        "crc32c" | "crc32" => 4,
-        "md5" => 16,
-        "sha256" => 32,
-        _ => 20,
-    };
+/// A hash of the blocks' values with as many bytes as the algorithm has.
+pub(crate) fn digest_of(algorithm: &str, content: &[u64]) -> Vec<u8> {
+    let len = DigestAlg::from_name(algorithm).map_or(20, DigestAlg::digest_len);
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     for value in content {
         hash = (hash ^ value)

@@ -1,6 +1,7 @@
 //! Planned worlds: a seed fixes everything, its trace too, and worlds of many kinds hold.
 
 use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::extras::Extra;
 use lockstep_sim::faults::parse;
 use lockstep_sim::plan::{Numbers, Orders, Size};
 
@@ -49,6 +50,29 @@ fn worlds_of_two_nodes_with_kills_and_cuts_hold() {
         ..orders("reset,partition,stall,crash,freeze,latelink,slowdisk")
     };
     for seed in 0..20 {
+        let played = run(seed, &orders, Trace::Off);
+        assert_eq!(played.violation, None, "{}", orders.command(seed));
+    }
+}
+
+#[test]
+fn digests_catch_what_the_network_changes() {
+    let mut orders = Orders {
+        nodes: Some(2),
+        ..orders("corrupt,reset,crash")
+    };
+    // Without them it reaches the disk, which the world notices.
+    let bare = run(
+        0,
+        &Orders {
+            kinds: Some(parse("corrupt").unwrap()),
+            ..orders.clone()
+        },
+        Trace::Off,
+    );
+    assert!(bare.violation.is_some());
+    orders.extras = vec![Extra::Integrity];
+    for seed in 0..12 {
         let played = run(seed, &orders, Trace::Off);
         assert_eq!(played.violation, None, "{}", orders.command(seed));
     }

@@ -11,7 +11,8 @@ use lockstep_format::disk::al::encode_initialised;
 use lockstep_format::disk::layout::{Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_format::wire::{DiskState, Packet, ReplState};
+use lockstep_format::wire::alg::DigestAlg;
+use lockstep_format::wire::{Digest, DiskState, Packet, ReplState};
 
 use crate::command::{Answer, Command, CommandError, MetaIndex};
 use crate::event::{
@@ -24,6 +25,7 @@ use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
 mod balancing;
+mod integrity;
 mod opening;
 mod verifying;
 
@@ -139,9 +141,20 @@ struct World {
     next_link: u64,
     next_id: u64,
     cut: bool,
+    /// The next payload in a packet of this name is changed on its way.
+    spoil: Option<&'static str>,
     packets: BTreeMap<&'static str, u64>,
     answers: BTreeMap<u64, Result<Answer, CommandError>>,
     log: Vec<String>,
+}
+
+/// Stands for every algorithm: as many bytes, made of a sum over the payload.
+fn integrity_of(alg: DigestAlg, bytes: &[u8]) -> Digest {
+    let sum = bytes.iter().fold(11u64, |sum, byte| {
+        sum.rotate_left(7).wrapping_mul(31) ^ u64::from(*byte)
+    });
+    let bytes = sum.to_le_bytes().repeat(8);
+    Digest::new(&bytes[..usize::from(alg.digest_len())]).unwrap()
 }
 
 fn node_id(index: usize) -> NodeId {
@@ -192,6 +205,7 @@ impl World {
             next_link: 1,
             next_id: 1,
             cut: false,
+            spoil: None,
             packets: BTreeMap::new(),
             answers: BTreeMap::new(),
             log: Vec::new(),
@@ -343,12 +357,21 @@ impl World {
                 volume,
                 packet,
                 payload,
+                integrity,
                 want_sent,
             } => {
                 assert!(want_sent.is_none());
-                let bytes = payload.map(|p| self.bytes(index, p));
+                let mut packet = packet;
+                let mut bytes = payload.map(|p| self.bytes(index, p));
+                if let (Some(alg), Some(bytes)) = (integrity, &bytes) {
+                    packet.set_integrity(integrity_of(alg, bytes));
+                }
                 if self.links.contains_key(&link.0) {
                     let name = packet_name(&packet);
+                    if let Some(bytes) = bytes.as_mut().filter(|_| self.spoil == Some(name)) {
+                        bytes[7] ^= 4;
+                        self.spoil = None;
+                    }
                     *self.packets.entry(name).or_default() += 1;
                     let key = (index, usize::from(peer.0), link.0, stream == Stream::Data);
                     self.wires
@@ -509,6 +532,22 @@ impl World {
         } else {
             let key = wires[pick - self.todo.len()];
             let (volume, packet, bytes) = self.wires.get_mut(&key).unwrap().pop_front().unwrap();
+            let core = &self.nodes[key.1].resource;
+            let alg = core.peer_integrity(node_id(key.0));
+            if let (Some(wanted), Some(bytes)) = (packet.integrity(), &bytes) {
+                let found = alg.map_or(Digest::EMPTY, |alg| integrity_of(alg, bytes));
+                if found != *wanted {
+                    assert_eq!(found.len(), wanted.len(), "both sides know the algorithm");
+                    let input = Input::Corrupt {
+                        peer: node_id(key.0),
+                        link: LinkId(key.2),
+                        volume,
+                        packet,
+                    };
+                    self.input(key.1, input);
+                    return true;
+                }
+            }
             let payload = bytes.map(|bytes| self.buffer(key.1, bytes));
             let stream = if key.3 { Stream::Data } else { Stream::Control };
             let input = Input::Packet {
@@ -758,6 +797,9 @@ impl World {
 fn packet_name(packet: &Packet) -> &'static str {
     match packet {
         Packet::Data(_) => "data",
+        Packet::DataReply(_) => "data reply",
+        Packet::RsDataReply(_) => "rs data reply",
+        Packet::Zeroes(_) => "zeroes",
         Packet::Barrier(_) => "barrier",
         Packet::BarrierAck(_) => "barrier ack",
         Packet::WriteAck(_) => "write ack",

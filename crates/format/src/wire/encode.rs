@@ -6,8 +6,8 @@ use super::flags::{AfterSb, Features};
 use super::header::{Dialect, Header, HeaderKind};
 use super::packet::{
     AlgName, BlockAck, BlockRequest, CompressedBitmap, ConnectionFeatures, DagtagRequest, Data,
-    Digest, DigestDagtagRequest, DigestRequest, DynamicRate, OvResultId, Packet, Protocol, RunKind,
-    Sizes, SyncParam, SyncParam89, Trim, TwopcHead, Uuids, Uuids110, Wsame,
+    DigestDagtagRequest, DigestRequest, DynamicRate, OvResultId, Packet, Protocol, RunKind, Sizes,
+    SyncParam, SyncParam89, Trim, TwopcHead, Uuids, Uuids110, Wsame,
 };
 use super::state::{DiskNumbering, StateChange};
 use super::{ALG_NAME_LEN, HISTORY_UUIDS_MAX, RLE_VLI_BITS};
@@ -19,13 +19,14 @@ use crate::units::{NodeMask, VolumeNr};
 /// The volume travels only in the long header; use [`VolumeNr::NONE`] for packets that concern the
 /// connection. What the dialect has no place for is left out: flags of the first two-phase commit
 /// layout, limits without the feature, names at old versions. Limits and rates that the dialect
-/// has a place for but the packet does not name are sent as zero.
+/// has a place for but the packet does not name are sent as zero. Each packet brings its own
+/// integrity digest: the two directions of a connection may use different ones, and
+/// [`Dialect::integrity_len`] is that of the direction which is decoded.
 ///
 /// # Panics
 ///
-/// If the packet cannot travel in this dialect: a digest whose length is not the agreed one, or a
-/// length that the header cannot carry. Both are bugs of the caller, and sending on would put
-/// wrong data on the peer's disk.
+/// If the header cannot carry the packet's length. That is a bug of the caller, and sending on
+/// would put wrong data on the peer's disk.
 pub fn encode(packet: &Packet, volume: VolumeNr, dialect: &Dialect, out: &mut Vec<u8>) {
     encode_in(packet, volume, None, dialect, out);
 }
@@ -68,7 +69,7 @@ fn encode_in(
 
 fn body(packet: &Packet, dialect: &Dialect, out: &mut Vec<u8>) {
     match packet {
-        Packet::Data(p) | Packet::DataReply(p) | Packet::RsDataReply(p) => data(p, dialect, out),
+        Packet::Data(p) | Packet::DataReply(p) | Packet::RsDataReply(p) => data(p, out),
         Packet::Wsame(p) => {
             let Wsame {
                 sector,
@@ -89,7 +90,7 @@ fn body(packet: &Packet, dialect: &Dialect, out: &mut Vec<u8>) {
                 },
                 out,
             );
-            integrity(&digest, dialect, out);
+            out.extend_from_slice(digest.as_bytes());
         }
         Packet::Trim(p) | Packet::Zeroes(p) => trim(p, out),
         Packet::Barrier(p) => put32(out, [p.barrier, 0]),
@@ -252,19 +253,10 @@ fn body(packet: &Packet, dialect: &Dialect, out: &mut Vec<u8>) {
     }
 }
 
-fn data(p: &Data, dialect: &Dialect, out: &mut Vec<u8>) {
+fn data(p: &Data, out: &mut Vec<u8>) {
     put64(out, [p.sector.0, p.block_id.0]);
     put32(out, [p.seq_num, p.flags.bits()]);
-    integrity(&p.digest, dialect, out);
-}
-
-fn integrity(digest: &Digest, dialect: &Dialect, out: &mut Vec<u8>) {
-    assert_eq!(
-        digest.len(),
-        usize::from(dialect.integrity_len),
-        "a packet with payload carries a digest of the agreed length"
-    );
-    out.extend_from_slice(digest.as_bytes());
+    out.extend_from_slice(p.digest.as_bytes());
 }
 
 fn trim(p: &Trim, out: &mut Vec<u8>) {

@@ -11,7 +11,8 @@ use super::{
 };
 use crate::units::VolumeNr;
 
-/// What both sides agreed on, for one direction of a connection.
+/// What both sides agreed on, for one direction of a connection: received packets are decoded with
+/// the integrity digests that the peer announced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Dialect {
     /// Agreed protocol version; 0 until the feature packets were exchanged.

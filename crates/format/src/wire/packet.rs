@@ -281,6 +281,28 @@ impl Packet {
             _ => 0,
         }
     }
+
+    /// The integrity digest of a packet that may carry one (wire.md 6.6).
+    pub const fn integrity(&self) -> Option<&Digest> {
+        match self {
+            Packet::Data(data) | Packet::DataReply(data) | Packet::RsDataReply(data) => {
+                Some(&data.digest)
+            }
+            Packet::Wsame(wsame) => Some(&wsame.digest),
+            _ => None,
+        }
+    }
+
+    /// Puts the integrity digest of the payload into a packet that may carry one.
+    pub fn set_integrity(&mut self, digest: Digest) {
+        match self {
+            Packet::Data(data) | Packet::DataReply(data) | Packet::RsDataReply(data) => {
+                data.digest = digest;
+            }
+            Packet::Wsame(wsame) => wsame.digest = digest,
+            _ => {}
+        }
+    }
 }
 
 /// Opaque identifier of a block or request, echoed in its answers.

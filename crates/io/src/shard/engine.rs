@@ -6,6 +6,7 @@ use lockstep_core::resource::Resource;
 use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::Dialect;
+use lockstep_format::wire::alg::DigestAlg;
 
 /// A core as the shard drives it (see `lockstep_core::event` for the rules).
 pub trait Engine: Send + 'static {
@@ -20,6 +21,9 @@ pub trait Engine: Send + 'static {
 
     /// How the next packet of or to this peer is coded.
     fn dialect(&self, peer: NodeId) -> Dialect;
+
+    /// The digest that the next packet with payload of this peer has to have.
+    fn peer_integrity(&self, peer: NodeId) -> Option<DigestAlg>;
 
     /// Everything at once, for reports.
     fn snapshot(&self) -> Snapshot;
@@ -40,6 +44,10 @@ impl Engine for Resource {
 
     fn dialect(&self, peer: NodeId) -> Dialect {
         Resource::dialect(self, peer)
+    }
+
+    fn peer_integrity(&self, peer: NodeId) -> Option<DigestAlg> {
+        Resource::peer_integrity(self, peer)
     }
 
     fn snapshot(&self) -> Snapshot {

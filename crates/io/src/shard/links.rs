@@ -4,10 +4,12 @@ use lockstep_core::event::{Input, LinkDownReason, LinkId, Payload, Stream, Tag};
 use lockstep_core::time::{Duration, Instant};
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
+use lockstep_format::wire::alg::DigestAlg;
 use socket2::SockRef;
 
 use super::{Engine, Owner, Shard, TimerKey};
 use crate::arena::Key;
+use crate::digest::digest_by;
 use crate::pool::{Claim, IoBuf};
 use crate::receive::{Parsed, Receiver, Target};
 use crate::ring::{Done, Fd, Op, OpKey};
@@ -48,6 +50,7 @@ pub(super) struct Outgoing {
     pub(super) volume: VolumeNr,
     pub(super) packet: Packet,
     pub(super) payload: Option<Payload>,
+    pub(super) integrity: Option<DigestAlg>,
     pub(super) want_sent: Option<Tag>,
 }
 
@@ -158,8 +161,9 @@ impl<E: Engine> Shard<E> {
         let Outgoing {
             stream,
             volume,
-            packet,
+            mut packet,
             payload,
+            integrity,
             want_sent,
         } = what;
         let gone = match self.links.get(key) {
@@ -193,6 +197,10 @@ impl<E: Engine> Shard<E> {
                 "the core gave a packet the wrong payload"
             );
             return self.link_down(key, LinkDownReason::Broken);
+        }
+        if let (Some(alg), Some((buf, start, len))) = (integrity, &payload) {
+            let digest = buf.with_bytes(*start, *len, |bytes| digest_by(alg, bytes));
+            packet.set_integrity(digest);
         }
         let now = self.now;
         let Some(link) = self.links.get_mut(key) else {
@@ -338,6 +346,7 @@ impl<E: Engine> Shard<E> {
                 return;
             };
             let dialect = slot.engine.dialect(peer);
+            let integrity = slot.engine.peer_integrity(peer);
             let pool = &self.pool;
             let alloc = |len| pool.alloc(len, Claim::Receive).map(IoBuf::share);
             match link.half(stream).receiver.next(&dialect, alloc) {
@@ -347,6 +356,21 @@ impl<E: Engine> Shard<E> {
                     payload,
                 } => {
                     packets += 1;
+                    if let Some(alg) = integrity
+                        && let (Some(wanted), Some((buf, len))) = (packet.integrity(), &payload)
+                        && buf.with_bytes(0, *len as usize, |b| digest_by(alg, b)) != *wanted
+                    {
+                        let link = LinkId(key.0);
+                        let input = Input::Corrupt {
+                            peer,
+                            link,
+                            volume,
+                            packet,
+                        };
+                        self.inputs.push_back((resource, input));
+                        self.pump();
+                        continue;
+                    }
                     let payload = payload.map(|(buf, len)| {
                         let buf = self.table.insert(resource.0, buf);
                         Payload {

@@ -419,6 +419,7 @@ impl<E: Engine> Shard<E> {
                 volume,
                 packet,
                 payload,
+                integrity,
                 want_sent,
             } => {
                 let what = links::Outgoing {
@@ -426,6 +427,7 @@ impl<E: Engine> Shard<E> {
                     volume,
                     packet,
                     payload,
+                    integrity,
                     want_sent,
                 };
                 self.send(key, peer, Key(link.0), what);

@@ -15,6 +15,7 @@ use lockstep_core::report::{DeviceReport, Event, Snapshot};
 use lockstep_core::state::{DiskState, Role};
 use lockstep_core::time::{Duration, Instant};
 use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
+use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::{BlockAck, BlockId, Data};
 use lockstep_format::wire::{DataFlags, Dialect, Digest, Features, Packet};
 
@@ -40,6 +41,7 @@ enum Told {
     Timeout,
     Handler(u8),
     Digest(Vec<u8>),
+    Corrupt(Sector),
     Meta(Vec<u8>),
 }
 
@@ -58,6 +60,9 @@ struct Toy {
     timeout: Option<Instant>,
     size_sectors: u64,
     copies: bool,
+    /// Digests of what is sent and of what is received.
+    integrity: Option<DigestAlg>,
+    peer_integrity: Option<DigestAlg>,
     now: Instant,
 }
 
@@ -82,6 +87,8 @@ impl Toy {
             timeout: None,
             size_sectors: 0,
             copies: false,
+            integrity: None,
+            peer_integrity: None,
             now: Instant(0),
         }
     }
@@ -103,7 +110,12 @@ impl Toy {
         });
     }
 
-    fn send(&mut self, stream: Stream, packet: Packet, payload: Option<Payload>, mark: bool) {
+    fn send(&mut self, stream: Stream, mut packet: Packet, payload: Option<Payload>, mark: bool) {
+        if let (None, Some(alg)) = (self.integrity, self.peer_integrity) {
+            // A digest that is wrong, on purpose.
+            let zeroes = vec![0; usize::from(alg.digest_len())];
+            packet.set_integrity(Digest::new(&zeroes).unwrap());
+        }
         let Some(link) = self.link else { return };
         let want_sent = mark.then(|| self.tag());
         let (peer, volume) = (NodeId(1), VOLUME);
@@ -114,6 +126,7 @@ impl Toy {
             volume,
             packet,
             payload,
+            integrity: self.integrity.filter(|_| payload.is_some()),
             want_sent,
         };
         self.outputs.push_back(output);
@@ -296,6 +309,12 @@ impl Toy {
                 self.copies = true;
                 self.answer(id);
             }
+            Command::NetOptions { net, .. } => {
+                self.peer_integrity = net.integrity();
+                let own = net.csums_alg.as_deref();
+                self.integrity = own.and_then(DigestAlg::from_name);
+                self.answer(id);
+            }
             Command::NewPeer { .. } => panic!("a bug of the toy, on purpose"),
             Command::Primary { .. } => {
                 self.outputs.push_back(Output::Event(Event::Resource));
@@ -353,6 +372,12 @@ impl Engine for Toy {
             } => {
                 assert_eq!((self.link, volume), (Some(link), VOLUME));
                 self.packet(packet, payload);
+            }
+            Input::Corrupt { packet, .. } => {
+                let Packet::Data(data) = packet else {
+                    panic!("{packet:?}")
+                };
+                self.tell(Told::Corrupt(data.sector));
             }
             Input::Sent { tag } => self.tell(Told::Sent(tag.0)),
             Input::DiskOpened { tag, result } => {
@@ -438,7 +463,14 @@ impl Engine for Toy {
     }
 
     fn dialect(&self, _peer: NodeId) -> Dialect {
-        Dialect::new(122, Features::empty())
+        Dialect {
+            integrity_len: self.peer_integrity.map_or(0, DigestAlg::digest_len),
+            ..Dialect::new(122, Features::empty())
+        }
+    }
+
+    fn peer_integrity(&self, _peer: NodeId) -> Option<DigestAlg> {
+        self.peer_integrity
     }
 
     fn snapshot(&self) -> Snapshot {
@@ -720,6 +752,41 @@ fn a_write_reaches_both_disks() {
             node.shard.stop().unwrap();
             let pool = node.shard.pool();
             assert_eq!(pool.free_bytes(), pool.total_bytes(), "no buffer is lost");
+        }
+    });
+}
+
+#[test]
+fn a_payload_without_its_digest_does_not_reach_the_core() {
+    on_both_rings(|ring| {
+        for alg in DigestAlg::ALL {
+            let name = alg.name();
+            let Some([a, b]) = pair(ring, name) else {
+                return;
+            };
+            let options = |own: Option<&str>| Command::NetOptions {
+                peer: NodeId(1),
+                net: NetOptions {
+                    data_integrity_alg: Some(name.into()),
+                    csums_alg: own.map(Into::into),
+                    ..NetOptions::default()
+                },
+            };
+            a.run(options(Some(name))).unwrap();
+            b.run(options(Some(name))).unwrap();
+            let mut port = a.port();
+            let bytes = pattern(12_288, 7);
+            port.write(8, &bytes).unwrap();
+            assert!(matches!(a.told.recv().unwrap(), Told::Sent(_)));
+            let path = format!("ram:{DISK_BYTES}:{name}-{ring:?}-1");
+            let mut found = vec![0; 12_288];
+            assert!(RamDisk::of_path(&path).unwrap().read(4096, &mut found));
+            assert!(found == bytes);
+            a.run(options(None)).unwrap();
+            port.submit(RequestKind::Write { fua: false }, 16, Some(&bytes), 12_288);
+            assert_eq!(b.told.recv().unwrap(), Told::Corrupt(Sector(16)));
+            assert!(RamDisk::of_path(&path).unwrap().read(4096, &mut found));
+            assert!(found == bytes, "nothing of the second write");
         }
     });
 }

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use lockstep_core::auth::{Authenticator, HmacAlg};
 use lockstep_core::command::Command;
 use lockstep_core::event::{RequestKind, Stream};
 use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
@@ -56,6 +57,8 @@ pub(crate) struct Replay<'a> {
     peer_acks: [Option<PeerAck>; 2],
     /// What the kernel announced last, by kind of packet: it likes to repeat itself.
     announced: BTreeMap<(NodeId, u16), Packet>,
+    /// The core's own challenge, which the kernel's response has to answer.
+    challenge: Option<[u8; 64]>,
     /// Packets that the core did not send yet, and until when it may.
     late: Vec<(Seen, u64)>,
     differences: Vec<String>,
@@ -107,6 +110,7 @@ impl<'a> Replay<'a> {
             epochs: BTreeMap::new(),
             peer_acks: [None; 2],
             announced: BTreeMap::new(),
+            challenge: None,
             late: Vec::new(),
             differences: Vec::new(),
         };
@@ -496,6 +500,11 @@ impl<'a> Replay<'a> {
                 u.bitmap = self.here(u.bitmap);
                 u.history = [self.here(u.history[0]), self.here(u.history[1])];
             }
+            Packet::AuthResponse(response) => {
+                if let Some(own) = self.response(seen.from) {
+                    *response = own;
+                }
+            }
             Packet::SyncUuid(uuid) => *uuid = self.here(*uuid),
             Packet::CurrentUuid(c) => c.uuid = self.here(c.uuid),
             Packet::TwopcYes(r) | Packet::TwopcNo(r) | Packet::TwopcRetry(r) => {
@@ -539,6 +548,15 @@ impl<'a> Replay<'a> {
             }
             self.ack_epochs(seen.from);
         }
+    }
+
+    /// What a peer with the same secret answers to the core's challenge.
+    fn response(&self, peer: NodeId) -> Option<wire::Digest> {
+        let alg = HmacAlg::from_name(self.setup.net.cram_hmac_alg.as_deref()?).ok()?;
+        let secret = self.setup.net.shared_secret.as_deref()?;
+        let nodes = (!self.setup.is_legacy()).then_some((peer, self.me));
+        let own = Authenticator::new(alg, secret, [0; 64], nodes);
+        own.respond(&self.challenge?).ok()
     }
 
     /// The core's UUID for a captured one.
@@ -781,6 +799,7 @@ impl<'a> Replay<'a> {
                 (a.history[1], b.history[1]),
             ]),
             (Packet::SyncUuid(a), Packet::SyncUuid(b)) => pairs.push((*a, *b)),
+            (Packet::AuthChallenge(_), Packet::AuthChallenge(own)) => self.challenge = Some(*own),
             (Packet::TwopcPrepare(a), Packet::TwopcPrepare(b)) => {
                 self.tids.insert(a.head.tid, b.head.tid);
             }

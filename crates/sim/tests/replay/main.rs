@@ -58,6 +58,7 @@ fn setup(path: &Path) -> Setup {
             ["shared-secret", secret] => {
                 setup.net.shared_secret = Some(secret.trim_matches('"').into());
             }
+            ["data-integrity-alg", alg] => setup.net.data_integrity_alg = Some(alg.into()),
             ["csums-alg", alg] => setup.net.csums_alg = Some(alg.into()),
             ["verify-alg", alg] => setup.net.verify_alg = Some(alg.into()),
             _ => {}
@@ -69,8 +70,20 @@ fn setup(path: &Path) -> Setup {
 /// Replays one node of a capture. What differs by choice (docs/compatibility.md) is named by the
 /// beginning of its line, without the time; there is to be nothing else, and all of it.
 fn replay(family: &str, name: &str, node: u8, by_choice: &[&str]) {
+    replay_until(family, name, node, None, by_choice);
+}
+
+/// Replays the part of a capture before the first command that begins so.
+fn replay_until(family: &str, name: &str, node: u8, end: Option<&str>, by_choice: &[&str]) {
     let path = capture(family, name);
-    let items = capture::read(&path);
+    let mut items = capture::read(&path);
+    if let Some(end) = end {
+        let ends = |item: &capture::Item| match &item.what {
+            capture::What::Command { text, .. } => text.starts_with(end),
+            _ => false,
+        };
+        items.truncate(items.iter().position(ends).expect("the command is there"));
+    }
     let differences = Replay::run(&items, NodeId(node), &setup(&path));
     let chosen = |line: &String| {
         by_choice
@@ -157,4 +170,20 @@ fn drbd84_invalidate() {
 fn drbd84_paused_resync() {
     // On node 2 the operator changes an option meanwhile, which the replay does not follow.
     replay("84", "23-pause-resume-sync", 0, &[]);
+}
+
+#[test]
+fn drbd9_integrity() {
+    replay("9x", "08-2node-auth-integrity", 0, &[]);
+    replay("9x", "08-2node-auth-integrity", 1, &[]);
+}
+
+#[test]
+fn drbd84_integrity() {
+    for name in ["17-integrity-crc32c", "18-integrity-sha1"] {
+        // Node 1 then detaches, reads, writes and demotes in one line of the shell, which has one
+        // time here; node 2 shows the packets of all that.
+        replay_until("84", name, 0, Some("drbdadm detach"), &[]);
+        replay("84", name, 1, &[]);
+    }
 }

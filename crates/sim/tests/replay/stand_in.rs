@@ -15,7 +15,8 @@ use lockstep_format::disk::layout::{Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::disk::{BLOCK_BYTES, al};
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_format::wire::Packet;
+use lockstep_format::wire::alg::DigestAlg;
+use lockstep_format::wire::{Digest, Packet};
 
 /// Bytes of the disks of the captured nodes.
 pub(crate) const DISK_BYTES: u64 = 34_603_008;
@@ -196,6 +197,11 @@ impl StandIn {
         if self.trace {
             println!("{} <- {peer} {stream:?} {packet:?}", self.clock());
         }
+        // What the comparison made up has no digest; every digest of a kernel is right.
+        if let Some(captured) = packet.integrity().filter(|d| !d.is_empty()) {
+            let alg = self.core.peer_integrity(peer).expect("it was announced");
+            assert_eq!(*captured, digest_by(alg, &payload), "{packet:?}");
+        }
         let payload = (!payload.is_empty()).then(|| self.buffer(payload));
         self.input(Input::Packet {
             peer,
@@ -306,8 +312,10 @@ impl StandIn {
                 volume,
                 packet,
                 payload,
+                integrity,
                 want_sent,
             } => {
+                let mut packet = packet;
                 if let Some(tag) = want_sent {
                     self.inputs.push_back(Input::Sent { tag });
                 }
@@ -330,6 +338,9 @@ impl StandIn {
                     return;
                 }
                 let payload = payload.map(|p| self.bytes(p).to_vec()).unwrap_or_default();
+                if let Some(alg) = integrity {
+                    packet.set_integrity(digest_by(alg, &payload));
+                }
                 self.sent.push(Sent {
                     to: peer,
                     stream,
@@ -362,7 +373,15 @@ impl StandIn {
                 }
                 self.answers.insert(id.0, result);
             }
-            Output::Digest { .. } => panic!("no capture with digests is replayed"),
+            Output::Digest {
+                tag,
+                algorithm,
+                payload,
+            } => {
+                let alg = DigestAlg::from_name(&algorithm).expect("a known algorithm");
+                let digest = digest_by(alg, self.bytes(payload)).as_bytes().to_vec();
+                self.inputs.push_back(Input::DigestDone { tag, digest });
+            }
             Output::Copy { from, to } => {
                 let bytes = self.bytes(from).to_vec();
                 let at = to.offset as usize;
@@ -412,6 +431,17 @@ impl StandIn {
             }
         }
     }
+}
+
+/// The digests that the captures have.
+fn digest_by(alg: DigestAlg, bytes: &[u8]) -> Digest {
+    use sha1::Digest as _;
+    let digest = match alg {
+        DigestAlg::Crc32c => Digest::new(&crc32c::crc32c(bytes).to_le_bytes()),
+        DigestAlg::Sha1 => Digest::new(&sha1::Sha1::digest(bytes)),
+        other => panic!("no capture has {}", other.name()),
+    };
+    digest.expect("a digest fits")
 }
 
 /// What `drbdadm create-md` leaves on a fresh disk.

@@ -1,0 +1,53 @@
+//! Options that planned worlds have only where the command line names them. Each draws from
+//! numbers of its own, so the worlds without them stay as they are.
+
+use lockstep_format::wire::alg::DigestAlg;
+
+use crate::operator::Settings;
+use crate::rng::{Rng, mixed};
+
+/// A part of the configuration that is off by default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extra {
+    /// `data-integrity-alg`.
+    Integrity,
+}
+
+/// All of them with the words of the command line.
+pub const EXTRAS: [(Extra, &str); 1] = [(Extra::Integrity, "integrity")];
+
+/// The word of one.
+pub fn word(extra: Extra) -> &'static str {
+    EXTRAS
+        .iter()
+        .find(|(e, _)| *e == extra)
+        .map_or("unknown", |(_, word)| word)
+}
+
+/// Those of a list of words separated by commas.
+pub fn parse(list: &str) -> Result<Vec<Extra>, String> {
+    list.split(',')
+        .filter(|w| !w.is_empty())
+        .map(|word| {
+            EXTRAS
+                .iter()
+                .find(|(_, name)| *name == word)
+                .map(|(extra, _)| *extra)
+                .ok_or_else(|| {
+                    let known: Vec<_> = EXTRAS.iter().map(|(_, name)| *name).collect();
+                    format!("no option is called {word}; there are {}", known.join(", "))
+                })
+        })
+        .collect()
+}
+
+/// Switches one on in the configuration of a seed's world.
+pub(crate) fn apply(extra: Extra, seed: u64, settings: &mut Settings) {
+    let mut rng = Rng::new(mixed(&[seed, 0x6578_7472_6173, extra as u64]));
+    match extra {
+        Extra::Integrity => {
+            let alg = rng.pick(&DigestAlg::ALL);
+            settings.net.data_integrity_alg = Some(alg.name().into());
+        }
+    }
+}
