@@ -242,11 +242,16 @@ impl Resource {
                 Ok(()) => return,
                 Err(error) => Err(error),
             },
-            Command::Resize { .. } => fail(
-                ErrorCode::NOT_SUPPORTED,
-                "online resize is not supported by this version; detach on all nodes, enlarge \
-                 the disks and attach again",
-            ),
+            Command::Resize {
+                volume,
+                size_sectors,
+                assume_clean,
+                assume_peer_has_space,
+            } => {
+                let flags = crate::resize::flags_of(assume_clean, assume_peer_has_space);
+                self.command_resize(id, volume, size_sectors, flags);
+                return;
+            }
             Command::ForgetPeer { peer } => self.forget_peer(peer),
             Command::Down => {
                 self.command_down(id);
@@ -832,7 +837,10 @@ impl Resource {
             disk.generations.zero_slots(all);
             change = change.disk(volume, DiskState::UpToDate);
             for peer in &qualifying {
-                change = change.peer_disk(volume, *peer, DiskState::UpToDate);
+                // A node without a disk gets none by it.
+                if self.state.peer_device(volume, *peer).disk > DiskState::Diskless {
+                    change = change.peer_disk(volume, *peer, DiskState::UpToDate);
+                }
             }
         } else if force_resync {
             change = change.disk(volume, DiskState::UpToDate);

@@ -15,7 +15,7 @@ use core::ops::RangeInclusive;
 
 use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al::{
-    FREE, SlotUpdate, Transaction, UPDATES_PER_TRANSACTION, next_context_start,
+    FREE, SlotUpdate, Transaction, UPDATES_PER_TRANSACTION, encode_initialised, next_context_start,
 };
 use lockstep_format::disk::layout::AlGeometry;
 use lockstep_format::units::{AlExtent, Sector};
@@ -112,6 +112,8 @@ pub struct ActivityLog<W> {
     locals: VecDeque<Waiter<W>>,
     /// The first waiter found no slot: nobody gets a reference before it does.
     starving: bool,
+    /// Nobody gets a reference for now.
+    frozen: bool,
     number: u32,
     context_start: u16,
     clock: u64,
@@ -140,6 +142,7 @@ impl<W: Copy> ActivityLog<W> {
             peers: VecDeque::new(),
             locals: VecDeque::new(),
             starving: false,
+            frozen: false,
             number: 0,
             context_start: 0,
             clock: 0,
@@ -151,6 +154,7 @@ impl<W: Copy> ActivityLog<W> {
     /// named later. After `false` the caller calls [`ActivityLog::prepare`].
     pub fn get(&mut self, extents: Extents, owner: W, priority: AlPriority) -> bool {
         if !self.starving
+            && !self.frozen
             && extents
                 .iter()
                 .all(|extent| self.index.contains_key(&extent))
@@ -186,7 +190,7 @@ impl<W: Copy> ActivityLog<W> {
     /// go on at once are added to `ready`.
     pub fn prepare(&mut self, ready: &mut Vec<W>) -> Option<Prepared> {
         loop {
-            if self.in_flight {
+            if self.in_flight || self.frozen {
                 return None;
             }
             self.starving = false;
@@ -240,6 +244,49 @@ impl<W: Copy> ActivityLog<W> {
         owners.extend(self.peers.drain(..).map(|waiter| waiter.owner));
         owners.extend(self.locals.drain(..).map(|waiter| waiter.owner));
         owners
+    }
+
+    /// Nobody gets a reference and no transaction starts until it is thawed; who asks waits. The
+    /// transaction in flight goes on.
+    pub fn freeze(&mut self, frozen: bool) {
+        self.frozen = frozen;
+    }
+
+    /// No transaction is in flight.
+    pub fn is_settled(&self) -> bool {
+        !self.in_flight
+    }
+
+    /// The whole area of the log with its present content, for a new place on disk: a ring of
+    /// transactions without changes that carry all slots, or an initialised log where none is
+    /// kept. No transaction may be in flight.
+    pub fn rewrite(&mut self) -> Vec<u8> {
+        assert!(!self.in_flight, "a log is rewritten between transactions");
+        let blocks = self.geometry.blocks() as usize;
+        let mut area = vec![0; blocks * BLOCK_BYTES];
+        for _ in 0..blocks {
+            let at = self.geometry.block_of(self.number) as usize * BLOCK_BYTES;
+            let out: &mut [u8; BLOCK_BYTES] = (&mut area[at..at + BLOCK_BYTES])
+                .try_into()
+                .expect("the block has its size");
+            match self.mode {
+                AlMode::Logged => Transaction {
+                    number: self.number,
+                    context_start: self.context_start,
+                    updates: &[],
+                    slots: &self.slots,
+                }
+                .encode(out),
+                AlMode::Unlogged => encode_initialised(out),
+            }
+            self.number = self.number.wrapping_add(1);
+            self.context_start = next_context_start(self.context_start, self.slots.len() as u16);
+        }
+        if self.mode == AlMode::Unlogged {
+            self.number = 0;
+            self.context_start = 0;
+        }
+        area
     }
 
     /// Owners that the transaction in flight makes wait; for a deliberate bug.
@@ -415,6 +462,42 @@ mod tests {
             first: extent,
             last: extent,
         }
+    }
+
+    #[test]
+    fn a_rewritten_log_tells_what_it_held() {
+        let mut log = log(67);
+        for extent in [3, 700, 12] {
+            assert!(!log.get(one(extent), extent, AlPriority::Local));
+            log.prepare(&mut Vec::new());
+            log.committed(&mut Vec::new());
+        }
+        log.freeze(true);
+        assert!(!log.get(one(3), 1, AlPriority::Peer));
+        assert!(log.prepare(&mut Vec::new()).is_none());
+        let area = log.rewrite();
+        let replay = lockstep_format::disk::al::replay(&area, AlGeometry::DEFAULT).unwrap();
+        assert_eq!(
+            replay.coverage,
+            lockstep_format::disk::al::Coverage::Complete
+        );
+        assert_eq!(replay.active, [AlExtent(3), AlExtent(12), AlExtent(700)]);
+        // What follows continues the ring.
+        log.freeze(false);
+        let mut ready = Vec::new();
+        assert!(log.prepare(&mut ready).is_none());
+        assert_eq!(ready, [1]);
+        assert!(!log.get(one(5), 2, AlPriority::Local));
+        let prepared = log.prepare(&mut ready).unwrap();
+        let mut area = area;
+        let at = prepared.block_index as usize * BLOCK_BYTES;
+        area[at..at + BLOCK_BYTES].copy_from_slice(&prepared.block);
+        let replay = lockstep_format::disk::al::replay(&area, AlGeometry::DEFAULT).unwrap();
+        assert_eq!(
+            replay.coverage,
+            lockstep_format::disk::al::Coverage::Complete
+        );
+        assert_eq!(replay.active.len(), 4);
     }
 
     #[test]

@@ -23,10 +23,12 @@ use crate::event::{CommandId, DiskError, DiskInfo, MetaOp, Output};
 use crate::generation::Generations;
 use crate::options::DiskOptions;
 use crate::report::Level;
+use crate::resize::{AfterResize, NewArea};
 use crate::resource::{Pending, Resource};
 use crate::state::State;
 use crate::transition::Change;
 use crate::twopc::WishKind;
+use crate::validity::Refusal;
 
 /// Largest single read of the bitmap in bytes.
 const BITMAP_READ_BYTES: u64 = 1 << 20;
@@ -98,7 +100,7 @@ impl LocalDisk {
     }
 }
 
-fn placement(index: MetaIndex) -> Placement {
+pub(crate) fn placement(index: MetaIndex) -> Placement {
     match index {
         MetaIndex::Internal => Placement::Internal,
         MetaIndex::FlexExternal => Placement::FlexExternal,
@@ -178,6 +180,7 @@ impl Resource {
             primary_lost_quorum: false,
             restore_quorum: false,
             leaving: None,
+            resize: None,
             writer: MetaWriter::default(),
         });
         let tag = self.tags.insert(Pending::Open(volume));
@@ -515,6 +518,12 @@ impl Resource {
                 disk.io.bitmap.fill(slot, true);
             }
         }
+        if superblock_calls_for_all(&disk.generations) {
+            // A move of the metadata was cut; also what no node has a slot for is not known.
+            for slot in 0..disk.io.bitmap.shape().slots() {
+                disk.io.bitmap.fill(slot, true);
+            }
+        }
         self.write_recovered(volume)
     }
 
@@ -672,6 +681,14 @@ impl Resource {
         }
         for uuid in announced {
             disk.generations.note_planned(uuid);
+        }
+        // The bits that a full sync calls for are on disk now.
+        let all = superblock_calls_for_all(&disk.generations);
+        for node in (0..NodeId::COUNT).map(NodeId) {
+            if all || disk.io.slot(node).is_some() {
+                let slot = disk.generations.slot_mut(node);
+                slot.flags.remove(PeerFlags::FULL_SYNC);
+            }
         }
         disk.generations.flags.remove(DeviceFlags::AL_CLEAN);
         disk.generations
@@ -840,7 +857,11 @@ impl Resource {
         let writer_idle = disk.writer.in_flight.is_none();
         match leaving {
             Leaving::Drain { graceful: true } => {
-                if pending > 0 || !disk.io.is_idle() || self.local_requests_open(volume) {
+                if pending > 0
+                    || disk.resize.is_some()
+                    || !disk.io.is_idle()
+                    || self.local_requests_open(volume)
+                {
                     return;
                 }
                 if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) {
@@ -877,6 +898,7 @@ impl Resource {
                 }
             }
             BitmapThen::FullSync(peer) => self.full_sync_written(volume, peer),
+            BitmapThen::Resized => self.new_bits_written(volume),
             BitmapThen::Prepared(_) | BitmapThen::Nothing => {}
         }
     }
@@ -892,6 +914,7 @@ impl Resource {
         disk.phase = DiskPhase::Closing {
             command: command.take(),
         };
+        self.local_resize_gone(volume);
         self.data_disk_gone(volume);
         let tag = self.tags.insert(Pending::Close(volume));
         self.output(Output::CloseDisk { tag, volume });
@@ -922,7 +945,7 @@ impl Resource {
     // Size (semantics.md, 22).
 
     /// The size that follows from what is known of all disks; none without any.
-    fn new_size(&self, volume: VolumeNr) -> Option<u64> {
+    pub(crate) fn new_size(&self, volume: VolumeNr) -> Option<u64> {
         let device = self.devices.get(&volume)?;
         let disk = device.disk.as_ref();
         let mine = disk.map_or(0, LocalDisk::usable_sectors);
@@ -953,7 +976,7 @@ impl Resource {
     }
 
     /// Sizes of a peer arrived: what does the volume become?
-    pub(crate) fn agree_on_size(&mut self, peer: NodeId, volume: VolumeNr) -> Result<(), String> {
+    pub(crate) fn agree_on_size(&mut self, peer: NodeId, volume: VolumeNr) -> Result<(), Refusal> {
         let Some(size) = self.new_size(volume) else {
             return Ok(());
         };
@@ -969,10 +992,17 @@ impl Resource {
         let held = device.openers.readers + device.openers.writers > 0
             || self.state.role == lockstep_format::wire::Role::Primary;
         if size < current && (usable || held) {
-            return Err(format!(
+            let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
                  use here; enlarge its disk"
-            ));
+            );
+            let code = ErrorCode::HANDSHAKE_DISCONNECT;
+            return Err(Refusal { code, text });
+        }
+        if device.attached().is_some_and(|disk| disk.resize.is_some()) {
+            let text = format!("volume {volume} is being resized");
+            let code = ErrorCode::HANDSHAKE_RETRY;
+            return Err(Refusal { code, text });
         }
         self.apply_size(volume, current, size);
         Ok(())
@@ -983,6 +1013,13 @@ impl Resource {
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
+        if old != 0 && old != size && device.attached().is_some() {
+            self.change_size(volume, size, NewArea::Resync, AfterResize::Nothing);
+            for peer in self.established_peers().iter() {
+                self.send_sizes(peer, volume);
+            }
+            return;
+        }
         device.size_sectors = size;
         if let Some(disk) = device.disk.as_mut()
             && let Some(layout) = disk.layout.as_ref()
@@ -1012,6 +1049,13 @@ impl Resource {
         let state = self.state.clone();
         self.send_state(peer, volume, &state);
     }
+}
+
+/// Every node's entry calls for a full sync: `drbdmeta invalidate`, or a move of the metadata.
+fn superblock_calls_for_all(generations: &Generations) -> bool {
+    (0..NodeId::COUNT)
+        .map(NodeId)
+        .all(|node| generations.slot(node).flags.contains(PeerFlags::FULL_SYNC))
 }
 
 fn min_nonzero(a: u64, b: u64) -> u64 {

@@ -282,6 +282,7 @@ impl Bitmap {
         );
         let old = self.shape.bits();
         let new = shape.bits();
+        let pages_before = self.all_pages();
         for slot in 0..self.shape.slots() {
             if new < old {
                 self.clear_bits(slot, new..old);
@@ -300,6 +301,10 @@ impl Bitmap {
             if set {
                 self.set_bits(slot, old..new);
             }
+        }
+        let pages = self.all_pages();
+        for page in pages.end..pages_before.end {
+            self.changed.remove(page);
         }
         self.mark_all_changed();
     }

@@ -46,6 +46,8 @@ pub struct Device {
     pub openers: Openers,
     /// The volume towards each peer; one entry for every connection.
     pub peers: BTreeMap<NodeId, PeerDevice>,
+    /// A change of the size that is under way or was made.
+    pub(crate) growth: crate::resize::Growth,
     /// The data path's part.
     pub io: DeviceIo,
 }
@@ -88,6 +90,8 @@ pub struct LocalDisk {
     pub restore_quorum: bool,
     /// How far a detach has come.
     pub leaving: Option<crate::attach::Leaving>,
+    /// A change of size or place of the metadata that is under way.
+    pub(crate) resize: Option<crate::resize_local::LocalResize>,
     /// Superblock writes in flight and waiting.
     pub writer: MetaWriter,
     /// Activity log and bitmap.
@@ -130,6 +134,8 @@ pub struct MetaWriter {
     pub in_flight: Option<u64>,
     /// The count that is durable.
     pub durable: u64,
+    /// No write starts: something else has to be durable first.
+    pub hold: bool,
     /// What waits for a count to be durable, in ascending order.
     pub waiting: VecDeque<(u64, AfterMeta)>,
 }
@@ -157,6 +163,8 @@ pub enum AfterMeta {
     FullSync(NodeId),
     /// The UUID of a resync towards this 8.4 peer is durable; the peer may know it.
     SyncUuid(NodeId),
+    /// A new size, or the metadata's new place, is durable.
+    Resized,
 }
 
 /// A volume towards a peer.
@@ -324,6 +332,7 @@ impl Device {
             looked_again: 0,
             openers: Openers::default(),
             peers: BTreeMap::new(),
+            growth: crate::resize::Growth::default(),
             io: DeviceIo::default(),
         }
     }

@@ -287,7 +287,8 @@ pub enum Input {
         /// The tag of `Output::Send`.
         tag: Tag,
     },
-    /// A disk was opened or not, the answer to `Output::OpenDisk`.
+    /// A disk was opened or not, the answer to `Output::OpenDisk`; or its size was looked at
+    /// again, the answer to `Output::ProbeDisk`.
     DiskOpened {
         /// The output's tag.
         tag: Tag,
@@ -362,6 +363,13 @@ pub enum Output {
         data_path: String,
         /// Path of the metadata device; `None` for internal metadata.
         meta_path: Option<String>,
+    },
+    /// Look again how large the open disk is; answer `DiskOpened` with what is true now.
+    ProbeDisk {
+        /// Completes with `DiskOpened`.
+        tag: Tag,
+        /// The volume.
+        volume: VolumeNr,
     },
     /// Close the disk when all its operations in flight have ended; answer `DiskClosed`.
     CloseDisk {

@@ -247,6 +247,15 @@ impl Resource {
     }
 
     pub(crate) fn send_sizes(&mut self, peer: NodeId, volume: VolumeNr) {
+        self.send_sizes_with(peer, volume, DeviceDescFlags::empty());
+    }
+
+    pub(crate) fn send_sizes_with(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        dds_flags: DeviceDescFlags,
+    ) {
         let Some(device) = self.devices.get(&volume) else {
             return;
         };
@@ -270,7 +279,7 @@ impl Resource {
             c_size: Sector(device.size_sectors),
             max_bio_size_bytes: MAX_BIO_BYTES,
             queue_order_type: 0,
-            dds_flags: DeviceDescFlags::empty(),
+            dds_flags,
             limits: self
                 .features(peer)
                 .contains(Features::WSAME)
@@ -404,6 +413,7 @@ impl Resource {
         let Some(pd) = self.peer_device_mut(volume, peer) else {
             return;
         };
+        let before = pd.sizes;
         pd.sizes = Some(PeerSizes {
             disk_sectors: sizes.d_size.0,
             wanted_sectors: sizes.u_size.0,
@@ -411,8 +421,11 @@ impl Resource {
             max_bio_bytes: sizes.max_bio_size_bytes,
             bitmap_block_shift: shift,
         });
-        if let Err(text) = self.agree_on_size(peer, volume) {
-            self.refuse(peer, volume, ErrorCode::HANDSHAKE_DISCONNECT, text);
+        if self.sizes_changed(peer, volume, before, sizes.dds_flags) {
+            return;
+        }
+        if let Err(cause) = self.agree_on_size(peer, volume) {
+            self.refuse(peer, volume, cause.code, cause.text);
         }
     }
 

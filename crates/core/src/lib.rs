@@ -34,6 +34,8 @@ pub mod open;
 pub mod options;
 pub mod rate;
 pub mod report;
+mod resize;
+mod resize_local;
 pub mod resource;
 pub mod resync;
 pub mod rng;

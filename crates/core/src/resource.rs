@@ -77,6 +77,10 @@ pub(crate) enum Pending {
     Open(VolumeNr),
     /// `Output::CloseDisk`.
     Close(VolumeNr),
+    /// `Output::ProbeDisk`, and what its result is for.
+    Probe(VolumeNr, crate::resize::ProbeFor),
+    /// A write of a metadata move.
+    Move(VolumeNr),
     /// A part of the metadata that an attach reads.
     AttachRead(VolumeNr, crate::attach::AttachIo),
     /// The superblock; carries the change count that it makes durable.
@@ -166,11 +170,11 @@ impl Resource {
                     self.data_sent(op);
                 }
             }
-            Input::DiskOpened { tag, result } => {
-                if let Some(Pending::Open(volume)) = self.tags.take(tag) {
-                    self.disk_opened(volume, result);
-                }
-            }
+            Input::DiskOpened { tag, result } => match self.tags.take(tag) {
+                Some(Pending::Open(volume)) => self.disk_opened(volume, result),
+                Some(Pending::Probe(volume, wanted)) => self.disk_probed(volume, wanted, result),
+                _ => {}
+            },
             Input::DiskClosed { tag } => {
                 if let Some(Pending::Close(volume)) = self.tags.take(tag) {
                     self.disk_closed(volume);
@@ -190,7 +194,11 @@ impl Resource {
                     self.superblock_written(volume, count, result.map(|_| ()));
                 }
                 Some(Pending::Data(op)) => self.data_meta_done(op, result),
-                Some(Pending::Open(_) | Pending::Close(_) | Pending::Handler) | None => {}
+                Some(Pending::Move(volume)) => self.move_written(volume, result.map(|_| ())),
+                Some(
+                    Pending::Open(_) | Pending::Close(_) | Pending::Probe(..) | Pending::Handler,
+                )
+                | None => {}
             },
             Input::DigestDone { tag, digest } => {
                 if let Some(Pending::Data(op)) = self.tags.take(tag) {
@@ -332,6 +340,7 @@ impl Resource {
         self.run_steps();
         self.settle_new_uuid();
         self.settle_data();
+        self.settle_moves();
         self.settle_detaches();
         self.settle_commands();
         self.run_steps();

@@ -43,7 +43,10 @@ impl Resource {
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
-        if disk.writer.in_flight.is_some() || disk.writer.changed == disk.writer.durable {
+        if disk.writer.in_flight.is_some()
+            || disk.writer.hold
+            || disk.writer.changed == disk.writer.durable
+        {
             return;
         }
         let count = disk.writer.changed;
@@ -126,6 +129,7 @@ impl Resource {
             AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
             AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),
             AfterMeta::SyncUuid(peer) => self.sync_uuid_durable(volume, peer),
+            AfterMeta::Resized => self.resize_durable(volume),
         }
     }
 

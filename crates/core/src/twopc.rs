@@ -9,12 +9,14 @@ use alloc::format;
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::{TwopcHead, TwopcOutcome, TwopcPrepare, TwopcReply};
 use lockstep_format::wire::{
-    ConnState, DiskState, Packet, ReplState, Role, StateChange, StateWord, TwopcFlags,
+    ConnState, DeviceDescFlags, DiskState, Packet, ReplState, Role, StateChange, StateWord,
+    TwopcFlags,
 };
 
 use crate::command::{Answer, CommandError, ErrorCode};
 use crate::event::{CommandId, Stream};
 use crate::report::Level;
+use crate::resize::{PhaseOne, ResizeVote};
 use crate::resource::Resource;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
@@ -35,7 +37,7 @@ pub struct Twopc {
     /// The wish that waits for its next attempt.
     retry: Option<(Wish, u32)>,
     /// A PREPARE that waits for the running transaction to end.
-    pub(crate) postponed: Option<(NodeId, VolumeNr, TwopcPrepare, Instant)>,
+    pub(crate) postponed: Option<(NodeId, VolumeNr, PhaseOne, Instant)>,
     /// Requests of the running change that an 8.4 peer was not asked yet.
     pub(crate) legacy: VecDeque<(VolumeNr, StateChange)>,
 }
@@ -88,6 +90,15 @@ pub enum WishKind {
         /// StartingSyncS or T (full), WFBitMapS or T (marked blocks).
         repl: ReplState,
     },
+    /// Give a volume another size.
+    Resize {
+        /// The volume.
+        volume: VolumeNr,
+        /// The wanted size in sectors, 0 for as much as possible.
+        user_sectors: u64,
+        /// What the operator says about the new area and absent peers.
+        flags: DeviceDescFlags,
+    },
     /// Ask whether a Primary is left somewhere (semantics.md, 10.7).
     Empty,
 }
@@ -122,6 +133,8 @@ pub struct Transaction {
     pub(crate) answered: Option<ReplyKind>,
     /// The peer whose handshake packets have to be in before the vote.
     pub(crate) handshake: Option<NodeId>,
+    /// It is a resize.
+    pub(crate) resize: Option<ResizeVote>,
 }
 
 /// A participant's vote.
@@ -229,6 +242,13 @@ impl Resource {
             self.next_wish();
             return;
         }
+        if let WishKind::Resize { volume, .. } = wish.kind
+            && let Err(refusal) = self.check_resize(volume)
+        {
+            self.end_wish(&wish, Err(refusal));
+            self.next_wish();
+            return;
+        }
         // A local check before anybody is asked.
         let is_connect = matches!(wish.kind, WishKind::Connect(_));
         if !is_connect {
@@ -239,7 +259,7 @@ impl Resource {
                     self.next_wish();
                     return;
                 }
-                Ok(false) if wish.kind != WishKind::Empty => {
+                Ok(false) if !matches!(wish.kind, WishKind::Empty | WishKind::Resize { .. }) => {
                     self.end_wish(&wish, Ok(Answer::NothingToDo));
                     self.next_wish();
                     return;
@@ -267,6 +287,7 @@ impl Resource {
             _ => {}
         }
         let nodes_to_reach = asked.union(me).complement();
+        let resize = self.own_resize_vote(&wish.kind);
         let transaction = Transaction {
             tid,
             initiator: self.node_id,
@@ -288,12 +309,9 @@ impl Resource {
             no: false,
             refusal: None,
             answered: None,
+            resize,
         };
-        let packet = TwopcPrepare {
-            head: self.head(&transaction, nodes_to_reach),
-            primary_nodes: NodeMask::EMPTY,
-            change,
-        };
+        let packet = self.phase_one(&transaction);
         let handshake = transaction.handshake;
         let kind = transaction.wish.as_ref().map(|w| w.kind.clone());
         self.twopc.current = Some(transaction);
@@ -310,7 +328,7 @@ impl Resource {
                 }
                 continue;
             }
-            self.send(peer, Stream::Data, volume, Packet::TwopcPrepare(packet));
+            self.send(peer, Stream::Data, volume, packet.clone());
             self.ping(peer);
         }
         if let Some(peer) = handshake {
@@ -397,8 +415,22 @@ impl Resource {
                     word(&[(StateWord::CONN, *repl as u32)]),
                 )
             }
+            WishKind::Resize { volume, .. } => (*volume, None, StateChange::default()),
             WishKind::Empty => (VolumeNr::NONE, None, StateChange::default()),
         })
+    }
+
+    /// The packet that asks for what the transaction is about.
+    pub(crate) fn phase_one(&self, t: &Transaction) -> Packet {
+        let head = self.head(t, t.nodes_to_reach);
+        match &t.resize {
+            Some(vote) => Packet::TwopcPrepRsz(vote.packet(head)),
+            None => Packet::TwopcPrepare(TwopcPrepare {
+                head,
+                primary_nodes: NodeMask::EMPTY,
+                change: t.change,
+            }),
+        }
     }
 
     /// What the wish changes on this node. `reachable` is known at the commit only.
@@ -465,14 +497,16 @@ impl Resource {
                 change
             }
             WishKind::Resync { volume, peer, repl } => Change::new().repl(*volume, *peer, *repl),
-            WishKind::Empty => Change::new(),
+            WishKind::Resize { .. } | WishKind::Empty => Change::new(),
         }
     }
 
     pub(crate) fn head(&self, transaction: &Transaction, nodes_to_reach: NodeMask) -> TwopcHead {
+        let mut flags = TwopcFlags::HAS_FLAGS;
+        flags.set(TwopcFlags::HAS_REACHABLE, transaction.resize.is_none());
         TwopcHead {
             tid: transaction.tid,
-            flags: TwopcFlags::HAS_FLAGS | TwopcFlags::HAS_REACHABLE,
+            flags,
             initiator_node_id: transaction.initiator,
             target_node_id: transaction.target,
             nodes_to_reach,
@@ -496,8 +530,8 @@ impl Resource {
         packet: Packet,
     ) -> Option<Packet> {
         match packet {
-            Packet::TwopcPrepare(prepare) => self.prepare_received(peer, volume, prepare),
-            Packet::TwopcPrepRsz(resize) => self.refuse_resize(peer, &resize),
+            Packet::TwopcPrepare(prepare) => self.prepare_received(peer, volume, prepare.into()),
+            Packet::TwopcPrepRsz(resize) => self.prepare_received(peer, volume, resize.into()),
             Packet::TwopcYes(reply) => self.reply_received(peer, reply, ReplyKind::Yes),
             Packet::TwopcNo(reply) => self.reply_received(peer, reply, ReplyKind::No),
             Packet::TwopcRetry(reply) => self.reply_received(peer, reply, ReplyKind::Retry),
@@ -521,6 +555,12 @@ impl Resource {
         }
         t.waiting.remove(peer);
         match kind {
+            ReplyKind::Yes if t.resize.is_some() => {
+                t.reachable = t.reachable.union(reply.reachable_nodes);
+                if let Some(vote) = t.resize.as_mut() {
+                    vote.add(reply.primary_nodes, reply.max_possible_size().0);
+                }
+            }
             ReplyKind::Yes => {
                 let target_side = matches!(
                     t.wish.as_ref().map(|w| &w.kind),
@@ -549,6 +589,7 @@ impl Resource {
             Some(peer) => self.handshake_ready(peer),
             None => true,
         };
+        let ready = ready && !t.resize.is_some_and(|vote| vote.is_probing());
         let decided = t.retry || (ready && (t.no || t.waiting.is_empty()));
         if !decided {
             return;
@@ -578,6 +619,11 @@ impl Resource {
                 text: "a peer refused the state change".into(),
             };
             self.wish_failed(&wish, refusal);
+            self.next_wish();
+            return;
+        }
+        if let Some(vote) = t.resize {
+            self.decide_resize(&t, &wish, &vote);
             self.next_wish();
             return;
         }
@@ -796,7 +842,7 @@ impl Resource {
         self.end_wish(wish, Err(refusal));
     }
 
-    fn end_wish(&mut self, wish: &Wish, result: Result<Answer, Refusal>) {
+    pub(crate) fn end_wish(&mut self, wish: &Wish, result: Result<Answer, Refusal>) {
         if let Err(refusal) = &result {
             self.log(
                 Level::Debug,

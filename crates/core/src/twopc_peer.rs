@@ -3,7 +3,7 @@
 use alloc::format;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
-use lockstep_format::wire::packet::{TwopcOutcome, TwopcPrepare, TwopcReply, TwopcResize};
+use lockstep_format::wire::packet::{TwopcOutcome, TwopcReply};
 use lockstep_format::wire::{
     ConnState, DiskNumbering, DiskState, Packet, Role, StateChange, StateWord, TwopcFlags,
 };
@@ -12,6 +12,7 @@ use crate::command::ErrorCode;
 use crate::connection::Phase;
 use crate::event::Stream;
 use crate::report::Level;
+use crate::resize::PhaseOne;
 use crate::resource::Resource;
 use crate::time::Duration;
 use crate::timers::Timer;
@@ -21,12 +22,7 @@ use crate::validity::Refusal;
 
 impl Resource {
     /// Phase one of somebody else's transaction.
-    pub(crate) fn prepare_received(
-        &mut self,
-        peer: NodeId,
-        volume: VolumeNr,
-        prepare: TwopcPrepare,
-    ) {
+    pub(crate) fn prepare_received(&mut self, peer: NodeId, volume: VolumeNr, prepare: PhaseOne) {
         let head = prepare.head;
         let is_connect = prepare.change.mask.has(StateWord::CONN)
             && prepare.change.val.conn() == Some(ConnState::Connected)
@@ -85,7 +81,7 @@ impl Resource {
         }
     }
 
-    fn accept(&mut self, peer: NodeId, volume: VolumeNr, prepare: TwopcPrepare, is_connect: bool) {
+    fn accept(&mut self, peer: NodeId, volume: VolumeNr, prepare: PhaseOne, is_connect: bool) {
         let head = prepare.head;
         let me = self.node_id;
         let targeted = head.target_node_id == Some(me);
@@ -131,6 +127,13 @@ impl Resource {
             refusal: None,
             answered: None,
             handshake: connecting.then_some(peer),
+            resize: None,
+        };
+        let check = match &prepare.resize {
+            Some(packet) => self.resize_vote(volume, packet).map(|vote| {
+                t.resize = Some(vote);
+            }),
+            None => self.check_remote(&t),
         };
         if self.state.role == Role::Primary {
             t.primary_nodes.insert(me);
@@ -138,7 +141,7 @@ impl Resource {
                 t.weak_nodes = reachable.complement();
             }
         }
-        match self.check_remote(&t) {
+        match check {
             Ok(()) => {}
             Err(refusal)
                 if refusal.code == ErrorCode::IN_TRANSIENT_STATE
@@ -155,6 +158,17 @@ impl Resource {
             }
             Err(refusal) => t.refusal = Some(refusal),
         }
+        if prepare.resize.is_some() && t.resize.is_none() {
+            // Nobody has to be asked about what this node refuses.
+            self.log(
+                Level::Info,
+                Some(peer),
+                None,
+                t.refusal.map_or_else(Default::default, |r| r.text),
+            );
+            self.reply(peer, head.tid, head.initiator_node_id, ReplyKind::No, None);
+            return;
+        }
         let forward = self
             .established_peers()
             .intersection(head.nodes_to_reach)
@@ -163,18 +177,18 @@ impl Resource {
         t.children = forward;
         t.waiting = forward;
         t.nodes_to_reach = head.nodes_to_reach.difference(forward).without(me);
-        let packet = TwopcPrepare {
-            head: self.head(&t, t.nodes_to_reach),
-            primary_nodes: NodeMask::EMPTY,
-            change: t.change,
-        };
+        let packet = self.phase_one(&t);
+        let probes = t.resize.is_some_and(|vote| vote.is_probing());
         self.twopc.current = Some(t);
         let patience = Duration::from_tenths(u64::from(self.options.twopc_timeout_tenths));
         let at = self.now + patience;
         self.timers.set(Timer::Twopc, at);
         for child in forward.iter() {
-            self.send(child, Stream::Data, volume, Packet::TwopcPrepare(packet));
+            self.send(child, Stream::Data, volume, packet.clone());
             self.ping(child);
+        }
+        if probes {
+            self.probe_for_vote(volume, head.tid, head.initiator_node_id);
         }
         if connecting {
             self.timers.clear(Timer::Handshake(peer));
@@ -329,12 +343,16 @@ impl Resource {
         let Some(t) = self.twopc.current.as_ref() else {
             return;
         };
+        let (primary_nodes, word) = match &t.resize {
+            Some(vote) => vote.words(),
+            None => (t.primary_nodes, t.weak_nodes.0),
+        };
         let reply = TwopcReply {
             tid: t.tid,
             initiator_node_id: t.initiator,
             reachable_nodes: t.reachable,
-            primary_nodes: t.primary_nodes,
-            word: t.weak_nodes.0,
+            primary_nodes,
+            word,
         };
         let (tid, initiator) = (t.tid, t.initiator);
         self.reply(peer, tid, initiator, kind, Some(reply));
@@ -389,6 +407,12 @@ impl Resource {
             if let Some(peer) = t.handshake {
                 self.handshake_aborted(peer);
             }
+            self.next_wish();
+            return;
+        }
+        if let Some(vote) = t.resize {
+            let size = outcome.exposed_size().0;
+            self.resize_committed(&t, &vote, size, outcome.primary_nodes, None);
             self.next_wish();
             return;
         }
@@ -479,18 +503,6 @@ impl Resource {
             };
             self.send(peer, Stream::Data, volume, packet);
         }
-    }
-
-    /// Resizing is not offered by this node yet, so no peer may commit one with it.
-    pub(crate) fn refuse_resize(&mut self, peer: NodeId, resize: &TwopcResize) {
-        self.log(
-            Level::Warn,
-            Some(peer),
-            None,
-            "refused to resize: this node does not support online resize".into(),
-        );
-        let head = resize.head;
-        self.reply(peer, head.tid, head.initiator_node_id, ReplyKind::No, None);
     }
 
     /// The peer's packets may be exchanged now: the link waits for exactly this.

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use lockstep_core::event::Tag;
+use lockstep_core::event::{DiskInfo, Tag};
 use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al;
 use lockstep_format::disk::layout::{Geometry, Layout, Placement};
@@ -293,6 +293,21 @@ impl Disk {
             flying_meta: BTreeMap::new(),
             closing: None,
             trouble: Trouble::default(),
+        }
+    }
+
+    /// What the node is told of it.
+    pub fn info(&self) -> DiskInfo {
+        DiskInfo {
+            data_bytes: self.data_bytes,
+            meta_bytes: self.meta_bytes,
+            logical_block_bytes: 512,
+            physical_block_bytes: 4096,
+            discard: true,
+            discard_zeroes: true,
+            discard_granularity_bytes: 4096,
+            max_discard_bytes: 128 << 20,
+            write_through: false,
         }
     }
 

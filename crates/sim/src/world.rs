@@ -4,9 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError};
-use lockstep_core::event::{
-    BufId, CommandId, DiskInfo, Input, Output, Payload, RequestKind, Stream,
-};
+use lockstep_core::event::{BufId, CommandId, Input, Output, Payload, RequestKind, Stream};
 use lockstep_core::options::Protocol;
 use lockstep_core::report::{Event, Level, Snapshot};
 use lockstep_core::resource::{Resource, ResourceConfig};
@@ -721,18 +719,14 @@ impl World {
                     Err("the disk is open already".to_string())
                 } else {
                     disk.open = true;
-                    Ok(DiskInfo {
-                        data_bytes: disk.data_bytes,
-                        meta_bytes: disk.meta_bytes,
-                        logical_block_bytes: 512,
-                        physical_block_bytes: 4096,
-                        discard: true,
-                        discard_zeroes: true,
-                        discard_granularity_bytes: 4096,
-                        max_discard_bytes: 128 << 20,
-                        write_through: false,
-                    })
+                    Ok(disk.info())
                 };
+                let delay = self.delay(Place::Node(node), self.config.disk_delay);
+                let input = Box::new(Input::DiskOpened { tag, result });
+                self.at(delay, Ev::Input { node, life, input });
+            }
+            Output::ProbeDisk { tag, volume } => {
+                let result = Ok(self.nodes[node].disks[usize::from(volume.0)].info());
                 let delay = self.delay(Place::Node(node), self.config.disk_delay);
                 let input = Box::new(Input::DiskOpened { tag, result });
                 self.at(delay, Ev::Input { node, life, input });

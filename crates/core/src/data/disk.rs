@@ -41,6 +41,8 @@ pub enum BitmapThen {
     Prepared(NodeId),
     /// Another step of a full sync with this peer.
     FullSync(NodeId),
+    /// A change of the size: the new bits come before the superblock that makes them count.
+    Resized,
 }
 
 /// Activity log, bitmap and flushes of one disk.
@@ -54,6 +56,8 @@ pub struct DiskIo {
     /// The activity-log transaction whose block is not written yet.
     prepared: Option<Prepared>,
     jobs: Vec<PageJob>,
+    /// No bitmap page is written: the bitmap moves.
+    hold_pages: bool,
     /// Flushes do something on this disk.
     flushes: bool,
     flushing: Option<Vec<FlushWaiter>>,
@@ -108,6 +112,7 @@ impl DiskIo {
             prepared: None,
             left_marks_cursor: 0,
             jobs: Vec::new(),
+            hold_pages: false,
             flushes,
             flushing: None,
             flush_next: Vec::new(),
@@ -144,6 +149,25 @@ impl DiskIo {
     pub(crate) fn is_still(&self) -> bool {
         let still = |job: &PageJob| job.writes.as_ref().is_none_or(BTreeSet::is_empty);
         self.flushing.is_none() && self.jobs.iter().all(still)
+    }
+
+    /// No write of log or bitmap is in flight or waits.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.jobs.is_empty()
+            && self.prepared.is_none()
+            && self.al.is_settled()
+            && !self.bitmap.is_writing_in(self.bitmap.all_pages())
+    }
+
+    /// Bitmap pages are written or not.
+    pub(crate) fn hold_pages(&mut self, hold: bool) {
+        self.hold_pages = hold;
+    }
+
+    /// The areas lie somewhere else from now on.
+    pub(crate) fn moved(&mut self, al_offset_bytes: u64, bitmap_offset_bytes: u64) {
+        self.geometry.al_offset_bytes = al_offset_bytes;
+        self.geometry.bitmap_offset_bytes = bitmap_offset_bytes;
     }
 
     /// The activity log has moved.
@@ -200,7 +224,7 @@ impl Resource {
         }
     }
 
-    fn al_run(&mut self, volume: VolumeNr) {
+    pub(crate) fn al_run(&mut self, volume: VolumeNr) {
         let evicts_early = planted!(self, EvictBeforeBitmap);
         let wakes_early = planted!(self, DataBeforeActivityLog);
         let Some(io) = self.disk_io(volume) else {
@@ -296,7 +320,7 @@ impl Resource {
         }
     }
 
-    fn run_page_jobs(&mut self, volume: VolumeNr) {
+    pub(crate) fn run_page_jobs(&mut self, volume: VolumeNr) {
         let misses = planted!(self, PageWriteMissesBits);
         let mut done = Vec::new();
         let mut out = Vec::new();
@@ -304,6 +328,9 @@ impl Resource {
             let Some(io) = self.disk_io(volume) else {
                 return;
             };
+            if io.hold_pages {
+                return;
+            }
             let DiskIo { jobs, bitmap, .. } = io;
             jobs.retain_mut(|job| {
                 if job.writes.is_none() {

@@ -151,8 +151,8 @@ impl Resource {
         let end = self
             .devices
             .get(&volume)
-            .map(|d| d.size_sectors)
-            .filter(|s| *s > 0);
+            .filter(|d| d.size_sectors > 0)
+            .map(|d| d.size_sectors.max(d.growth.shrunk_from));
         size_bytes > 0
             && size_bytes <= most
             && u64::from(size_bytes).is_multiple_of(Sector::SIZE)

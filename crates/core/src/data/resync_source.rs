@@ -40,6 +40,9 @@ impl Resource {
         (node, dagtag): (NodeId, Dagtag),
         digest: Option<Digest>,
     ) {
+        if self.keep_early_request(peer, volume, request, (node, dagtag), digest) {
+            return;
+        }
         if !self.is_block_of(volume, &request) {
             let text = format!(
                 "resync of {} bytes at sector {}",

@@ -27,6 +27,7 @@ use crate::time::{Duration, Instant};
 mod balancing;
 mod integrity;
 mod opening;
+mod resizing;
 mod verifying;
 
 const VOLUME: VolumeNr = VolumeNr(0);
@@ -98,6 +99,8 @@ struct Node {
     completed: BTreeMap<u64, Result<(), RequestError>>,
     read: BTreeMap<u64, u64>,
     fail_data_writes: bool,
+    /// Size of the data device; with internal metadata it is the metadata device, too.
+    data_bytes: u64,
 }
 
 /// Packets on their way in one direction of one stream.
@@ -114,6 +117,8 @@ struct Setup {
     options: ResourceOptions,
     /// The node without a disk.
     diskless: Option<usize>,
+    /// Where the metadata lies.
+    index: MetaIndex,
 }
 
 impl Default for Setup {
@@ -126,6 +131,7 @@ impl Default for Setup {
             },
             options: ResourceOptions::default(),
             diskless: None,
+            index: MetaIndex::FlexExternal,
         }
     }
 }
@@ -161,9 +167,13 @@ fn node_id(index: usize) -> NodeId {
     NodeId(index as u8)
 }
 
-fn fresh_meta(node: usize, peers: u8) -> Vec<u8> {
-    let layout = Layout::new(Placement::FlexExternal, Geometry::for_peers(peers), META).unwrap();
-    let mut meta = vec![0u8; META as usize];
+fn fresh_meta(node: usize, peers: u8, setup: &Setup) -> Vec<u8> {
+    let (placement, bytes) = match setup.index {
+        MetaIndex::Internal => (Placement::Internal, setup.size),
+        _ => (Placement::FlexExternal, META),
+    };
+    let layout = Layout::new(placement, Geometry::for_peers(peers), bytes).unwrap();
+    let mut meta = vec![0u8; bytes as usize];
     let mut superblock = SuperBlock::fresh(&layout);
     superblock.node_id = Some(node_id(node));
     let mut block = [0u8; BLOCK_BYTES];
@@ -185,7 +195,8 @@ impl World {
                 resource: Self::resource(index, seed, &setup),
                 up: true,
                 data: Store::default(),
-                meta: fresh_meta(index, count as u8 - 1),
+                meta: fresh_meta(index, count as u8 - 1, &setup),
+                data_bytes: setup.size,
                 buffers: BTreeMap::new(),
                 next_buffer: 1,
                 connecting: Vec::new(),
@@ -251,8 +262,8 @@ impl World {
                 Command::Attach {
                     volume: VOLUME,
                     data_path: "data".into(),
-                    meta_path: Some("meta".into()),
-                    index: MetaIndex::FlexExternal,
+                    meta_path: (self.setup.index != MetaIndex::Internal).then(|| "meta".into()),
+                    index: self.setup.index,
                     options: DiskOptions {
                         al_extents: 67,
                         ..DiskOptions::default()
@@ -318,10 +329,10 @@ impl World {
 
     fn output(&mut self, index: usize, output: Output) {
         match output {
-            Output::OpenDisk { tag, .. } => {
+            Output::OpenDisk { tag, .. } | Output::ProbeDisk { tag, .. } => {
                 let info = DiskInfo {
-                    data_bytes: self.setup.size,
-                    meta_bytes: META,
+                    data_bytes: self.nodes[index].data_bytes,
+                    meta_bytes: self.nodes[index].meta.len() as u64,
                     logical_block_bytes: 512,
                     physical_block_bytes: 4096,
                     discard: true,

@@ -62,6 +62,7 @@ impl Resource {
             WishKind::Connect(_)
             | WishKind::Demote { .. }
             | WishKind::Attach(_)
+            | WishKind::Resize { .. }
             | WishKind::Empty => return false,
         }
         self.legacy_ask_next(peer)

@@ -70,6 +70,8 @@ pub struct Device {
     path: String,
     pub(super) medium: Medium,
     info: DiskInfo,
+    /// Its size now: it may grow while it is open.
+    size_bytes: AtomicU64,
     /// Memory must be aligned so (in bytes) for transfers.
     pub(super) memory_align: usize,
     /// `RWF_DSYNC` was refused: a flush follows instead.
@@ -123,9 +125,33 @@ impl Device {
         Ok(device)
     }
 
-    /// What was found at opening; `meta_bytes` is that of this device alone.
+    /// What was found at opening or when its size was looked at last; `meta_bytes` is that of this
+    /// device alone.
     pub fn info(&self) -> DiskInfo {
-        self.info
+        let size_bytes = self.size_bytes.load(Ordering::Relaxed);
+        DiskInfo {
+            data_bytes: size_bytes,
+            meta_bytes: size_bytes,
+            ..self.info
+        }
+    }
+
+    /// Looks how large it is now. May wait for the file system.
+    pub fn probe(&self) -> Result<(), OpenError> {
+        let properties = |source| OpenError::Properties {
+            path: self.path.clone(),
+            source,
+        };
+        let size_bytes = match &self.medium {
+            Medium::File(fd) => {
+                let stat = rustix::fs::fstat(&**fd).map_err(|e| properties(e.into()))?;
+                stat.st_size as u64 / 512 * 512
+            }
+            Medium::Block(fd) => sys::block_sizes(fd).map_err(properties)?.size_bytes,
+            Medium::Ram(disk) => disk.size_bytes(),
+        };
+        self.size_bytes.store(size_bytes, Ordering::Relaxed);
+        Ok(())
     }
 
     /// The path it was opened by.
@@ -240,6 +266,7 @@ impl Device {
             path: path.into(),
             medium,
             info,
+            size_bytes: AtomicU64::new(info.data_bytes),
             memory_align,
             no_dsync: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),

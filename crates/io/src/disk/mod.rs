@@ -38,6 +38,15 @@ impl Disk {
         Ok(Disk { data, meta })
     }
 
+    /// Looks how large both devices are now.
+    pub fn probe(&self) -> Result<DiskInfo, OpenError> {
+        self.data.probe()?;
+        if !Arc::ptr_eq(&self.data, &self.meta) {
+            self.meta.probe()?;
+        }
+        Ok(self.info())
+    }
+
     /// What the core is told of the disk.
     pub fn info(&self) -> DiskInfo {
         DiskInfo {

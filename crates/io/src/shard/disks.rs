@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lockstep_core::event::{DiskError, DiskOp, Input, MetaOp, Payload, Stream, Tag};
+use lockstep_core::event::{DiskError, DiskInfo, DiskOp, Input, MetaOp, Payload, Stream, Tag};
 use lockstep_format::units::VolumeNr;
 
 use super::{Engine, Owner, Shard};
@@ -21,12 +21,18 @@ pub(super) struct OpenDisk {
     closing: Option<Tag>,
 }
 
-/// A disk that a worker thread opens.
+/// A disk that a worker thread opens, or whose size it looks at.
 pub(super) struct Opening {
     resource: Key,
     tag: Tag,
     volume: VolumeNr,
-    result: Arc<Mutex<Option<Result<Disk, OpenError>>>>,
+    result: Found,
+}
+
+/// What the worker thread leaves behind.
+enum Found {
+    Opened(Arc<Mutex<Option<Result<Disk, OpenError>>>>),
+    Probed(Arc<Mutex<Option<Result<DiskInfo, OpenError>>>>),
 }
 
 /// An operation under way.
@@ -77,7 +83,7 @@ impl<E: Engine> Shard<E> {
             resource,
             tag,
             volume,
-            result: result.clone(),
+            result: Found::Opened(result.clone()),
         };
         let key = self.opening.insert(opening);
         let work = move || {
@@ -93,11 +99,21 @@ impl<E: Engine> Shard<E> {
         let Some(opening) = self.opening.remove(key) else {
             return;
         };
-        let result = opening
-            .result
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let opened = match opening.result {
+            Found::Opened(result) => result,
+            Found::Probed(result) => {
+                let found = result.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let result = match found {
+                    Some(Ok(info)) => Ok(info),
+                    Some(Err(error)) => Err(error.to_string()),
+                    None => Err("no thread could be started to look at the disk".to_owned()),
+                };
+                let tag = opening.tag;
+                let input = Input::DiskOpened { tag, result };
+                return self.inputs.push_back((opening.resource, input));
+            }
+        };
+        let result = opened.lock().unwrap_or_else(PoisonError::into_inner).take();
         let result = match result {
             Some(Ok(disk)) => {
                 let info = disk.info();
@@ -119,6 +135,29 @@ impl<E: Engine> Shard<E> {
             result,
         };
         self.inputs.push_back((opening.resource, input));
+    }
+
+    /// Looks at the size of an open disk again, on a worker thread like the opening.
+    pub(super) fn probe_disk(&mut self, resource: Key, tag: Tag, volume: VolumeNr) {
+        let Some(disk) = self.usable_disk(resource, volume) else {
+            let result = Err("the disk is closed".to_owned());
+            let input = Input::DiskOpened { tag, result };
+            return self.inputs.push_back((resource, input));
+        };
+        let result = Arc::new(Mutex::new(None));
+        let probing = Opening {
+            resource,
+            tag,
+            volume,
+            result: Found::Probed(result.clone()),
+        };
+        let key = self.opening.insert(probing);
+        let work = move || {
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(disk.probe());
+            Ok(0)
+        };
+        self.ring
+            .push(Owner::Open.token(key), Op::Blocking(Some(Box::new(work))));
     }
 
     pub(super) fn close_disk(&mut self, resource: Key, tag: Tag, volume: VolumeNr) {

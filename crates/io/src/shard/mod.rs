@@ -409,6 +409,7 @@ impl<E: Engine> Shard<E> {
             } => {
                 self.open_disk(key, tag, volume, data_path, meta_path);
             }
+            Output::ProbeDisk { tag, volume } => self.probe_disk(key, tag, volume),
             Output::CloseDisk { tag, volume } => self.close_disk(key, tag, volume),
             Output::Disk { tag, volume, op } => self.disk_op(key, tag, volume, op),
             Output::Meta { tag, volume, op } => self.meta_op(key, tag, volume, op),

@@ -273,7 +273,7 @@ impl StandIn {
 
     fn output(&mut self, output: Output) {
         match output {
-            Output::OpenDisk { tag, .. } => {
+            Output::OpenDisk { tag, .. } | Output::ProbeDisk { tag, .. } => {
                 let result = Ok(DiskInfo {
                     data_bytes: DISK_BYTES,
                     meta_bytes: DISK_BYTES,
