@@ -7,6 +7,8 @@
 pub mod net;
 pub mod postgres;
 
+pub mod wan;
+
 pub mod guest;
 mod guest_base64;
 pub mod guest_drbd;
@@ -70,6 +72,8 @@ pub struct Cluster {
     network: Network,
     daemon: Vec<String>,
     mounts: Vec<PathBuf>,
+    /// The proxies of a cluster across a long line, by node.
+    proxies: Vec<Option<Child>>,
 }
 
 struct Node {
@@ -102,6 +106,21 @@ pub struct Setup {
 impl Cluster {
     /// Starts the daemons and brings the resource up; nothing is Primary yet.
     pub fn new(setup: &Setup) -> Result<Cluster> {
+        Cluster::on(setup, Network::new(setup.nodes)?, Cluster::configuration)
+    }
+
+    /// Two nodes with a long line between them, and a proxy at each end of it.
+    pub fn across(setup: &Setup, line: wan::Line) -> Result<Cluster> {
+        ensure!(setup.nodes == 2, "a line joins two nodes");
+        let configuration = Cluster::proxied_configuration;
+        Cluster::on(setup, Network::across(line)?, configuration)
+    }
+
+    fn on(
+        setup: &Setup,
+        network: Network,
+        configuration: fn(&Cluster, &Setup) -> String,
+    ) -> Result<Cluster> {
         let dir = tempfile::Builder::new()
             .prefix("lockstep-e2e-")
             .permissions(fs::Permissions::from_mode(0o755))
@@ -109,17 +128,19 @@ impl Cluster {
         let bin = dir.path().join("bin");
         fs::create_dir(&bin)?;
         let binary = binary()?;
-        for name in ["lockstep", "lockstepd", "drbdadm", "drbdsetup", "drbdmeta"] {
+        let names = ["lockstep", "lockstepd", "drbdadm", "drbdsetup", "drbdmeta"];
+        for name in names.into_iter().chain(["drbd-proxy-ctl"]) {
             std::os::unix::fs::symlink(&binary, bin.join(name))?;
         }
         let mut cluster = Cluster {
             nodes: Vec::new(),
-            network: Network::new(setup.nodes)?,
+            network,
+            proxies: Vec::new(),
             daemon: setup.daemon.clone(),
             mounts: Vec::new(),
             dir,
         };
-        let conf = cluster.configuration(setup);
+        let conf = configuration(&cluster, setup);
         for (index, name) in NAMES[..setup.nodes].iter().enumerate() {
             let node_dir = cluster.dir.path().join(name);
             fs::create_dir_all(node_dir.join("disks"))?;
@@ -139,6 +160,13 @@ impl Cluster {
                 dir: node_dir,
                 daemon: None,
             });
+        }
+        if cluster.network.wan().is_some() {
+            fs::write(cluster.secret(), "0123456789abcdef0123456789abcdef")?;
+            cluster.proxies = vec![None, None];
+            for node in 0..setup.nodes {
+                cluster.start_proxy(node)?;
+            }
         }
         for node in 0..setup.nodes {
             cluster.start(node)?;
@@ -171,6 +199,88 @@ impl Cluster {
             NAMES[..setup.nodes].join(" ")
         ));
         text
+    }
+
+    fn proxied_configuration(&self, setup: &Setup) -> String {
+        let mut text = self.configuration(setup);
+        let mesh = text.find("  connection-mesh").unwrap_or(text.len());
+        text.truncate(mesh);
+        text.push_str("  proxy { memlimit 64M; plugin { zstd level 1; } }\n  connection {\n");
+        // Unlike inside ports, so that DRBD's ends agree on who opens which socket first.
+        for (id, name) in NAMES[..2].iter().enumerate() {
+            text.push_str(&format!(
+                "    host {name} address ipv4 127.0.0.1:7915 via proxy on {name} {{\n      \
+                 inside 127.0.0.2:{}; outside {}:7715; }}\n",
+                7916 - 2 * id,
+                net::address(id)
+            ));
+        }
+        text.push_str("  }\n}\n");
+        text
+    }
+
+    fn secret(&self) -> PathBuf {
+        self.dir.path().join("proxy.secret")
+    }
+
+    /// Starts a node's proxy and gives it its connections.
+    pub fn start_proxy(&mut self, node: usize) -> Result<()> {
+        ensure!(self.proxies[node].is_none(), "the proxy runs already");
+        let n = &self.nodes[node];
+        let log = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(n.dir.join("proxy.log"))?;
+        let mut command = Command::new(self.dir.path().join("bin/lockstep"));
+        command
+            .args(["proxy", "run", "--memory-max", "256M", "--secret-file"])
+            .arg(self.secret())
+            .env("LOCKSTEP_DIR", &n.dir)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        let start = || command.spawn().context("starting the proxy");
+        let child = self.network.inside(node, start)?;
+        self.proxies[node] = Some(child);
+        self.wait("the proxy answers", |c| {
+            let socket = c.nodes[node].dir.join("proxy.sock");
+            Ok(UnixStream::connect(socket).is_ok())
+        })?;
+        let ctl = self.dir.path().join("bin/drbd-proxy-ctl");
+        let ctl = ctl.to_str().context("the path is UTF-8")?;
+        self.adm(node, &["-p", ctl, "proxy-up", "r0"])?;
+        Ok(())
+    }
+
+    /// SIGKILL to a node's proxy.
+    pub fn kill_proxy(&mut self, node: usize) -> Result<()> {
+        let mut child = self.proxies[node]
+            .take()
+            .context("the proxy does not run")?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// What a node's proxy says of its connection.
+    pub fn proxy(&self, node: usize) -> Result<serde_json::Value> {
+        let output = self.tool(node, "drbd-proxy-ctl", &["show", "connections", "--json"])?;
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+        Ok(value["connections"][0].clone())
+    }
+
+    /// A command to a node's proxy, which must succeed.
+    pub fn proxy_command(&self, node: usize, command: &str) -> Result<()> {
+        let output = self.tool(node, "drbd-proxy-ctl", &["-c", command])?;
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "{command}: {text}");
+        Ok(())
+    }
+
+    /// The long line between the nodes.
+    pub fn wan(&self) -> Result<&wan::Wan> {
+        self.network.wan().context("the nodes are near each other")
     }
 
     /// Starts a node's daemon and waits until it answers.
@@ -471,10 +581,10 @@ impl Drop for Cluster {
             // What cannot be unmounted any more is left to the kernel.
             let _ = Command::new("umount").arg("-l").arg(point).status();
         }
-        for node in &mut self.nodes {
-            if let Some(mut child) = node.daemon.take() {
-                terminate(&mut child);
-            }
+        let proxies = self.proxies.iter_mut().filter_map(Option::take);
+        let daemons = self.nodes.iter_mut().filter_map(|node| node.daemon.take());
+        for mut child in daemons.chain(proxies) {
+            terminate(&mut child);
         }
     }
 }

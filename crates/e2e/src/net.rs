@@ -13,6 +13,7 @@ use anyhow::{Context, Result, anyhow};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::run;
+use crate::wan::{self, Line, Wan};
 
 /// How a node is cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +29,8 @@ pub enum Cut {
 pub struct Network {
     switch: OwnedFd,
     nodes: Vec<OwnedFd>,
+    /// Instead of the switch.
+    wan: Option<Wan>,
 }
 
 impl Network {
@@ -36,6 +39,7 @@ impl Network {
         let network = Network {
             switch: namespace()?,
             nodes: (0..nodes).map(|_| namespace()).collect::<Result<_>>()?,
+            wan: None,
         };
         inside(&network.switch, || {
             ip("link add bridge0 type bridge stp_state 0 mcast_snooping 0")?;
@@ -59,6 +63,35 @@ impl Network {
         Ok(network)
     }
 
+    /// Two nodes with a long line between them.
+    pub fn across(line: Line) -> Result<Network> {
+        let mut network = Network {
+            switch: namespace()?,
+            nodes: vec![namespace()?, namespace()?],
+            wan: None,
+        };
+        let mut ends = Vec::new();
+        for (index, node) in network.nodes.iter().enumerate() {
+            ends.push(inside(node, || {
+                let end = wan::end("eth0")?;
+                ip("link set lo up")?;
+                ip(&format!("address add {}/24 dev eth0", address(index)))?;
+                ip("link set eth0 up mtu 1500")?;
+                Ok(end)
+            })?);
+        }
+        let ends = ends
+            .try_into()
+            .map_err(|_| anyhow!("a line has two ends"))?;
+        network.wan = Some(Wan::new(ends, line));
+        Ok(network)
+    }
+
+    /// The line, where there is one.
+    pub fn wan(&self) -> Option<&Wan> {
+        self.wan.as_ref()
+    }
+
     /// Runs something on a thread in a node's network; processes that it starts stay there.
     pub fn inside<T: Send>(
         &self,
@@ -72,6 +105,10 @@ impl Network {
     pub fn cut(&self, node: usize, cut: Cut) -> Result<()> {
         match cut {
             Cut::Down => inside(&self.nodes[node], || ip("link set eth0 down")),
+            Cut::Silent if let Some(wan) = &self.wan => {
+                wan.cut(true);
+                Ok(())
+            }
             Cut::Silent => self.switch(&format!("link set port{node} nomaster")),
         }
     }
@@ -80,6 +117,10 @@ impl Network {
     pub fn mend(&self, node: usize, cut: Cut) -> Result<()> {
         match cut {
             Cut::Down => inside(&self.nodes[node], || ip("link set eth0 up")),
+            Cut::Silent if let Some(wan) = &self.wan => {
+                wan.cut(false);
+                Ok(())
+            }
             Cut::Silent => self.switch(&format!("link set port{node} master bridge0")),
         }
     }
