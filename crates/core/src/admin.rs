@@ -51,6 +51,14 @@ pub(crate) enum Wait {
         outdate_absent: bool,
         tries: u32,
     },
+    /// Handlers that fence peers, for a promotion that was refused.
+    Fencing {
+        force: bool,
+        force_up_to_date: bool,
+        outdate_absent: bool,
+        tries: u32,
+        refusal: Refusal,
+    },
     /// The writes in flight, before a demotion.
     Demote,
     /// A connection to be StandAlone.
@@ -230,7 +238,11 @@ impl Resource {
                 return;
             }
             Command::ResumeIo => {
-                self.hard_change(Change::new().susp_user(false).susp_nod(false));
+                let mut change = Change::new().susp_user(false).susp_nod(false);
+                for peer in self.connections.keys() {
+                    change = change.susp_fen(*peer, false);
+                }
+                self.hard_change(change);
                 Ok(Answer::Done)
             }
             Command::Verify {
@@ -278,6 +290,7 @@ impl Resource {
         for peer in self.established_peers().iter() {
             self.ping(peer);
         }
+        self.forget_failed_fences();
         let patience = self.settle_patience();
         let what = Wait::Promote {
             force,
@@ -344,6 +357,27 @@ impl Resource {
                     };
                     self.waiting.push(Waiting { what, ..item });
                     self.wish(kind, Some(item.id));
+                }
+                Wait::Fencing {
+                    force,
+                    force_up_to_date,
+                    outdate_absent,
+                    tries,
+                    refusal,
+                } if !self.is_fencing() => {
+                    let fenced = self.all_are_fenced();
+                    let alone = refusal.code == ErrorCode::NO_UP_TO_DATE_DISK;
+                    if !fenced && !force {
+                        self.answer(item.id, Err(command_error(refusal)));
+                        continue;
+                    }
+                    let what = Wait::Promote {
+                        force,
+                        force_up_to_date: force_up_to_date || alone,
+                        outdate_absent: outdate_absent || !fenced,
+                        tries,
+                    };
+                    self.waiting.push(Waiting { what, ..item });
                 }
                 Wait::Open {
                     volume,
@@ -473,7 +507,36 @@ impl Resource {
                 outdate_absent,
                 tries,
             }),
+            ErrorCode::NO_UP_TO_DATE_DISK
+                if !force
+                    && !force_up_to_date
+                    && self.only_fencing_is_missing()
+                    && self.fence_for_promotion() =>
+            {
+                Some(Wait::Fencing {
+                    force,
+                    force_up_to_date,
+                    outdate_absent,
+                    tries,
+                    refusal: refusal.clone(),
+                })
+            }
             ErrorCode::NO_UP_TO_DATE_DISK if !force && !self.settled() => Some(same),
+            ErrorCode::CW_FAILED_BY_PEER if force_up_to_date && !force => Some(Wait::Promote {
+                force,
+                force_up_to_date: false,
+                outdate_absent,
+                tries,
+            }),
+            ErrorCode::PRIMARY_NOP if !outdate_absent && self.fence_for_promotion() => {
+                Some(Wait::Fencing {
+                    force,
+                    force_up_to_date,
+                    outdate_absent,
+                    tries,
+                    refusal: refusal.clone(),
+                })
+            }
             ErrorCode::PRIMARY_NOP | ErrorCode::NO_QUORUM if force && !outdate_absent => {
                 Some(Wait::Promote {
                     force,
@@ -985,7 +1048,9 @@ impl Resource {
                         .connections
                         .get(&peer)
                         .is_some_and(|c| c.peer_role == Role::Primary);
-                    let outdate_self = peer_primary && self.options.quorum != Quorum::Off;
+                    let fences = self.fencing_of(peer) >= Fencing::ResourceOnly;
+                    let outdate_self =
+                        peer_primary && (fences || self.options.quorum != Quorum::Off);
                     self.wish(
                         WishKind::Disconnect {
                             peer,

@@ -23,6 +23,7 @@ pub mod data;
 pub mod device;
 pub mod event;
 pub mod exposed;
+pub mod fencing;
 pub mod generation;
 pub mod handshake;
 pub mod integrity;

@@ -93,6 +93,7 @@ impl Resource {
         self.connections.remove(&peer);
         self.state.connections.remove(&peer);
         self.timers.clear_peer(peer);
+        self.forget_fence(peer);
         for device in self.devices.values_mut() {
             device.peers.remove(&peer);
         }

@@ -312,13 +312,15 @@ impl Resource {
     }
 
     /// A promotion that was refused with this code may go a moment later.
-    fn promotion_may_improve(&self, code: ErrorCode) -> bool {
+    fn promotion_may_improve(&mut self, code: ErrorCode) -> bool {
         match code {
             ErrorCode::CW_FAILED_BY_PEER
             | ErrorCode::TWO_PRIMARIES
             | ErrorCode::TIMEOUT
             | ErrorCode::CONCURRENT_ST_CHG
             | ErrorCode::IN_TRANSIENT_STATE => true,
+            // The handlers go on when this open has given up; the next one finds their answers.
+            ErrorCode::PRIMARY_NOP => self.fence_for_promotion(),
             ErrorCode::NO_UP_TO_DATE_DISK | ErrorCode::NO_QUORUM => self.connections_may_improve(),
             _ => false,
         }

@@ -65,6 +65,7 @@ pub struct Resource {
     /// The promotion was explicit: closing the last opener does not demote.
     pub(crate) explicit_primary: bool,
     pub(crate) opens: crate::open::Opens,
+    pub(crate) fences: crate::fencing::Fences,
     pub(crate) io: ResourceIo,
     #[cfg(feature = "planted")]
     pub(crate) planted: Option<crate::planted::Planted>,
@@ -87,6 +88,8 @@ pub(crate) enum Pending {
     Superblock(VolumeNr, u64),
     /// A handler that nobody waits for.
     Handler,
+    /// The `fence-peer` handler for a peer.
+    Fence(NodeId),
     /// The data path's.
     Data(DataOp),
 }
@@ -116,6 +119,7 @@ impl Resource {
             new_uuid_wanted: false,
             explicit_primary: false,
             opens: crate::open::Opens::default(),
+            fences: crate::fencing::Fences::default(),
             io: ResourceIo::default(),
             #[cfg(feature = "planted")]
             planted: None,
@@ -196,7 +200,11 @@ impl Resource {
                 Some(Pending::Data(op)) => self.data_meta_done(op, result),
                 Some(Pending::Move(volume)) => self.move_written(volume, result.map(|_| ())),
                 Some(
-                    Pending::Open(_) | Pending::Close(_) | Pending::Probe(..) | Pending::Handler,
+                    Pending::Open(_)
+                    | Pending::Close(_)
+                    | Pending::Probe(..)
+                    | Pending::Handler
+                    | Pending::Fence(_),
                 )
                 | None => {}
             },
@@ -205,8 +213,10 @@ impl Resource {
                     self.data_digest(op, digest);
                 }
             }
-            Input::HandlerDone { tag, .. } => {
-                self.tags.take(tag);
+            Input::HandlerDone { tag, exit_code } => {
+                if let Some(Pending::Fence(peer)) = self.tags.take(tag) {
+                    self.fence_ended(peer, exit_code);
+                }
             }
             Input::Command { id, command } => self.command(id, command),
         }
@@ -338,6 +348,7 @@ impl Resource {
     /// Brings derived state up to date after an input.
     fn settle(&mut self) {
         self.run_steps();
+        self.settle_fencing();
         self.settle_new_uuid();
         self.settle_data();
         self.settle_moves();

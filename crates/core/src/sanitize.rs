@@ -481,6 +481,7 @@ impl Resource {
     }
 
     fn sanitize_resource(&self, old: &State, new: &mut State) {
+        self.sanitize_fencing(new);
         let wait_for_data = self.options.on_no_data_accessible == OnLoss::SuspendIo;
         let all_data = new.devices.values().all(|d| d.data_accessible());
         if all_data {

@@ -459,6 +459,7 @@ impl Resource {
         }
         self.after_announcements(old, new);
         self.after_resource(old, new, *graceful);
+        self.after_fencing(old, new);
         self.watch_unequal(new);
     }
 

@@ -34,6 +34,15 @@ pub(crate) const NAMES: &[&str] = &[
 
 /// Handlers that may run at the same time; more count as lost.
 const MAX_RUNNING: usize = 64;
+/// The same where a call that is lost would leave I/O frozen.
+const MAX_FENCING: usize = 1024;
+/// Names another program than `drbdadm`, or `disabled`.
+const HELPER_VARIABLE: &str = "LOCKSTEP_USERMODE_HELPER";
+
+/// The operator has switched handlers off.
+pub(crate) fn are_disabled() -> bool {
+    std::env::var_os(HELPER_VARIABLE).is_some_and(|helper| helper == "disabled")
+}
 
 /// Calls `drbdadm HANDLER RESOURCE`, or what `LOCKSTEP_USERMODE_HELPER` names.
 pub(crate) struct Handlers {
@@ -54,17 +63,19 @@ impl Handlers {
 
 impl HandlerExecutor for Handlers {
     fn run(&self, call: HandlerCall, done: HandlerDone) {
-        let helper = std::env::var_os("LOCKSTEP_USERMODE_HELPER");
-        if helper.as_ref().is_some_and(|helper| helper == "disabled") {
+        let helper = std::env::var_os(HELPER_VARIABLE);
+        if are_disabled() {
             return done.finish(0);
         }
-        if self.running.fetch_add(1, Ordering::Relaxed) >= MAX_RUNNING {
+        // A node that loses its network calls one for each connection, and I/O may wait for it.
+        let limit = if call.handler == "fence-peer" {
+            MAX_FENCING
+        } else {
+            MAX_RUNNING
+        };
+        if self.running.fetch_add(1, Ordering::Relaxed) >= limit {
             self.running.fetch_sub(1, Ordering::Relaxed);
-            tracing::error!(
-                handler = call.handler,
-                limit = MAX_RUNNING,
-                "too many handlers run"
-            );
+            tracing::error!(handler = call.handler, limit, "too many handlers run");
             return;
         }
         let (board, place, running) =

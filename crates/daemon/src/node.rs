@@ -972,11 +972,14 @@ fn socket_address(text: &str) -> Result<SocketAddr, CommandError> {
     }
 }
 
+/// The handlers that the core may call; none where the operator has switched them off.
 fn handler_names() -> Vec<String> {
-    handlers::NAMES
-        .iter()
-        .map(|name| (*name).to_owned())
-        .collect()
+    let names = if handlers::are_disabled() {
+        &[]
+    } else {
+        handlers::NAMES
+    };
+    names.iter().map(|name| (*name).to_owned()).collect()
 }
 
 /// A seed that nobody can guess, for UUIDs.

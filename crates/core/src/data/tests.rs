@@ -25,6 +25,7 @@ use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
 mod balancing;
+mod fencing;
 mod integrity;
 mod opening;
 mod resizing;
@@ -151,6 +152,8 @@ struct World {
     spoil: Option<&'static str>,
     packets: BTreeMap<&'static str, u64>,
     answers: BTreeMap<u64, Result<Answer, CommandError>>,
+    /// Handlers that run: node, name, tag.
+    handlers: Vec<(usize, &'static str, Tag)>,
     log: Vec<String>,
 }
 
@@ -219,6 +222,7 @@ impl World {
             spoil: None,
             packets: BTreeMap::new(),
             answers: BTreeMap::new(),
+            handlers: Vec::new(),
             log: Vec::new(),
         };
         for index in 0..count {
@@ -395,7 +399,13 @@ impl World {
             Output::StopConnecting { peer } => {
                 self.nodes[index].connecting.retain(|p| *p != peer);
             }
-            Output::CloseLink { link, .. } => self.close_link(index, link.0),
+            Output::CloseLink { peer, link, flush } => {
+                for data in [true, false].into_iter().filter(|_| flush) {
+                    let key = (index, usize::from(peer.0), link.0, data);
+                    while self.deliver(key) {}
+                }
+                self.close_link(index, link.0);
+            }
             Output::Complete { id, result } => {
                 assert!(self.nodes[index].completed.insert(id.0, result).is_none());
             }
@@ -429,7 +439,8 @@ impl World {
                 self.todo
                     .push(Todo::Input(index, Input::DigestDone { tag, digest }));
             }
-            Output::Event(_) | Output::Handler { .. } => {}
+            Output::Handler { tag, name, .. } => self.handlers.push((index, name, tag)),
+            Output::Event(_) => {}
         }
     }
 
@@ -541,36 +552,44 @@ impl World {
                 Todo::Meta(index, tag, op) => self.meta(index, tag, op),
             }
         } else {
-            let key = wires[pick - self.todo.len()];
-            let (volume, packet, bytes) = self.wires.get_mut(&key).unwrap().pop_front().unwrap();
-            let core = &self.nodes[key.1].resource;
-            let alg = core.peer_integrity(node_id(key.0));
-            if let (Some(wanted), Some(bytes)) = (packet.integrity(), &bytes) {
-                let found = alg.map_or(Digest::EMPTY, |alg| integrity_of(alg, bytes));
-                if found != *wanted {
-                    assert_eq!(found.len(), wanted.len(), "both sides know the algorithm");
-                    let input = Input::Corrupt {
-                        peer: node_id(key.0),
-                        link: LinkId(key.2),
-                        volume,
-                        packet,
-                    };
-                    self.input(key.1, input);
-                    return true;
-                }
-            }
-            let payload = bytes.map(|bytes| self.buffer(key.1, bytes));
-            let stream = if key.3 { Stream::Data } else { Stream::Control };
-            let input = Input::Packet {
-                peer: node_id(key.0),
-                link: LinkId(key.2),
-                stream,
-                volume,
-                packet,
-                payload,
-            };
-            self.input(key.1, input);
+            self.deliver(wires[pick - self.todo.len()]);
         }
+        true
+    }
+
+    /// The next packet of one direction of one stream arrives.
+    fn deliver(&mut self, key: (usize, usize, u64, bool)) -> bool {
+        let Some((volume, packet, bytes)) = self.wires.get_mut(&key).and_then(VecDeque::pop_front)
+        else {
+            return false;
+        };
+        let core = &self.nodes[key.1].resource;
+        let alg = core.peer_integrity(node_id(key.0));
+        if let (Some(wanted), Some(bytes)) = (packet.integrity(), &bytes) {
+            let found = alg.map_or(Digest::EMPTY, |alg| integrity_of(alg, bytes));
+            if found != *wanted {
+                assert_eq!(found.len(), wanted.len(), "both sides know the algorithm");
+                let input = Input::Corrupt {
+                    peer: node_id(key.0),
+                    link: LinkId(key.2),
+                    volume,
+                    packet,
+                };
+                self.input(key.1, input);
+                return true;
+            }
+        }
+        let payload = bytes.map(|bytes| self.buffer(key.1, bytes));
+        let stream = if key.3 { Stream::Data } else { Stream::Control };
+        let input = Input::Packet {
+            peer: node_id(key.0),
+            link: LinkId(key.2),
+            stream,
+            volume,
+            packet,
+            payload,
+        };
+        self.input(key.1, input);
         true
     }
 
