@@ -179,6 +179,7 @@ impl Resource {
             crashed_primary: false,
             primary_lost_quorum: false,
             restore_quorum: false,
+            degraded: NodeMask::EMPTY,
             leaving: None,
             resize: None,
             writer: MetaWriter::default(),
@@ -388,6 +389,14 @@ impl Resource {
             .flags
             .contains(DeviceFlags::HAVE_QUORUM | DeviceFlags::WAS_UP_TO_DATE)
             && superblock.members == NodeMask::of(node_id);
+        disk.degraded = NodeMask::EMPTY;
+        if superblock.flags.contains(DeviceFlags::PRIMARY_IND) {
+            for peer in (0..NodeId::COUNT).map(NodeId) {
+                if !generations.slot(peer).flags.contains(PeerFlags::CONNECTED) {
+                    disk.degraded.insert(peer);
+                }
+            }
+        }
         disk.generations = generations;
         disk.superblock = Some(superblock);
         let al_byte = layout.al_byte();

@@ -88,6 +88,9 @@ pub struct LocalDisk {
     pub primary_lost_quorum: bool,
     /// A last man standing keeps its quorum over a restart (semantics.md, 8.3).
     pub restore_quorum: bool,
+    /// Peers that were away while there was a Primary, as the metadata said at the attach: what
+    /// `degr-wfc-timeout` is for.
+    pub degraded: lockstep_format::units::NodeMask,
     /// How far a detach has come.
     pub leaving: Option<crate::attach::Leaving>,
     /// A change of size or place of the metadata that is under way.

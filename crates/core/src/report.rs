@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 
+pub use crate::data::{AckTimes, BOUNDS_US};
 use crate::state::{ConnState, DiskState, ReplState, Role};
 
 /// Something changed that a watcher wants to know.
@@ -172,6 +173,12 @@ pub struct PeerDeviceReport {
     pub verify: Option<VerifyReport>,
     /// Bitmap UUID of the peer's slot.
     pub bitmap_uuid: Uuid,
+    /// Flags of the peer's slot in the metadata (metadata.md); 0 without a disk.
+    pub flags: u32,
+    /// How long the peer takes to acknowledge writes.
+    pub ack_times: AckTimes,
+    /// At the attach the metadata said that there was a Primary while this peer was away.
+    pub degraded: bool,
 }
 
 /// Where a running online verify stands. The node that only answers knows the position alone.

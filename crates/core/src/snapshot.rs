@@ -199,6 +199,9 @@ impl Resource {
             resync: verified.or(resync),
             verify,
             bitmap_uuid: self.slot_uuid(volume, peer),
+            ack_times: pd.map(|pd| pd.io.ack_times).unwrap_or_default(),
+            flags: self.slot_flags(volume, peer).bits(),
+            degraded: device.attached().is_some_and(|d| d.degraded.contains(peer)),
         }
     }
 }
@@ -212,7 +215,7 @@ fn resync_reasons(p: &PeerDeviceState, own: DiskState) -> Vec<&'static str> {
         reasons.push("peer");
     }
     if p.susp_dependency {
-        reasons.push("after dependency");
+        reasons.push("dependency");
     }
     if p.susp_other || (p.repl.is_sync_source() && own <= DiskState::Inconsistent) {
         reasons.push("connection dependency");

@@ -79,7 +79,7 @@ impl Resource {
             .contains(PeerFlags::DEVICE_SEEN)
     }
 
-    fn slot_flags(&self, volume: VolumeNr, peer: NodeId) -> PeerFlags {
+    pub(crate) fn slot_flags(&self, volume: VolumeNr, peer: NodeId) -> PeerFlags {
         self.devices
             .get(&volume)
             .and_then(|d| d.attached())

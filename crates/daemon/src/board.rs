@@ -71,6 +71,28 @@ impl Board {
         }
     }
 
+    /// A resource has another name from now on.
+    pub(crate) fn rename(&self, name: &str, new_name: &str) {
+        let mut inner = self.lock();
+        if let Some(mut report) = inner.reports.remove(name) {
+            new_name.clone_into(&mut report.name);
+            inner.reports.insert(new_name.to_owned(), report);
+        }
+        // Whoever watches the old name follows the resource.
+        for watcher in &mut inner.watchers {
+            if let Some(watched) = &mut watcher.resource
+                && watched == name
+            {
+                new_name.clone_into(watched);
+            }
+        }
+        let message = Reply::Renamed {
+            name: name.to_owned(),
+            new_name: new_name.to_owned(),
+        };
+        inner.tell(new_name, &message, |_| true);
+    }
+
     /// A handler starts or has ended.
     pub(crate) fn helper(&self, message: &Reply) {
         if let Reply::Helper { resource, .. } = message {

@@ -63,7 +63,7 @@ pub struct Client {
 impl Client {
     /// Connects to the node's daemon.
     pub fn connect(place: &Place) -> Result<Client, ClientError> {
-        let socket = place.control_socket();
+        let socket = place.client_socket();
         match UnixStream::connect(&socket) {
             Ok(stream) => Ok(Client {
                 place: place.clone(),
@@ -182,7 +182,7 @@ impl Client {
 
     fn lost(&self, source: std::io::Error) -> ClientError {
         ClientError::Lost {
-            socket: self.place.control_socket(),
+            socket: self.place.client_socket(),
             source,
         }
     }

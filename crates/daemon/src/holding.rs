@@ -235,6 +235,8 @@ mod tests {
             options: OptionTexts::new(),
             paths: Vec::new(),
             peer_devices: vec![PeerDeviceReport {
+                flags: 0,
+                degraded: false,
                 volume: 0,
                 repl_state: ReplState::Established,
                 disk_state: DiskState::UpToDate,

@@ -20,6 +20,7 @@ pub mod node;
 mod notify;
 pub mod options;
 pub mod place;
+mod progress;
 pub mod protocol;
 pub mod report;
 mod server;

@@ -64,8 +64,8 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
             .with_context(|| format!("listening on {address} for metrics"))?;
     }
     let path = place.control_socket();
-    let listener =
-        server::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
+    let (listener, owner) =
+        server::listen(&path).with_context(|| format!("listening on {}", path.display()))?;
     let (served, by_client) = (node.clone(), stop.clone());
     std::thread::Builder::new()
         .name("accept".into())
@@ -94,8 +94,10 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
     }
     nbd.stop();
     node.stop();
-    // Who comes now finds that nobody listens.
-    let _ = std::fs::remove_file(&path);
+    if owner == server::Owner::Daemon {
+        // Who comes now finds that nobody listens.
+        let _ = std::fs::remove_file(&path);
+    }
     tracing::info!("lockstepd has ended in order");
     Ok(())
 }

@@ -55,7 +55,12 @@ impl Mailbox {
 
 impl Inner {
     fn put(&mut self, message: Reply) {
-        if self.messages.len() >= BACKLOG {
+        if self.messages.len() >= 2 * BACKLOG {
+            // Only renames get here, which cannot be left out: the reader has to begin anew.
+            self.closed = true;
+            return;
+        }
+        if self.messages.len() >= BACKLOG && !is_rename(&message) {
             let Some(about) = state_of(&message) else {
                 if self.lost_helpers == 0 {
                     tracing::warn!(BACKLOG, "a watcher is too slow for calls of handlers");
@@ -64,10 +69,15 @@ impl Inner {
                 return;
             };
             self.messages
-                .retain(|waiting| state_of(waiting) != Some(about));
+                .retain(|waiting| is_rename(waiting) || state_of(waiting) != Some(about));
         }
         self.messages.push_back(message);
     }
+}
+
+/// What follows a rename is about the new name.
+fn is_rename(message: &Reply) -> bool {
+    matches!(message, Reply::Renamed { .. })
 }
 
 /// The resource whose state a message tells.
@@ -75,7 +85,8 @@ fn state_of(message: &Reply) -> Option<&str> {
     match message {
         Reply::Changed { resource } => Some(&resource.name),
         Reply::Removed { name } => Some(name),
-        Reply::Helper { .. }
+        Reply::Renamed { .. }
+        | Reply::Helper { .. }
         | Reply::Done
         | Reply::Failed { .. }
         | Reply::Hello { .. }

@@ -16,10 +16,7 @@ use lockstep_io::port::{
 use serde::{Deserialize, Serialize};
 
 /// Upper bounds of the buckets in microseconds; one more takes everything above.
-pub const BOUNDS_US: [u64; 18] = [
-    20, 50, 100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800, 25_600, 51_200, 102_400, 204_800,
-    409_600, 1_000_000, 4_000_000, 16_000_000,
-];
+pub use lockstep_core::report::BOUNDS_US;
 
 /// What is counted apart.
 pub const KINDS: [&str; 4] = ["read", "write", "flush", "discard"];
@@ -58,6 +55,16 @@ pub struct Counted {
 }
 
 impl Counted {
+    /// What the core has counted of a peer's acknowledgements.
+    pub(crate) fn of_acks(times: &lockstep_core::report::AckTimes) -> Counted {
+        Counted {
+            done: times.buckets.iter().sum(),
+            sum_us: times.sum_us,
+            buckets: times.buckets.to_vec(),
+            ..Counted::default()
+        }
+    }
+
     /// The bound below which this share (0 to 1) of the requests lay, in microseconds.
     pub fn quantile_us(&self, share: f64) -> Option<u64> {
         let all: u64 = self.buckets.iter().sum();

@@ -24,6 +24,19 @@ pub struct VolumeCounts {
     pub kinds: Vec<Counted>,
 }
 
+/// A peer's acknowledgements of writes of one volume.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct AckCounts {
+    /// Name of the resource.
+    pub resource: String,
+    /// Number of the volume.
+    pub volume: u16,
+    /// Name of the peer.
+    pub peer: String,
+    /// Acknowledgements and their times since the write began.
+    pub counted: Counted,
+}
+
 /// Longest wait for a scraper's request or for it to take the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest request that is read, in bytes.
@@ -58,7 +71,10 @@ fn serve(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
         header.clear();
     }
     let (status, body) = match request.split(' ').collect::<Vec<_>>()[..] {
-        ["GET", "/metrics", _] => ("200 OK", page(&node.reports(None), &node.counts())),
+        ["GET", "/metrics", _] => (
+            "200 OK",
+            page(&node.reports(None), &node.counts(), &node.acks()),
+        ),
         ["GET", _, _] => ("404 Not Found", "the metrics are at /metrics\n".to_owned()),
         _ => ("405 Method Not Allowed", "GET /metrics\n".to_owned()),
     };
@@ -71,7 +87,11 @@ fn serve(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
 }
 
 /// The page.
-pub(crate) fn page(reports: &[ResourceReport], counts: &[VolumeCounts]) -> String {
+pub(crate) fn page(
+    reports: &[ResourceReport],
+    counts: &[VolumeCounts],
+    acks: &[AckCounts],
+) -> String {
     let mut page = Page::default();
     page.family("lockstep_build_info", "gauge", "Version of the daemon.");
     page.sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
@@ -79,6 +99,7 @@ pub(crate) fn page(reports: &[ResourceReport], counts: &[VolumeCounts]) -> Strin
     devices(&mut page, reports);
     peers(&mut page, reports);
     requests(&mut page, counts);
+    acknowledgements(&mut page, acks);
     page.text
 }
 
@@ -401,20 +422,42 @@ fn requests(page: &mut Page, counts: &[VolumeCounts]) {
                 ("volume", &volume),
                 ("kind", kind),
             ];
-            let mut below = 0;
-            for (index, count) in counted.buckets.iter().enumerate() {
-                below += count;
-                let bound = BOUNDS_US
-                    .get(index)
-                    .map_or("+Inf".to_owned(), |us| (*us as f64 / 1e6).to_string());
-                let mut labels = base.to_vec();
-                labels.push(("le", &bound));
-                page.named(&format!("{name}_bucket"), &labels, below);
-            }
-            page.named(&format!("{name}_sum"), &base, counted.sum_us as f64 / 1e6);
-            page.named(&format!("{name}_count"), &base, below);
+            histogram(page, name, &base, counted);
         }
     }
+}
+
+fn acknowledgements(page: &mut Page, acks: &[AckCounts]) {
+    let name = "lockstep_peer_ack_duration_seconds";
+    page.family(
+        name,
+        "histogram",
+        "Time from a write's begin to the peer's acknowledgement.",
+    );
+    for a in acks {
+        let volume = a.volume.to_string();
+        let base = [
+            ("resource", a.resource.as_str()),
+            ("peer", a.peer.as_str()),
+            ("volume", &volume),
+        ];
+        histogram(page, name, &base, &a.counted);
+    }
+}
+
+fn histogram(page: &mut Page, name: &str, base: &[(&str, &str)], counted: &Counted) {
+    let mut below = 0;
+    for (index, count) in counted.buckets.iter().enumerate() {
+        below += count;
+        let bound = BOUNDS_US
+            .get(index)
+            .map_or("+Inf".to_owned(), |us| (*us as f64 / 1e6).to_string());
+        let mut labels = base.to_vec();
+        labels.push(("le", &bound));
+        page.named(&format!("{name}_bucket"), &labels, below);
+    }
+    page.named(&format!("{name}_sum"), base, counted.sum_us as f64 / 1e6);
+    page.named(&format!("{name}_count"), base, below);
 }
 
 #[cfg(test)]
@@ -435,7 +478,20 @@ mod tests {
             volume: 0,
             kinds: vec![counted; KINDS.len()],
         }];
-        let page = page(&[], &counts);
+        let acks = [AckCounts {
+            resource: "web".into(),
+            volume: 0,
+            peer: "bravo".into(),
+            counted: Counted::of_acks(&lockstep_core::report::AckTimes {
+                sum_us: 500_000,
+                buckets: [1; BOUNDS_US.len() + 1],
+            }),
+        }];
+        let page = page(&[], &counts, &acks);
+        assert!(page.contains(
+            "lockstep_peer_ack_duration_seconds_bucket\
+             {resource=\"web\",peer=\"bravo\",volume=\"0\",le=\"0.0001\"} 3\n"
+        ));
         let mut family = String::new();
         for line in page.lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {

@@ -18,10 +18,11 @@ use lockstep_io::tcp::{Acceptor, Path, PeerNet};
 use crate::board::{Board, has_progress};
 use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
-use crate::meter::{Meter, Metering};
-use crate::metrics::VolumeCounts;
+use crate::meter::{Counted, Meter, Metering};
+use crate::metrics::{AckCounts, VolumeCounts};
 use crate::options::{self, Moment, OptionError};
 use crate::place::Place;
+use crate::progress::Progress;
 use crate::report::{
     Configured, ConfiguredPeer, ConfiguredVolume, DiskReport, OptionTexts, PathReport,
     ResourceReport,
@@ -63,6 +64,7 @@ struct Entry {
 
 struct State {
     configured: Configured,
+    progress: Progress,
     /// The resource was removed: nothing is published any more.
     gone: bool,
 }
@@ -215,6 +217,31 @@ impl Node {
             .collect()
     }
 
+    /// How long peers take to acknowledge writes, by resource, volume and peer.
+    pub fn acks(&self) -> Vec<AckCounts> {
+        let entries: Vec<(String, Arc<Entry>)> = lock(&self.resources)
+            .iter()
+            .map(|(name, entry)| (name.clone(), entry.clone()))
+            .collect();
+        let mut all = Vec::new();
+        for (resource, entry) in entries {
+            let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id) else {
+                continue;
+            };
+            for connection in &snapshot.connections {
+                for peer_device in &connection.peer_devices {
+                    all.push(AckCounts {
+                        resource: resource.clone(),
+                        volume: peer_device.volume.0,
+                        peer: connection.name.clone(),
+                        counted: Counted::of_acks(&peer_device.ack_times),
+                    });
+                }
+            }
+        }
+        all
+    }
+
     /// Orderly end: everything down, shards stopped.
     pub fn stop(&self) {
         let names: Vec<String> = lock(&self.resources).keys().cloned().collect();
@@ -291,7 +318,7 @@ impl Node {
     /// Publishes a resource as it is now.
     fn refresh(&self, name: &str) {
         let Ok(entry) = self.find(name) else { return };
-        let state = lock(&entry.configured);
+        let mut state = lock(&entry.configured);
         if state.gone {
             return;
         }
@@ -299,7 +326,8 @@ impl Node {
             return;
         };
         let now = lockstep_io::shard::now();
-        let report = ResourceReport::join(&state.configured, &snapshot, now);
+        let mut report = ResourceReport::join(&state.configured, &snapshot, now);
+        state.progress.follow(&mut report, now);
         if self.board.publish(report) {
             drop(state);
             self.devices().look();
@@ -332,16 +360,7 @@ impl Node {
         node_id: u32,
         given: &OptionTexts,
     ) -> CommandResult {
-        let fine = |c: char| !c.is_whitespace() && !c.is_control() && !"/\"'\\;{}:".contains(c);
-        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(fine) {
-            return refuse(
-                ErrorCode::ERR_INVALID_REQUEST,
-                format!(
-                    "resource name {name:?}: 1 to {MAX_NAME_BYTES} bytes without blanks, quotes, \
-                     slashes, colons, semicolons and braces are needed"
-                ),
-            );
-        }
+        check_name(name)?;
         let node_id = node(node_id)?;
         let texts = options::merged(Set::Resource, &OptionTexts::new(), given, Moment::Creation)?;
         let config = ResourceConfig {
@@ -386,6 +405,7 @@ impl Node {
             node_id: node_id.0,
             configured: Mutex::new(State {
                 configured,
+                progress: Progress::default(),
                 gone: false,
             }),
         };
@@ -427,6 +447,60 @@ impl Node {
             }
         }
         self.remove(name, &entry)
+    }
+
+    /// Another name for a running resource. Its devices bear the name in their links, so there may
+    /// be none: it has to be Secondary.
+    pub(crate) fn rename_resource(&self, name: &str, new: &str) -> CommandResult {
+        check_name(new)?;
+        let entry = self.find(name)?;
+        let devices = self.devices();
+        devices
+            .release(name, false)
+            .or_else(|users| refuse(ErrorCode::DEVICE_IN_USE, users))?;
+        let renamed = self.rename(name, new, &entry);
+        // Whichever name it has now, its devices may come back.
+        for name in [name, new] {
+            devices.resume(name);
+        }
+        renamed
+    }
+
+    fn rename(&self, name: &str, new: &str, entry: &Arc<Entry>) -> CommandResult {
+        let mut resources = lock(&self.resources);
+        if resources.contains_key(new) {
+            return refuse(
+                ErrorCode::ERR_ALREADY_EXISTS,
+                format!("resource '{new}' exists already"),
+            );
+        }
+        let mut state = lock(&entry.configured);
+        if state.gone || resources.remove(name).is_none() {
+            return refuse(
+                ErrorCode::ERR_RES_NOT_KNOWN,
+                format!("resource '{name}' has gone meanwhile"),
+            );
+        }
+        resources.insert(new.to_owned(), entry.clone());
+        new.clone_into(&mut state.configured.name);
+        lock(&self.touched.names).insert((entry.shard, entry.id), new.to_owned());
+        {
+            let mut meters = lock(&self.meters);
+            let all = std::mem::take(&mut *meters).into_iter();
+            meters.extend(all.map(|((resource, volume), meter)| {
+                let resource = if resource == name {
+                    new.to_owned()
+                } else {
+                    resource
+                };
+                ((resource, volume), meter)
+            }));
+        }
+        self.board.rename(name, new);
+        match self.shards[entry.shard].rename_resource(entry.id, new) {
+            Ok(_) => Ok(()),
+            Err(_) => refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending"),
+        }
     }
 
     fn remove(&self, name: &str, entry: &Entry) -> CommandResult {
@@ -919,6 +993,20 @@ impl Node {
             }
         })
     }
+}
+
+fn check_name(name: &str) -> CommandResult {
+    let fine = |c: char| !c.is_whitespace() && !c.is_control() && !"/\"'\\;{}:".contains(c);
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(fine) || name == "all" {
+        return refuse(
+            ErrorCode::ERR_INVALID_REQUEST,
+            format!(
+                "resource name {name:?}: 1 to {MAX_NAME_BYTES} bytes without blanks, quotes, \
+                 slashes, colons, semicolons and braces are needed, and not 'all'"
+            ),
+        );
+    }
+    Ok(())
 }
 
 fn known_peer(entry: &Entry, peer: NodeId) -> Result<ConfiguredPeer, CommandError> {

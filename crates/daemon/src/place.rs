@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 /// Directory of a node when nothing else is said.
 pub const DEFAULT_DIR: &str = "/run/lockstep";
 
+/// Environment variable with the socket that tools use in place of the daemon's own.
+pub const CONTROL_VARIABLE: &str = "LOCKSTEP_CONTROL";
+
 /// A node's directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -37,6 +40,14 @@ impl Place {
     /// The control socket.
     pub fn control_socket(&self) -> PathBuf {
         self.dir.join("control.sock")
+    }
+
+    /// Where tools find the daemon: its control socket, unless the environment names another.
+    pub fn client_socket(&self) -> PathBuf {
+        match std::env::var_os(CONTROL_VARIABLE) {
+            Some(path) if !path.is_empty() => PathBuf::from(path),
+            _ => self.control_socket(),
+        }
     }
 
     /// Held locked by the running daemon; contains its process id.

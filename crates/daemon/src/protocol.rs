@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::metrics::VolumeCounts;
+use crate::metrics::{AckCounts, VolumeCounts};
 use crate::report::{OptionTexts, ResourceReport};
 
 /// Version of the protocol.
@@ -64,6 +64,13 @@ pub enum Request {
     DelResource {
         /// Name.
         resource: String,
+    },
+    /// `rename-resource`.
+    RenameResource {
+        /// Name.
+        resource: String,
+        /// Name from then on.
+        new_name: String,
     },
     /// `down`: everything of the resource.
     Down {
@@ -384,11 +391,21 @@ pub enum Reply {
     Counts {
         /// By resource and volume; volumes that were never used are missing.
         volumes: Vec<VolumeCounts>,
+        /// How long peers take to acknowledge writes.
+        #[serde(default)]
+        acks: Vec<AckCounts>,
     },
     /// A resource came into being or changed.
     Changed {
         /// The resource as it is now.
         resource: Box<ResourceReport>,
+    },
+    /// A resource has another name from now on.
+    Renamed {
+        /// Its name before.
+        name: String,
+        /// Its name now.
+        new_name: String,
     },
     /// A resource has gone.
     Removed {

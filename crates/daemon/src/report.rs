@@ -170,6 +170,12 @@ pub struct PeerDeviceReport {
     pub resync: Option<ResyncReport>,
     /// Bitmap UUID of the peer's slot.
     pub bitmap_uuid: u64,
+    /// Flags of the peer's slot in the metadata (metadata.md).
+    #[serde(default)]
+    pub flags: u32,
+    /// At the attach the metadata said that there was a Primary while this peer was away.
+    #[serde(default)]
+    pub degraded: bool,
     /// Options.
     pub options: OptionTexts,
 }
@@ -189,13 +195,28 @@ pub struct ResyncReport {
     pub elapsed_ms: u64,
     /// Of these, milliseconds of pause.
     pub paused_ms: u64,
-    /// Speed of the last seconds in KiB/s.
+    /// Speed since the oldest mark in KiB/s.
     pub rate_kib_s: u32,
+    /// What was done since the newest mark, at most some seconds ago.
+    #[serde(default)]
+    pub newest: SinceMark,
+    /// What was done since the oldest mark, some 20 seconds ago.
+    #[serde(default)]
+    pub oldest: SinceMark,
     /// Speed that the controller wants in KiB/s.
     pub wanted_kib_s: u32,
     /// More about an online verify.
     #[serde(default)]
     pub verify: Option<VerifyReport>,
+}
+
+/// Progress since a moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SinceMark {
+    /// Milliseconds since then.
+    pub ms: u64,
+    /// Sectors done since then.
+    pub sectors: u64,
 }
 
 /// Where a running online verify stands.
@@ -371,6 +392,8 @@ fn join_connection(
                     .as_ref()
                     .map(|resync| join_resync(resync, pd.verify.as_ref(), now)),
                 bitmap_uuid: pd.bitmap_uuid.0,
+                flags: pd.flags,
+                degraded: pd.degraded,
                 options: configured
                     .peer_device_options
                     .get(&pd.volume.0)
@@ -403,7 +426,10 @@ fn join_resync(
         same_sectors: resync.same_sectors,
         elapsed_ms: (now - resync.started).as_millis(),
         paused_ms: resync.paused_ns / 1_000_000,
+        // Until the marks are known: the speed so far.
         rate_kib_s: resync.rate_kib_s,
+        newest: SinceMark::default(),
+        oldest: SinceMark::default(),
         wanted_kib_s: resync.wanted_kib_s,
         verify: verify.map(|v| VerifyReport {
             start_sector: v.start_sector,

@@ -1,6 +1,7 @@
 //! The control socket: one thread per conversation, one request after the other.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -18,9 +19,44 @@ use crate::protocol::{MAX_REQUEST_BYTES, Reply, Request, VERSION, parse_request,
 /// Conversations at the same time.
 const MAX_CLIENTS: usize = 256;
 
+/// Whose the control socket is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// The daemon's, which removes it at its end.
+    Daemon,
+    /// Of a service manager, which starts the daemon when somebody connects.
+    Manager,
+}
+
+/// The control socket: what a service manager listens on with standard input, else a new one.
+pub(crate) fn listen(path: &Path) -> std::io::Result<(UnixListener, Owner)> {
+    match inherited(std::io::stdin().as_fd(), path)? {
+        Some(listener) => Ok((listener, Owner::Manager)),
+        None => Ok((bind(path)?, Owner::Daemon)),
+    }
+}
+
+/// A descriptor that listens on the control socket's path (`StandardInput=socket` of systemd).
+fn inherited(fd: BorrowedFd<'_>, path: &Path) -> std::io::Result<Option<UnixListener>> {
+    // Not a socket, or not a listening one: something else is on standard input.
+    if !rustix::net::sockopt::socket_acceptconn(fd).unwrap_or(false) {
+        return Ok(None);
+    }
+    let listener = UnixListener::from(fd.try_clone_to_owned()?);
+    let there = listener.local_addr()?;
+    if there.as_pathname() != Some(path) {
+        let text = format!(
+            "the socket on standard input is {there:?}, not {}",
+            path.display()
+        );
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, text));
+    }
+    Ok(Some(listener))
+}
+
 /// Binds the control socket, in place of one that a dead daemon left. The caller holds the node's
 /// lock, so nobody alive listens on it.
-pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
+fn bind(path: &Path) -> std::io::Result<UnixListener> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -159,6 +195,7 @@ fn answer(node: &Node, request: Request) -> Reply {
         },
         Request::Counts => Reply::Counts {
             volumes: node.counts(),
+            acks: node.acks(),
         },
         Request::Refresh => {
             drop(node.reports(None));
@@ -198,6 +235,7 @@ fn execute(n: &Node, request: Request) -> CommandResult {
             set_defaults,
         } => n.resource_options(&resource, &options, moment(set_defaults)),
         Request::DelResource { resource } => n.del_resource(&resource),
+        Request::RenameResource { resource, new_name } => n.rename_resource(&resource, &new_name),
         Request::Down { resource } => n.down(&resource),
         Request::NewMinor {
             resource,
@@ -541,6 +579,58 @@ mod tests {
         }
         drop((reader, client));
         server.join().unwrap().unwrap();
+        node.stop();
+    }
+
+    #[test]
+    fn a_listening_socket_on_standard_input_is_taken_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let managers = UnixListener::bind(&path).unwrap();
+        let listener = inherited(managers.as_fd(), &path).unwrap().unwrap();
+        let _client = UnixStream::connect(&path).unwrap();
+        listener.accept().unwrap();
+        // Another socket is a mistake of its own; what is no socket is only no socket.
+        assert!(inherited(managers.as_fd(), &dir.path().join("other")).is_err());
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(inherited(file.as_fd(), &path).unwrap().is_none());
+        let (stream, _other) = UnixStream::pair().unwrap();
+        assert!(inherited(stream.as_fd(), &path).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_resource_gets_another_name_and_watchers_follow_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        node.new_resource("mail", 0, &Default::default()).unwrap();
+        let (_, changes) = node.board().watch(Some("web".into()), Statistics::No);
+        let answers = converse_with(
+            &node,
+            &[
+                r#"{"do":"rename-resource","resource":"web","new_name":"mail"}"#,
+                r#"{"do":"rename-resource","resource":"none","new_name":"shop"}"#,
+                r#"{"do":"rename-resource","resource":"web","new_name":"a b"}"#,
+                r#"{"do":"rename-resource","resource":"web","new_name":"shop"}"#,
+                r#"{"do":"down","resource":"web"}"#,
+            ],
+        );
+        for (answer, code) in answers.iter().zip(["174", "158", "162", "done", "158"]) {
+            assert!(answer.contains(code), "{code} is not in {answer}");
+        }
+        let names: Vec<String> = node.reports(None).into_iter().map(|r| r.name).collect();
+        assert_eq!(names, ["mail", "shop"]);
+        node.down("shop").unwrap();
+        let mut seen = Vec::new();
+        while seen.last() != Some(&"removed shop".to_owned()) {
+            match changes.recv().unwrap() {
+                Reply::Renamed { name, new_name } => seen.push(format!("{name} to {new_name}")),
+                Reply::Removed { name } => seen.push(format!("removed {name}")),
+                Reply::Changed { resource } => assert_eq!(resource.name, "shop"),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(seen, ["web to shop", "removed shop"]);
         node.stop();
     }
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use lockstep_format::conf::options::{self, OptionSpec, Set};
 
-use crate::{COMMANDS, drbdadm, drbdsetup};
+use crate::{COMMANDS, drbdadm, drbdmeta, drbdsetup};
 
 const USAGE: &str = "\
 Usage: lockstep completions bash|zsh|fish   prints completions of all tools
@@ -53,6 +53,11 @@ fn tools() -> Vec<Tool> {
             name: "drbdsetup",
             summary: "changes and shows the state of a node's resources",
             commands: drbdsetup::words(),
+        },
+        Tool {
+            name: "drbdmeta",
+            summary: "makes, shows and changes metadata on disks that are not in use",
+            commands: drbdmeta::words(),
         },
     ]
 }
@@ -266,6 +271,6 @@ mod tests {
         assert!(!page.lines().any(|line| line.starts_with('\'')));
         let dir = tempfile::tempdir().unwrap();
         write_pages(dir.path()).unwrap();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 5);
     }
 }

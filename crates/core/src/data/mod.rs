@@ -9,6 +9,7 @@
 //! Wake-ups never nest: whoever may go on is queued in `ResourceIo::wakes` and runs from
 //! `settle_data`.
 
+mod ack_times;
 mod balance;
 mod disk;
 mod exchange;
@@ -27,6 +28,7 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::BlockRequest;
 use lockstep_format::wire::{BIO_LEN_MAX, ConnState, DiskState, OvResultCode, Packet};
 
+pub use ack_times::{AckTimes, BOUNDS_US};
 use balance::ReadPath;
 pub use disk::{BitmapThen, DiskIo, DiskIoGeometry};
 
@@ -227,6 +229,8 @@ pub struct PeerIo {
     pub received_sectors: u64,
     /// Sectors sent.
     pub sent_sectors: u64,
+    /// How long the peer takes to acknowledge writes.
+    pub ack_times: AckTimes,
 }
 
 /// What failed on a local disk.

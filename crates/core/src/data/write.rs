@@ -501,6 +501,10 @@ impl Resource {
             }
             return;
         };
+        let time = req
+            .pending
+            .contains(peer)
+            .then(|| self.now - req.submitted_at);
         req.pending.remove(peer);
         match how {
             Ack::Failed => {
@@ -512,6 +516,12 @@ impl Resource {
                 req.ok.insert(peer);
                 req.in_sync.insert(peer);
             }
+        }
+        if let Some(time) = time
+            && let Some(device) = self.devices.get_mut(&volume)
+            && let Some(pd) = device.peers.get_mut(&peer)
+        {
+            pd.io.ack_times.add(time);
         }
         self.try_complete(key);
         self.settle_log();

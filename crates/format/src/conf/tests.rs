@@ -351,6 +351,29 @@ fn ambiguous_inheritance_is_an_error() {
 }
 
 #[test]
+fn a_volume_is_not_told_two_things_by_what_it_inherits_from() {
+    let text = |general: &str, volume: &str, host: &str| {
+        format!(
+            "common {{ disk {{ {general} }} }} resource r {{\n\
+             volume 0 {{ device minor 1; disk /d; disk {{ {volume} }} }}\n\
+             on a {{ node-id 0; address 10.0.0.1:1; volume 0 {{ disk {{ {host} }} }} }}\n\
+             on b {{ node-id 1; address 10.0.0.2:1; volume 0 {{ disk {{ {host} }} }} }} }}"
+        )
+    };
+    let found = resolve_errors(&text("on-io-error detach;", "on-io-error pass_on;", ""));
+    assert_eq!(
+        found.trim_end(),
+        "/etc/drbd.conf:1: in resource r, ambiguous inheritance for option \"on-io-error\".\n\
+         should be \"detach\" and \"pass_on\" at the same time\n."
+    );
+    let same = resolve_errors(&text("al-extents 977;", "al-extents 977;", ""));
+    assert_eq!(same, "");
+    // What is written nearest holds.
+    let nearest = resolve_errors(&text("", "al-extents 977;", "al-extents 1237;"));
+    assert_eq!(nearest, "");
+}
+
+#[test]
 fn node_ids_are_invented_as_the_original_does() {
     let text = "resource r { device minor 1; disk /d; on a { address 10.1.0.1:7; } \
                 on b { address 10.1.0.2:7; } }";

@@ -94,6 +94,20 @@ impl<E: Engine> ShardHandle<E> {
         self.ask(move |shard| shard.add_resource(name, engine))
     }
 
+    /// Gives a resource another name for handlers and the log. `false` if there is none.
+    pub fn rename_resource(&self, resource: ResourceId, name: &str) -> Result<bool, ShardGone> {
+        let name = name.to_owned();
+        self.ask(
+            move |shard| match shard.resources.get_mut(Key(resource.0)) {
+                Some(slot) => {
+                    slot.name = name;
+                    true
+                }
+                None => false,
+            },
+        )
+    }
+
     /// Removes a resource with all its links, disks and ports. `Command::Down` comes before; what
     /// still runs is cut off. `false` if there is none.
     pub fn remove_resource(&self, resource: ResourceId) -> Result<bool, ShardGone> {

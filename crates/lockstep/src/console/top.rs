@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lockstep_core::state::{ConnState, ReplState};
 use lockstep_daemon::client::Client;
 use lockstep_daemon::meter::Counted;
-use lockstep_daemon::metrics::VolumeCounts;
+use lockstep_daemon::metrics::{AckCounts, VolumeCounts};
 use lockstep_daemon::names::Named;
 use lockstep_daemon::place::Place;
 use lockstep_daemon::protocol::{Reply, Request};
@@ -41,7 +41,13 @@ pub(super) fn run(place: &Place, every: Duration, once: bool) -> Result<(), Stri
     }
 }
 
-type Answer = (Vec<ResourceReport>, Vec<VolumeCounts>);
+/// What has been counted up to a moment.
+struct Counts {
+    volumes: Vec<VolumeCounts>,
+    acks: Vec<AckCounts>,
+}
+
+type Answer = (Vec<ResourceReport>, Counts);
 
 fn ask(client: &mut Client) -> Result<Answer, String> {
     let mut call = |request| client.call(&request).map_err(|error| error.to_string());
@@ -49,18 +55,16 @@ fn ask(client: &mut Client) -> Result<Answer, String> {
         call(Request::Report { resource: None })?,
         call(Request::Counts)?,
     ) {
-        (Reply::Report { resources }, Reply::Counts { volumes }) => Ok((resources, volumes)),
+        (Reply::Report { resources }, Reply::Counts { volumes, acks }) => {
+            Ok((resources, Counts { volumes, acks }))
+        }
         (other, _) => Err(format!("an unexpected answer: {other:?}")),
     }
 }
 
-fn page(
-    reports: &[ResourceReport],
-    counts: &[VolumeCounts],
-    before: &[VolumeCounts],
-    elapsed: Duration,
-) -> String {
+fn page(reports: &[ResourceReport], counts: &Counts, before: &Counts, elapsed: Duration) -> String {
     let old: BTreeMap<_, _> = before
+        .volumes
         .iter()
         .map(|v| ((v.resource.as_str(), v.volume), v))
         .collect();
@@ -71,12 +75,13 @@ fn page(
     for r in reports {
         for d in &r.devices {
             let now = counts
+                .volumes
                 .iter()
                 .find(|v| v.resource == r.name && v.volume == d.volume);
             let then = old.get(&(r.name.as_str(), d.volume)).copied();
             volume(&mut out, r, d, (now, then), elapsed);
         }
-        peers(&mut out, r);
+        peers(&mut out, r, counts, before);
     }
     if reports.is_empty() {
         out.push_str("nothing is configured\n");
@@ -105,10 +110,7 @@ fn volume(
             .unwrap_or_default()
             .since(&of(then).unwrap_or(none.clone()));
         let per_second = |count: u64| count as f64 / elapsed.as_secs_f64().max(0.001);
-        let times = match (new.quantile_us(0.5), new.quantile_us(0.99)) {
-            (Some(half), Some(most)) => format!("{}/{}", time(half), time(most)),
-            _ => "-".to_owned(),
-        };
+        let times = times(&new);
         let _ = write!(
             out,
             " {:>9.0} {times:>9} {:>12}",
@@ -119,7 +121,26 @@ fn volume(
     out.push('\n');
 }
 
-fn peers(out: &mut String, r: &ResourceReport) {
+/// Bounds below which half and 99 % lay.
+fn times(counted: &Counted) -> String {
+    match (counted.quantile_us(0.5), counted.quantile_us(0.99)) {
+        (Some(half), Some(most)) => format!("{}/{}", time(half), time(most)),
+        _ => "-".to_owned(),
+    }
+}
+
+/// How long a peer took to acknowledge writes in the interval, if there were any.
+fn ack_times(key: (&str, &str, u16), counts: &Counts, before: &Counts) -> Option<String> {
+    let of = |counts: &Counts| {
+        let mut all = counts.acks.iter();
+        let found = all.find(|a| (a.resource.as_str(), a.peer.as_str(), a.volume) == key);
+        found.map(|a| a.counted.clone()).unwrap_or_default()
+    };
+    let new = of(counts).since(&of(before));
+    (new.done > 0).then(|| times(&new))
+}
+
+fn peers(out: &mut String, r: &ResourceReport, counts: &Counts, before: &Counts) {
     for c in &r.connections {
         if c.state != ConnState::Connected {
             let _ = writeln!(out, "  {:<18} {}", c.name, c.state.text());
@@ -127,9 +148,13 @@ fn peers(out: &mut String, r: &ResourceReport) {
         }
         for p in &c.peer_devices {
             let state = p.repl_state.text();
+            let key = (r.name.as_str(), c.name.as_str(), p.volume);
+            let acks = ack_times(key, counts, before)
+                .map(|times| format!("  acknowledges in {times}"))
+                .unwrap_or_default();
             let Some(resync) = &p.resync else {
-                if p.repl_state != ReplState::Established {
-                    let _ = writeln!(out, "  {:<18} volume {} {state}", c.name, p.volume);
+                if p.repl_state != ReplState::Established || !acks.is_empty() {
+                    let _ = writeln!(out, "  {:<18} volume {} {state}{acks}", c.name, p.volume);
                 }
                 continue;
             };
@@ -138,7 +163,7 @@ fn peers(out: &mut String, r: &ResourceReport) {
             let rate = size(u64::from(resync.rate_kib_s) * 1024);
             let _ = writeln!(
                 out,
-                "  {:<18} volume {} {state} {} {done:.1}% {rate}/s {left}",
+                "  {:<18} volume {} {state} {} {done:.1}% {rate}/s {left}{acks}",
                 c.name,
                 p.volume,
                 bar(done)
@@ -173,11 +198,20 @@ mod tests {
                 sum_us: 0,
                 buckets: vec![0, 0, done],
             };
-            [VolumeCounts {
-                resource: "web".into(),
-                volume: 0,
-                kinds,
-            }]
+            let counted = kinds[1].clone();
+            Counts {
+                volumes: vec![VolumeCounts {
+                    resource: "web".into(),
+                    volume: 0,
+                    kinds,
+                }],
+                acks: vec![AckCounts {
+                    resource: "web".into(),
+                    volume: 1,
+                    peer: "bravo".into(),
+                    counted,
+                }],
+            }
         };
         let page = page(
             &[sample::web()],
@@ -196,6 +230,8 @@ mod tests {
             page.contains("bravo              volume 0 SyncSource [#"),
             "{page}"
         );
+        let acks = "bravo              volume 1 Established  acknowledges in 100us/100us\n";
+        assert!(page.contains(acks), "{page}");
         assert!(page.contains("charlie            Connecting"), "{page}");
     }
 }

@@ -27,6 +27,7 @@ use lockstep_format::disk::store::{self, Store};
 use lockstep_format::disk::{Magic, SECTOR_BYTES};
 
 use device::{Access, Device, OpenError, PlainFile};
+pub(crate) use options::words;
 use options::{CommandLine, Failure};
 
 /// Runs the tool; `args` are the words behind the program's name.

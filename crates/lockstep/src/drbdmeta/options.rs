@@ -1,5 +1,6 @@
 //! The command line of `drbdmeta` (section 18 of the metadata specification).
 
+use lockstep_format::conf::options::nearest;
 use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{BitmapBlock, Placement};
 use lockstep_format::disk::store::BitmapInit;
@@ -156,6 +157,22 @@ pub(crate) static COMMANDS: [Command; 18] = [
 const CREATE_USAGE: &str = "[--peer-max-bio-size {val}] [--al-stripes {val}] \
                             [--al-stripe-size-kB {val}] {max_peers}";
 
+/// Commands with what they take, for completions and manual pages.
+pub(crate) fn words() -> Vec<crate::words::Command> {
+    COMMANDS
+        .iter()
+        .map(|command| {
+            let options = command.usage.split(['[', ']', ' ']);
+            let options = options.filter_map(|word| word.strip_prefix("--"));
+            crate::words::Command {
+                name: command.name,
+                summary: String::new(),
+                options: options.collect(),
+            }
+        })
+        .collect()
+}
+
 /// The usage text.
 pub(crate) fn usage() -> String {
     let mut text = String::from(
@@ -199,7 +216,14 @@ pub(crate) fn parse(args: &[String]) -> Result<CommandLine, Failure> {
             let raw = command_name == "hexdump-superblock";
             raw.then(|| COMMANDS.last().expect("the table is not empty"))
         })
-        .ok_or_else(|| Failure::usage(format!("Unknown command '{command_name}'.")))?;
+        .ok_or_else(|| {
+            let names = COMMANDS.iter().map(|command| command.name);
+            let near = match nearest(&command_name, names) {
+                Some(near) => format!("\n\tdid you mean '{near}'?"),
+                None => String::new(),
+            };
+            Failure::usage(format!("Unknown command '{command_name}'.{near}"))
+        })?;
     let target = Target {
         minor,
         format,

@@ -3,9 +3,9 @@
 use std::net::{IpAddr, ToSocketAddrs};
 
 use lockstep_daemon::report::OptionTexts;
-use lockstep_format::conf::options::{Kind, ValueError};
+use lockstep_format::conf::options::{Kind, ValueError, nearest};
 
-use super::verbs::{FlagValue, Verb, find};
+use super::verbs::{FlagValue, VERBS, Verb, find, find_84};
 
 /// A command line that was understood.
 #[derive(Debug)]
@@ -23,7 +23,11 @@ pub(super) struct Parsed {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
     /// Unknown command or option: the general help is shown.
-    Unknown(String),
+    Unknown {
+        word: String,
+        /// The nearest known one.
+        near: Option<&'static str>,
+    },
     /// The command's usage is shown.
     Missing { verb: &'static str, number: usize },
     /// More words than the command takes.
@@ -32,9 +36,22 @@ pub(super) enum Wrong {
     Value(String),
 }
 
-/// Understands a command line without the program's name.
+/// Understands a command line without the program's name. What is wrong may be right in DRBD 8.4.
 pub(super) fn parse(args: &[String]) -> Result<Parsed, Wrong> {
-    let (verb, rest) = split_verb(args)?;
+    let wrong = match split_verb(args, find) {
+        Ok((verb, rest)) => match parse_for(verb, rest) {
+            Ok(parsed) => return Ok(parsed),
+            Err(wrong) => wrong,
+        },
+        Err(wrong) => wrong,
+    };
+    match split_verb(args, find_84) {
+        Ok((verb, rest)) => parse_for(verb, rest).map_err(|_| wrong),
+        Err(_) => Err(wrong),
+    }
+}
+
+fn parse_for(verb: &'static Verb, rest: Vec<String>) -> Result<Parsed, Wrong> {
     let mut parsed = Parsed {
         verb,
         words: Vec::new(),
@@ -57,7 +74,10 @@ pub(super) fn parse(args: &[String]) -> Result<Parsed, Wrong> {
         } else if word.len() > 1 && word.starts_with('-') {
             let letters = &word[1..];
             for letter in letters.chars() {
-                let unknown = || Wrong::Unknown(word.clone());
+                let unknown = || Wrong::Unknown {
+                    word: word.clone(),
+                    near: None,
+                };
                 let name = verb.short(letter).ok_or_else(unknown)?;
                 parsed.option(name, None, &mut rest)?;
             }
@@ -84,7 +104,10 @@ pub(super) fn parse(args: &[String]) -> Result<Parsed, Wrong> {
 }
 
 /// The command is the first word, or the second if only that is one.
-fn split_verb(args: &[String]) -> Result<(&'static Verb, Vec<String>), Wrong> {
+fn split_verb(
+    args: &[String],
+    find: fn(&str) -> Option<&'static Verb>,
+) -> Result<(&'static Verb, Vec<String>), Wrong> {
     let name = |at: usize| args.get(at).map_or("", String::as_str);
     if let Some(verb) = find(name(0)) {
         return Ok((verb, args[1..].to_vec()));
@@ -94,7 +117,9 @@ fn split_verb(args: &[String]) -> Result<(&'static Verb, Vec<String>), Wrong> {
         rest.extend_from_slice(&args[2..]);
         return Ok((verb, rest));
     }
-    Err(Wrong::Unknown(name(0).to_owned()))
+    let word = name(0).to_owned();
+    let near = nearest(&word, VERBS.iter().map(|verb| verb.name));
+    Err(Wrong::Unknown { word, near })
 }
 
 impl Parsed {
@@ -104,7 +129,11 @@ impl Parsed {
         value: Option<String>,
         rest: &mut impl Iterator<Item = String>,
     ) -> Result<(), Wrong> {
-        let unknown = || Wrong::Unknown(format!("--{name}"));
+        let verb = self.verb;
+        let unknown = || Wrong::Unknown {
+            word: format!("--{name}"),
+            near: nearest(name, verb.option_names().into_iter()),
+        };
         if let Some(flag) = self.verb.flag(name) {
             let value = match (flag.value, value) {
                 (FlagValue::Needed, None) => Some(rest.next().ok_or_else(unknown)?),
@@ -264,6 +293,29 @@ mod tests {
     }
 
     #[test]
+    fn the_forms_of_84_are_understood() {
+        let parsed = line("connect r 10.0.0.1:7788 ipv4:10.0.0.2:7788 --protocol=A").unwrap();
+        assert!(parsed.verb.of_84);
+        assert_eq!(parsed.options["protocol"], "A");
+        assert!(
+            line("attach 1 /dev/a /dev/a internal --c-max-rate=4M")
+                .unwrap()
+                .verb
+                .of_84
+        );
+        assert!(line("new-resource r").unwrap().verb.of_84);
+        assert!(line("0 wait-connect").unwrap().verb.of_84);
+        for text in ["connect r 1", "new-resource r 0", "disconnect r 1 --force"] {
+            assert!(!line(text).unwrap().verb.of_84, "{text}");
+        }
+        // What is wrong in both is told in today's words.
+        assert_eq!(
+            line("connect r 1 2 3").unwrap_err(),
+            Wrong::Excess("2 3".into())
+        );
+    }
+
+    #[test]
     fn options_stand_anywhere_and_may_be_cut_short() {
         let parsed =
             line("attach --al-ext=6007 1 --size 1M /dev/a --md-flushes=no /dev/b flexible")
@@ -278,13 +330,18 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named() {
+        let unknown = |word: &str, near| Wrong::Unknown {
+            word: word.into(),
+            near,
+        };
+        assert_eq!(line("frobnicate").unwrap_err(), unknown("frobnicate", None));
         assert_eq!(
-            line("frobnicate").unwrap_err(),
-            Wrong::Unknown("frobnicate".into())
+            line("attahc 1 a b c").unwrap_err(),
+            unknown("attahc", Some("attach"))
         );
         assert_eq!(
-            line("status --frob").unwrap_err(),
-            Wrong::Unknown("--frob".into())
+            line("net-options r 1 --pign-int=3").unwrap_err(),
+            unknown("--pign-int", Some("ping-int"))
         );
         assert_eq!(
             line("new-minor a").unwrap_err(),

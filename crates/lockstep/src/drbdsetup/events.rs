@@ -8,7 +8,7 @@ use lockstep_daemon::report::{
 };
 
 use super::paint::{Colour, Side, yes_no};
-use super::status::{blocked, done_percent, eta_text, list_or_no};
+use super::status::{blocked, done_percent, eta_text, list_or_no, raw_progress};
 
 /// What is printed.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,8 @@ pub(super) struct Detail {
     pub(super) statistics: bool,
     /// Every line carries all fields.
     pub(super) full: bool,
+    /// The figures behind the progress of a resync or verify.
+    pub(super) raw: bool,
     /// `OLD->NEW` for state fields.
     pub(super) diff: bool,
     pub(super) colour: Colour,
@@ -340,7 +342,7 @@ impl Lines {
         ];
         let mut counters = String::new();
         if old.is_none_or(|o| counters_differ(o, new)) || self.detail.full {
-            counters = peer_device_counters(new, self.detail.statistics);
+            counters = peer_device_counters(new, self.detail);
         }
         let id = format!(" name:{name}{id} volume:{}", new.volume);
         self.line("peer-device", &id, old.is_none(), groups, &counters);
@@ -406,12 +408,12 @@ fn counters_differ(old: &PeerDeviceReport, new: &PeerDeviceReport) -> bool {
 }
 
 /// Empty when there is nothing to say: no resync, and no statistics wanted.
-fn peer_device_counters(p: &PeerDeviceReport, statistics: bool) -> String {
+fn peer_device_counters(p: &PeerDeviceReport, detail: Detail) -> String {
     let mut text = String::new();
     if let Some(resync) = &p.resync {
         text.push_str(&format!(" done:{:.2}", done_percent(resync)));
     }
-    if statistics {
+    if detail.statistics {
         text.push_str(&format!(
             " received:{} sent:{} out-of-sync:{} pending:{} unacked:{}",
             p.received_sectors / 2,
@@ -421,6 +423,11 @@ fn peer_device_counters(p: &PeerDeviceReport, statistics: bool) -> String {
             p.unacked
         ));
         if let Some(resync) = &p.resync {
+            if detail.raw {
+                for (key, value) in raw_progress(p.repl_state, resync) {
+                    text.push_str(&format!(" {key}:{value}"));
+                }
+            }
             let rate = f64::from(resync.rate_kib_s) / 1024.0;
             text.push_str(&format!(" dbdt1:{rate:.2} eta:{}", eta_text(resync)));
         }
@@ -455,6 +462,14 @@ impl Known {
         changes(old.as_ref(), None, detail)
     }
 
+    /// A resource has another name.
+    pub(super) fn rename(&mut self, name: &str, new_name: &str) {
+        if let Some(mut resource) = self.resources.remove(name) {
+            new_name.clone_into(&mut resource.name);
+            self.resources.insert(new_name.to_owned(), resource);
+        }
+    }
+
     /// A resource as last seen.
     pub(super) fn get(&self, name: &str) -> Option<&ResourceReport> {
         self.resources.get(name)
@@ -472,6 +487,7 @@ mod tests {
         Detail {
             statistics: false,
             full: false,
+            raw: false,
             diff: false,
             colour: Colour::Off,
         }
@@ -505,6 +521,40 @@ exists path name:web peer-node-id:2 conn-name:charlie local:ipv4:10.1.0.1:7790 p
         );
         assert!(lines.contains(&"exists device name:web volume:0 minor:10 backing_dev:/dev/vg0/web0 disk:UpToDate client:no open:yes quorum:yes size:1048576 read:2500 written:45000 al-writes:14 bm-writes:3 upper-pending:1 lower-pending:2 al-suspended:no blocked:no".to_owned()));
         assert!(lines.contains(&"exists peer-device name:web peer-node-id:1 conn-name:bravo volume:0 replication:SyncSource peer-disk:Inconsistent peer-client:no resync-suspended:no done:57.08 received:0 sent:150000 out-of-sync:450000 pending:0 unacked:1 dbdt1:52.08 eta:8".to_owned()));
+    }
+
+    #[test]
+    fn the_figures_behind_the_progress_come_before_its_speed() {
+        let detail = Detail {
+            statistics: true,
+            full: true,
+            raw: true,
+            ..detail()
+        };
+        let lines = initial(&sample::web(), detail);
+        let wanted = " unacked:1 rs-total:2097152 rs-dt-start-ms:12000 rs-paused-ms:0 \
+                      rs-dt0-ms:3000 rs-db0-sectors:300000 rs-dt1-ms:6000 rs-db1-sectors:640000 \
+                      rs-failed:0 rs-same-csum:0 want:50.00 dbdt:48.71 dbdt0:48.83 dbdt1:52.08 \
+                      eta:8";
+        assert!(
+            lines.iter().any(|line| line.ends_with(wanted)),
+            "{lines:#?}"
+        );
+    }
+
+    #[test]
+    fn a_renamed_resource_is_compared_with_what_it_was() {
+        let mut known = Known::default();
+        known.initial(sample::web(), detail());
+        known.rename("web", "shop");
+        let mut shop = sample::web();
+        shop.name = "shop".into();
+        assert!(known.changed(shop.clone(), detail()).is_empty());
+        shop.role = Role::Secondary;
+        assert_eq!(
+            known.changed(shop, detail()),
+            ["change resource name:shop role:Secondary"]
+        );
     }
 
     #[test]

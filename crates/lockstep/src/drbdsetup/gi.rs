@@ -1,8 +1,7 @@
 //! `drbdsetup get-gi` and `show-gi` (config-and-cli.md, 14).
 
-use lockstep_core::state::{DiskState, ReplState};
 use lockstep_daemon::report::{DeviceReport, PeerDeviceReport};
-use lockstep_format::disk::v09::DeviceFlags;
+use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
 
 /// The line of identifiers and flags.
 pub(super) fn line(device: &DeviceReport, peer_device: &PeerDeviceReport) -> String {
@@ -22,8 +21,12 @@ pub(super) fn line(device: &DeviceReport, peer_device: &PeerDeviceReport) -> Str
             "0"
         });
     }
-    for flag in peer_flags(peer_device) {
-        bits.push(if flag { "1" } else { "0" });
+    for flag in PEER_FLAGS {
+        bits.push(if peer_device.flags & flag.bits() != 0 {
+            "1"
+        } else {
+            "0"
+        });
     }
     out.push_str(&bits.join(":"));
     out
@@ -41,18 +44,14 @@ const DEVICE_FLAGS: [DeviceFlags; 7] = [
     DeviceFlags::PRIMARY_LOST_QUORUM,
 ];
 
-/// peer-connected, peer-outdated, peer-fencing, peer-full-sync, peer-device-seen, as far as the
-/// running state tells.
-fn peer_flags(p: &PeerDeviceReport) -> [bool; 5] {
-    let connected = p.repl_state > ReplState::Off;
-    [
-        connected,
-        matches!(p.disk_state, DiskState::Outdated | DiskState::Inconsistent),
-        false,
-        false,
-        connected || p.bitmap_uuid != 0,
-    ]
-}
+/// peer-connected, peer-outdated, peer-fencing, peer-full-sync, peer-device-seen.
+const PEER_FLAGS: [PeerFlags; 5] = [
+    PeerFlags::CONNECTED,
+    PeerFlags::OUTDATED,
+    PeerFlags::FENCING,
+    PeerFlags::FULL_SYNC,
+    PeerFlags::DEVICE_SEEN,
+];
 
 /// The line with its legend.
 pub(super) fn with_legend(line: &str) -> String {
@@ -91,6 +90,7 @@ mod tests {
     fn the_line_has_identifiers_and_twelve_flags() {
         let mut web = sample::web();
         web.devices[0].flags = 0x1 | 0x10 | 0x2 | 0x80;
+        web.connections[0].peer_devices[1].flags = 0x1_0011;
         assert_eq!(
             line(&web.devices[0], &web.connections[0].peer_devices[1]),
             "1122334455667789:99887766554433FF:AAAAAAAAAAAAAAA0:BBBBBBBBBBBBBBB0:\

@@ -1,6 +1,7 @@
 //! `drbdsetup`: one request to the daemon, in the words, texts and exit codes of the original.
 
 mod args;
+mod calls84;
 mod codes;
 mod dialect;
 mod events;
@@ -71,6 +72,9 @@ fn run_to_code(args: &[String]) -> u8 {
         return 0;
     }
     let place = Place::find(None);
+    if parsed.verb.of_84 {
+        return calls84::run(&place, parsed);
+    }
     match parsed.verb.name {
         "status" => status(&place, &parsed),
         "show" => show(&place, &parsed),
@@ -81,13 +85,6 @@ fn run_to_code(args: &[String]) -> u8 {
         name if name.starts_with("wait-") => waiting(&place, &mut parsed),
         "down" if parsed.words[0] == "all" => down_all(&place),
         "check-resize" => check_resize(&place, &parsed),
-        "rename-resource" => {
-            let text = "a running resource keeps its name; `drbdadm down` it, change the name in \
-                        the configuration of all nodes, and bring it up"
-                .to_owned();
-            let code = INVALID_REQUEST;
-            answered(&parsed.words[0], Reply::Failed { code, text })
-        }
         _ => change(&place, parsed),
     }
 }
@@ -113,8 +110,11 @@ fn help_of(name: Option<&String>, text: fn(&verbs::Verb) -> String) -> u8 {
 
 fn usage_error(wrong: Wrong) -> u8 {
     match wrong {
-        Wrong::Unknown(word) => {
+        Wrong::Unknown { word, near } => {
             eprintln!("drbdsetup: unknown command or option '{word}'");
+            if let Some(near) = near {
+                eprintln!("\tdid you mean '{near}'?");
+            }
             print!("{}", verbs::help());
         }
         Wrong::Missing { verb, number } => {
@@ -174,6 +174,9 @@ fn change(place: &Place, parsed: Parsed) -> u8 {
             Ok(reply) => {
                 if reply == Reply::Done {
                     forget(&registered);
+                    if let Request::RenameResource { resource, new_name } = &request {
+                        rename_registered(resource, new_name);
+                    }
                 }
                 return answered(&object, reply);
             }
@@ -207,6 +210,13 @@ fn forget(links: &[String]) {
     for link in links {
         let _ = std::fs::remove_file(std::path::Path::new(REGISTRY).join(link));
     }
+}
+
+/// The link of a resource goes with its name. One that was never made needs no other name.
+fn rename_registered(name: &str, new_name: &str) {
+    let link =
+        |name: &str| std::path::Path::new(REGISTRY).join(format!("drbd-resource-{name}.conf"));
+    let _ = std::fs::rename(link(name), link(new_name));
 }
 
 /// Where drbdadm keeps them.
@@ -243,8 +253,6 @@ fn check_resize(place: &Place, parsed: &Parsed) -> u8 {
     }
 }
 
-/// `ERR_INVALID_REQUEST`.
-const INVALID_REQUEST: i32 = 162;
 /// `ERR_NO_DISK`.
 const NO_DISK: i32 = 138;
 
@@ -356,6 +364,12 @@ fn status(place: &Place, parsed: &Parsed) -> u8 {
         let style = status::Style {
             verbose: parsed.has("verbose"),
             statistics: parsed.has("statistics"),
+            raw: parsed
+                .flags
+                .iter()
+                .filter(|(flag, _)| *flag == "verbose")
+                .count()
+                > 1,
             colour,
             terminal: std::io::stdout().is_terminal(),
             width: width(),
@@ -537,7 +551,18 @@ fn udev(resource: &ResourceReport, device: &DeviceReport) -> String {
 }
 
 fn waiting(place: &Place, parsed: &mut Parsed) -> u8 {
-    let seconds = parsed.take_number("wfc-timeout").unwrap_or(0);
+    let mut seconds = |name: &str| {
+        let given = parsed.take_number(name).unwrap_or(0);
+        u64::try_from(given).unwrap_or(0)
+    };
+    let (limits, notices) = wait::Limits::of_seconds(
+        seconds("wfc-timeout"),
+        seconds("degr-wfc-timeout"),
+        seconds("outdated-wfc-timeout"),
+    );
+    for notice in notices {
+        eprintln!("{notice}");
+    }
     let after_split_brain = parsed.take_bool("wait-after-sb").unwrap_or(false);
     let number = |at: usize| {
         parsed
@@ -556,10 +581,7 @@ fn waiting(place: &Place, parsed: &mut Parsed) -> u8 {
         sync: parsed.verb.name.starts_with("wait-sync"),
         peer,
         volume,
-        limit: u64::try_from(seconds)
-            .ok()
-            .filter(|s| *s > 0)
-            .map(Duration::from_secs),
+        limits,
         after_split_brain,
     };
     let resource = &parsed.words[0];

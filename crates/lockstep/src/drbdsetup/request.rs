@@ -26,6 +26,10 @@ pub(super) fn build(mut p: Parsed) -> Result<Request, String> {
         "del-resource" => Request::DelResource {
             resource: resource(),
         },
+        "rename-resource" => Request::RenameResource {
+            resource: resource(),
+            new_name: p.words[1].clone(),
+        },
         "down" => Request::Down {
             resource: resource(),
         },
@@ -258,7 +262,6 @@ mod tests {
             "show-gi",
             "get-gi",
             "check-resize",
-            "rename-resource",
         ];
         for verb in VERBS {
             let name = verb.name;

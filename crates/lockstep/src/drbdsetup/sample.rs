@@ -3,7 +3,7 @@
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_daemon::report::{
     ConnectionReport, DeviceReport, DiskReport, PathReport, PeerDeviceReport, ResourceReport,
-    ResyncReport,
+    ResyncReport, SinceMark,
 };
 
 /// Primary with a diskless second volume, one peer in resync, one unreachable over two paths.
@@ -24,6 +24,14 @@ pub(crate) fn web() -> ResourceReport {
         elapsed_ms: 12_000,
         paused_ms: 0,
         rate_kib_s: 53_330,
+        newest: SinceMark {
+            ms: 3_000,
+            sectors: 300_000,
+        },
+        oldest: SinceMark {
+            ms: 6_000,
+            sectors: 640_000,
+        },
         wanted_kib_s: 51_200,
         verify: None,
     });
@@ -151,6 +159,8 @@ fn peer_device(volume: u16, repl_state: ReplState, disk_state: DiskState) -> Pee
         unacked: 1,
         resync: None,
         bitmap_uuid: 0x9988_7766_5544_33FF,
+        flags: 0,
+        degraded: false,
         options: if volume == 0 {
             [("c-min-rate".to_owned(), "4096k".to_owned())].into()
         } else {

@@ -13,6 +13,8 @@ use super::paint::{Colour, Side, Wrapped, yes_no};
 pub(crate) struct Style {
     pub(crate) verbose: bool,
     pub(crate) statistics: bool,
+    /// The figures behind the progress of a resync or verify.
+    pub(crate) raw: bool,
     pub(crate) colour: Colour,
     /// Standard output is a terminal.
     pub(crate) terminal: bool,
@@ -184,6 +186,11 @@ fn one_peer_device(out: &mut Wrapped, p: &PeerDeviceReport, single: bool, s: Sty
             out.field(&format!("unacked:{}", p.unacked));
         }
         if let (true, Some(resync)) = (s.verbose, &p.resync) {
+            if s.raw {
+                for (key, value) in raw_progress(p.repl_state, resync) {
+                    out.field(&format!("{key}:{value}"));
+                }
+            }
             out.field(&format!(
                 "dbdt1:{:.2}",
                 f64::from(resync.rate_kib_s) / 1024.0
@@ -216,6 +223,57 @@ pub(crate) fn done_percent(resync: &ResyncReport) -> f64 {
     100.0 * (resync.total_sectors - left) as f64 / resync.total_sectors as f64
 }
 
+/// The figures behind the progress, in the order of the original.
+pub(super) fn raw_progress(state: ReplState, r: &ResyncReport) -> Vec<(&'static str, String)> {
+    let mut fields = vec![
+        ("rs-total", r.total_sectors.to_string()),
+        ("rs-dt-start-ms", r.elapsed_ms.to_string()),
+        ("rs-paused-ms", r.paused_ms.to_string()),
+        ("rs-dt0-ms", r.newest.ms.to_string()),
+        ("rs-db0-sectors", r.newest.sectors.to_string()),
+        ("rs-dt1-ms", r.oldest.ms.to_string()),
+        ("rs-db1-sectors", r.oldest.sectors.to_string()),
+    ];
+    if matches!(state, ReplState::VerifyS | ReplState::VerifyT) {
+        let ov = r.verify.clone().unwrap_or_default();
+        // Without a stop sector the original gives the largest number.
+        let stop = ov.stop_sector.unwrap_or(u64::MAX);
+        fields.extend([
+            ("ov-start-sector", ov.start_sector.to_string()),
+            ("ov-stop-sector", stop.to_string()),
+            ("ov-position", ov.position_sector.to_string()),
+            ("ov-left", r.left_sectors.to_string()),
+            ("ov-skipped", ov.skipped_sectors.to_string()),
+        ]);
+    } else {
+        fields.extend([
+            ("rs-failed", r.failed_sectors.to_string()),
+            ("rs-same-csum", r.same_sectors.to_string()),
+        ]);
+    }
+    if r.wanted_kib_s != 0 {
+        let want = f64::from(r.wanted_kib_s) / 1024.0;
+        fields.push(("want", format!("{want:.2}")));
+    }
+    let done = r.total_sectors.saturating_sub(r.left_sectors);
+    let active_ms = r.elapsed_ms.saturating_sub(r.paused_ms);
+    let newest = mib_s(r.newest.sectors, r.newest.ms);
+    fields.extend([
+        ("dbdt", format!("{:.2}", mib_s(done, active_ms))),
+        ("dbdt0", format!("{newest:.2}")),
+    ]);
+    fields
+}
+
+/// Speed in MiB/s.
+pub(super) fn mib_s(sectors: u64, ms: u64) -> f64 {
+    if ms == 0 {
+        0.0
+    } else {
+        sectors as f64 / ms as f64 * 1000.0 / 2048.0
+    }
+}
+
 /// Seconds to the end of a resync at its present speed; none without progress.
 pub(crate) fn eta_seconds(resync: &ResyncReport) -> Option<u64> {
     let rate = u64::from(resync.rate_kib_s);
@@ -236,6 +294,7 @@ mod tests {
         Style {
             verbose: false,
             statistics: false,
+            raw: false,
             colour: Colour::Off,
             terminal: false,
             width: 80,

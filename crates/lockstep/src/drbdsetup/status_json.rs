@@ -3,10 +3,10 @@
 use lockstep_core::state::ReplState;
 use lockstep_daemon::names::Named;
 use lockstep_daemon::report::{
-    ConnectionReport, DeviceReport, PathReport, PeerDeviceReport, ResourceReport,
+    ConnectionReport, DeviceReport, PathReport, PeerDeviceReport, ResourceReport, SinceMark,
 };
 
-use super::status::{done_percent, eta_seconds, list_or_no};
+use super::status::{done_percent, eta_seconds, list_or_no, mib_s, raw_progress};
 
 /// All resources as a JSON array.
 pub(super) fn text(resources: &[ResourceReport]) -> String {
@@ -191,42 +191,17 @@ fn peer_device(p: &PeerDeviceReport, size_sectors: u64) -> String {
     if let Some(r) = &p.resync {
         let done = r.total_sectors.saturating_sub(r.left_sectors);
         let active_ms = r.elapsed_ms.saturating_sub(r.paused_ms);
-        let recent = u64::from(r.rate_kib_s) * 2;
-        members.extend([
-            ("rs-total", r.total_sectors.to_string()),
-            ("rs-dt-start-ms", r.elapsed_ms.to_string()),
-            ("rs-paused-ms", r.paused_ms.to_string()),
-            ("rs-dt0-ms", active_ms.to_string()),
-            ("rs-db0-sectors", done.to_string()),
-            // The core reports the speed of the last seconds, here as what one second brings.
-            ("rs-dt1-ms", "1000".to_owned()),
-            ("rs-db1-sectors", recent.to_string()),
-        ]);
-        if verify {
-            let ov = r.verify.clone().unwrap_or_default();
-            // Without a stop sector the original gives the largest number.
-            let stop = ov.stop_sector.unwrap_or(u64::MAX);
-            members.extend([
-                ("ov-start-sector", ov.start_sector.to_string()),
-                ("ov-stop-sector", stop.to_string()),
-                ("ov-position", ov.position_sector.to_string()),
-                ("ov-left", r.left_sectors.to_string()),
-                ("ov-skipped", ov.skipped_sectors.to_string()),
-            ]);
-        } else {
-            members.extend([
-                ("rs-failed", r.failed_sectors.to_string()),
-                ("rs-same-csum", r.same_sectors.to_string()),
-            ]);
-        }
-        let speed = mib_s(done, active_ms);
+        let raw = raw_progress(p.repl_state, r).into_iter();
+        // The speeds have other names here.
+        members.extend(raw.take_while(|(key, _)| key.starts_with("rs-") || key.starts_with("ov-")));
+        let speed = |since: SinceMark| format!("{:.2}", mib_s(since.sectors, since.ms));
         let eta = eta_seconds(r).unwrap_or(NO_PROGRESS_SECONDS);
         members.extend([
             ("want", format!("{:.2}", f64::from(r.wanted_kib_s) / 1024.0)),
-            ("db0/dt0 [MiB/s]", format!("{speed:.2}")),
-            ("db1/dt1 [MiB/s]", format!("{:.2}", mib_s(recent, 1000))),
+            ("db0/dt0 [MiB/s]", speed(r.newest)),
+            ("db1/dt1 [MiB/s]", speed(r.oldest)),
             ("estimated-seconds-to-finish", eta.to_string()),
-            ("db/dt [MiB/s]", format!("{speed:.2}")),
+            ("db/dt [MiB/s]", format!("{:.2}", mib_s(done, active_ms))),
             ("percent-resync-done", format!("{:.2}", done_percent(r))),
         ]);
     }
@@ -235,14 +210,6 @@ fn peer_device(p: &PeerDeviceReport, size_sectors: u64) -> String {
 
 /// The number that means "no progress".
 const NO_PROGRESS_SECONDS: u64 = 987_654_321;
-
-fn mib_s(sectors: u64, ms: u64) -> f64 {
-    if ms == 0 {
-        0.0
-    } else {
-        sectors as f64 / ms as f64 * 1000.0 / 2048.0
-    }
-}
 
 #[cfg(test)]
 mod tests {

@@ -11,6 +11,8 @@ pub(super) struct Verb {
     pub(super) arguments: &'static [&'static str],
     sets: &'static [Set],
     flags: &'static [Flag],
+    /// A form of DRBD 8.4: understood, not listed.
+    pub(super) of_84: bool,
 }
 
 /// An option that is not in the option table: how something is printed.
@@ -35,12 +37,15 @@ impl Verb {
         let creation = matches!(
             self.name,
             "new-resource" | "new-minor" | "new-peer" | "attach"
-        );
+        ) || self.of_84;
         self.sets
             .iter()
             .flat_map(|set| options::all(*set))
             .filter(move |spec| creation || spec.change != options::Change::AtCreation)
-            .chain(options::command(self.name))
+            .chain(options::command(match (self.of_84, self.name) {
+                (true, "wait-connect" | "wait-sync") => "wait-connect-volume",
+                (_, name) => name,
+            }))
     }
 
     /// The spec of an option, by its whole name or an unambiguous beginning.
@@ -268,7 +273,46 @@ const fn verb(
         arguments,
         sets,
         flags: &[],
+        of_84: false,
     }
+}
+
+/// Forms of DRBD 8.4, where a resource has one peer without a number and minors stand for volumes.
+const VERBS_84: &[Verb] = &[
+    of_84("new-resource", R, &[Set::Resource]),
+    of_84(
+        "connect",
+        &["resource", "local-addr", "remote-addr"],
+        &[Set::Net],
+    ),
+    of_84(
+        "disconnect",
+        &["resource", "local-addr", "remote-addr"],
+        &[],
+    ),
+    of_84(
+        "attach",
+        &["minor", "lower_dev", "meta_data_dev", "meta_data_index"],
+        &[Set::Disk, Set::PeerDevice, Set::Net],
+    ),
+    of_84("wait-connect", M, &[]),
+    of_84("wait-sync", M, &[]),
+];
+
+const fn of_84(
+    name: &'static str,
+    arguments: &'static [&'static str],
+    sets: &'static [Set],
+) -> Verb {
+    Verb {
+        of_84: true,
+        ..verb(name, arguments, sets, "As in DRBD 8.4.")
+    }
+}
+
+/// The form of DRBD 8.4 of the command with this name.
+pub(super) fn find_84(name: &str) -> Option<&'static Verb> {
+    VERBS_84.iter().find(|verb| verb.name == name)
 }
 
 const fn flag(name: &'static str, short: char, value: FlagValue) -> Flag {

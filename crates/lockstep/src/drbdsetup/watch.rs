@@ -3,6 +3,8 @@
 use std::io::{Read, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use tz::TimeZone;
+
 use lockstep_daemon::client::{Client, ClientError, Sender};
 use lockstep_daemon::place::Place;
 use lockstep_daemon::protocol::{Reply, Request};
@@ -21,10 +23,12 @@ pub(super) fn events2(place: &Place, parsed: &Parsed) -> u8 {
         detail: Detail {
             statistics: full || parsed.has("statistics"),
             full,
+            raw: full && parsed.has("statistics"),
             diff: parsed.has("diff"),
             colour,
         },
         timestamps: parsed.has("timestamps"),
+        zone: local_zone(),
         resource: super::chosen(parsed).map(str::to_owned),
     };
     let (poll, now) = (parsed.has("poll"), parsed.has("now"));
@@ -104,6 +108,7 @@ fn wait_for_request() -> bool {
 struct Watch {
     detail: Detail,
     timestamps: bool,
+    zone: TimeZone,
     resource: Option<String>,
 }
 
@@ -154,6 +159,10 @@ impl Watch {
             }
             Reply::Changed { resource } => known.changed(*resource, self.detail),
             Reply::Removed { name } => known.removed(&name, self.detail),
+            Reply::Renamed { name, new_name } => {
+                known.rename(&name, &new_name);
+                vec![format!("rename resource name:{name} new_name:{new_name}")]
+            }
             Reply::Helper {
                 resource,
                 peer,
@@ -184,7 +193,7 @@ impl Watch {
     /// All lines at once, so that a group is never cut.
     fn print(&self, lines: &[String]) -> std::io::Result<()> {
         let stamp = if self.timestamps {
-            timestamp(SystemTime::now())
+            timestamp(SystemTime::now(), &self.zone)
         } else {
             String::new()
         };
@@ -200,17 +209,34 @@ impl Watch {
     }
 }
 
-/// `2026-01-31T12:00:00.123456+00:00 `, in UTC.
-fn timestamp(at: SystemTime) -> String {
+/// The zone of `TZ`, else of the machine, else UTC.
+fn local_zone() -> TimeZone {
+    let zone = match std::env::var("TZ") {
+        Ok(name) => TimeZone::from_posix_tz(&name),
+        Err(_) => TimeZone::local(),
+    };
+    zone.unwrap_or_else(|_| TimeZone::utc())
+}
+
+/// `2026-01-31T13:00:00.123456+01:00 `, in local time.
+fn timestamp(at: SystemTime, zone: &TimeZone) -> String {
     let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let (days, seconds) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
+    let local = i64::try_from(since.as_secs()).ok();
+    let local = local.and_then(|unix| zone.find_local_time_type(unix).ok());
+    let offset_s = local.map_or(0, |local| local.ut_offset());
+    let shown_s = since.as_secs().saturating_add_signed(offset_s.into());
+    let sign = if offset_s < 0 { '-' } else { '+' };
+    let offset_min = offset_s.unsigned_abs() / 60;
+    let (days, seconds) = (shown_s / 86_400, shown_s % 86_400);
     let (year, month, day) = date(days);
     format!(
-        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}.{:06}+00:00 ",
+        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}.{:06}{sign}{:02}:{:02} ",
         seconds / 3600,
         seconds / 60 % 60,
         seconds % 60,
-        since.subsec_micros()
+        since.subsec_micros(),
+        offset_min / 60,
+        offset_min % 60
     )
 }
 
@@ -246,10 +272,15 @@ mod tests {
 
     #[test]
     fn timestamps_have_33_characters_with_the_blank() {
-        let at = |seconds| timestamp(UNIX_EPOCH + Duration::from_secs(seconds));
+        let utc = TimeZone::utc();
+        let at = |seconds| timestamp(UNIX_EPOCH + Duration::from_secs(seconds), &utc);
         assert_eq!(at(0), "1970-01-01T00:00:00.000000+00:00 ");
         assert_eq!(at(1_709_210_096), "2024-02-29T12:34:56.000000+00:00 ");
         assert_eq!(at(1_798_761_599), "2026-12-31T23:59:59.000000+00:00 ");
         assert_eq!(at(0).len(), 33);
+        let zone = TimeZone::from_posix_tz("NST3:30NDT,M3.2.0,M11.1.0").unwrap();
+        let at = |seconds| timestamp(UNIX_EPOCH + Duration::from_secs(seconds), &zone);
+        assert_eq!(at(1_709_210_096), "2024-02-29T09:04:56.000000-03:30 ");
+        assert_eq!(at(1_720_000_000), "2024-07-03T07:16:40.000000-02:30 ");
     }
 }

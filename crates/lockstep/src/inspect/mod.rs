@@ -1,5 +1,6 @@
 //! `lockstep inspect`: shows files and traffic in the formats that Lockstep reads and writes.
 
+mod control;
 mod fields;
 mod meta;
 mod pcap;
@@ -12,9 +13,12 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 Usage: lockstep inspect wire [--json | --summary] FILE...
        lockstep inspect meta [--index INDEX] IMAGE
+       lockstep inspect control [--full] COMMAND [ARGUMENT...]
 
   wire   lists the replication packets in captures (pcap, plain or gzip)
   meta   prints the metadata on a device or in a file, and what is wrong in it
+  control  runs a command and shows on standard error what it and its children say to the daemon
+           and hear from it; --full does not cut long lines, secrets are hidden in any case
 
 Options of wire:
   --json      one JSON object per packet; the summary goes to standard error
@@ -23,6 +27,7 @@ Options of wire:
 Options of meta:
   --index     internal, flex-external or a slot number; else where metadata is found
 
+Exit code of control: that of the command.
 Exit code of meta: 0 if nothing is wrong, 1 if something is.
 Exit code of wire: 0 if every packet decodes and encodes to the same bytes, 1 if one does not or
 a file cannot be read. Exit code 2 for wrong usage.";
@@ -32,6 +37,7 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
     match args.split_first() {
         Some((command, rest)) if command == "wire" => wire::run(rest),
         Some((command, rest)) if command == "meta" => meta::run(rest),
+        Some((command, rest)) if command == "control" => control::run(rest),
         Some((flag, _)) if flag == "--help" || flag == "-h" => {
             println!("{USAGE}");
             ExitCode::SUCCESS

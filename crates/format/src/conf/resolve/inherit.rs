@@ -29,9 +29,14 @@ pub fn inherit(config: &mut Config) -> Vec<Diagnostic> {
             copy(&general.options, &mut own.options);
             own.stacked_timeouts |= general.stacked_timeouts;
         }
-        volumes(resource);
-        let found = connections(resource);
-        conflicts.extend(found.into_iter().map(|conflict| (index, conflict)));
+        let mut found = volumes(resource);
+        found.extend(connections(resource));
+        for conflict in found {
+            // Each host of the resource has the same.
+            if !conflicts.contains(&(index, conflict.clone())) {
+                conflicts.push((index, conflict));
+            }
+        }
     }
     let mut diagnostics = Vec::new();
     for (index, conflict) in conflicts {
@@ -55,7 +60,8 @@ pub fn inherit(config: &mut Config) -> Vec<Diagnostic> {
     diagnostics
 }
 
-/// An option that a peer device gets from two places with different values.
+/// An option that a volume or peer device gets from two places with different values.
+#[derive(Clone, PartialEq, Eq)]
 struct Conflict {
     name: alloc::string::String,
     first: alloc::string::String,
@@ -85,20 +91,23 @@ fn copy_plugins(general: &[alloc::string::String], own: &mut Vec<alloc::string::
     }
 }
 
-fn volumes(resource: &mut Resource) {
+fn volumes(resource: &mut Resource) -> Vec<Conflict> {
+    let mut conflicts = Vec::new();
     let general = &resource.sections.disk;
     for volume in resource
         .hosts
         .iter_mut()
         .flat_map(|host| &mut host.effective)
     {
-        copy_disk(general, &mut volume.settings);
+        let mut inherited = DiskSettings::default();
+        let own = &mut volume.settings;
+        copy_disk_checked(general, own, &mut inherited, &mut conflicts);
         let level = resource
             .volumes
             .iter()
             .find(|level| level.number == volume.number);
         if let Some(level) = level {
-            copy_disk(&level.settings, &mut volume.settings);
+            copy_disk_checked(&level.settings, own, &mut inherited, &mut conflicts);
         }
         if volume.disk == Some(Disk::None) {
             volume.meta_disk = None;
@@ -109,6 +118,27 @@ fn volumes(resource: &mut Resource) {
                 .name
                 .get_or_insert_with(|| format!("/dev/drbd{minor}"));
         }
+    }
+    conflicts
+}
+
+fn copy_disk_checked(
+    general: &DiskSettings,
+    own: &mut DiskSettings,
+    inherited: &mut DiskSettings,
+    conflicts: &mut Vec<Conflict>,
+) {
+    let sets = [
+        (&general.disk, &mut own.disk, &mut inherited.disk),
+        (&general.device, &mut own.device, &mut inherited.device),
+        (
+            &general.peer_device,
+            &mut own.peer_device,
+            &mut inherited.peer_device,
+        ),
+    ];
+    for (general, own, inherited) in sets {
+        copy_checked(general, own, inherited, conflicts);
     }
 }
 
