@@ -463,6 +463,7 @@ impl Node {
         for name in [name, new] {
             devices.resume(name);
         }
+        devices.look_and_wait();
         renamed
     }
 

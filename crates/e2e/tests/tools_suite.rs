@@ -6,6 +6,8 @@ mod console;
 mod lines;
 #[path = "tools/monitor.rs"]
 mod monitor;
+#[path = "tools/newcomer.rs"]
+mod newcomer;
 #[path = "tools/nodes.rs"]
 mod nodes;
 #[path = "tools/pacemaker.rs"]

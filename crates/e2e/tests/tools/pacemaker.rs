@@ -1,40 +1,27 @@
 //! Pacemaker's script for DRBD, `ocf:linbit:drbd` of drbd-utils, unchanged, called as a cluster
-//! manager calls it. It looks for `/proc/drbd` and for block nodes, which its mount namespace has.
+//! manager calls it, by the wrapper of the package.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::machine_has;
 
-use crate::nodes::{DRIVER, Nodes, Setup, can_run_stock_tools};
+use crate::nodes::{Nodes, Setup, can_run_stock_tools};
 
 const SCRIPT: &str = "/usr/lib/ocf/resource.d/linbit/drbd";
 
-/// What the script's namespace has besides: a `/proc` with the file of the kernel module and
-/// links to the real entries, and block nodes for volumes that are not Primary.
-fn view(nodes: &Nodes, node: usize) -> String {
-    let entries = "self thread-self mounts filesystems meminfo cpuinfo sys stat version modules \
-                   devices partitions loadavg uptime net cmdline";
-    format!(
-        "v=$LOCKSTEP_DIR/fake; mkdir -p $v\n\
-         mount -t tmpfs tmpfs $v; mkdir $v/proc $v/up $v/work\n\
-         mount -t proc proc $v/proc; mount -t tmpfs tmpfs /proc\n\
-         for e in {entries}; do ln -s $v/proc/$e /proc/$e; done\n\
-         echo 'version: {DRIVER} (api:2/proto:118-124)' > /proc/drbd\n\
-         mount -t overlay -o lowerdir=/dev,upperdir=$v/up,workdir=$v/work overlay /dev\n\
-         mknod /dev/drbd{minor} b 147 {minor}\n\
-         PATH=$LOCKSTEP_DIR/cluster:$PATH\n",
-        minor = nodes.minor(node)
-    )
-}
+/// The wrapper of the package, which gives the script its view of the machine.
+const WRAPPER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging/ocf-drbd");
+
+/// Programs of a cluster manager that the script calls.
+const VIEW: &str = "PATH=$LOCKSTEP_DIR/cluster:$PATH\n";
 
 /// Runs one action; its exit code and what it said.
 fn act(nodes: &Nodes, node: usize, action: &str, meta: &[(&str, &str)]) -> Result<(i32, String)> {
     let dir = nodes.node_dir(node);
-    let mut command = nodes.command(node, SCRIPT, &[action]);
+    let mut command = nodes.command(node, WRAPPER, &[action]);
     command
         .env("OCF_ROOT", "/usr/lib/ocf")
         .env("OCF_FUNCTIONS_DIR", dir.join("cluster"))
@@ -57,13 +44,12 @@ fn act(nodes: &Nodes, node: usize, action: &str, meta: &[(&str, &str)]) -> Resul
         .env("OCF_RESKEY_CRM_meta_master_node_max", "1")
         .env("OCF_RESKEY_CRM_meta_globally_unique", "false")
         .env("OCF_RESKEY_CRM_meta_notify", "true")
-        // Its /proc has no processes, so the caller's version cannot be asked.
-        .env("LOCKSTEP_SHOW_DIALECT", "9.22")
+        .env("LOCKSTEP_OCF_AGENT", SCRIPT)
         .env("LOCKSTEP_TEST_SCORES", dir.join("scores"));
     for (name, value) in meta {
         command.env(format!("OCF_RESKEY_CRM_meta_{name}"), value);
     }
-    let output = command.output().context(SCRIPT)?;
+    let output = command.output().context(WRAPPER)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let code = output.status.code().context("it ended by a signal")?;
     Ok((code, said))
@@ -71,10 +57,7 @@ fn act(nodes: &Nodes, node: usize, action: &str, meta: &[(&str, &str)]) -> Resul
 
 #[test]
 fn pacemakers_script_starts_promotes_demotes_and_stops() -> Result<()> {
-    if !can_run_stock_tools()
-        || !machine_has("ocf:linbit:drbd", Path::new(SCRIPT).exists())
-        || !machine_has("overlay file systems", has_overlay())
-    {
+    if !can_run_stock_tools() || !machine_has("ocf:linbit:drbd", Path::new(SCRIPT).exists()) {
         return Ok(());
     }
     let nodes = Nodes::new(&Setup {
@@ -99,7 +82,7 @@ fn pacemakers_script_starts_promotes_demotes_and_stops() -> Result<()> {
             )?;
             fs::set_permissions(&stub, fs::Permissions::from_mode(0o755))?;
         }
-        fs::write(nodes.node_dir(node).join("view"), view(&nodes, node))?;
+        fs::write(nodes.node_dir(node).join("view"), VIEW)?;
     }
     let expect = |node: usize, action: &str, meta: &[(&str, &str)], code: i32| -> Result<()> {
         let (found, said) = act(&nodes, node, action, meta)?;
@@ -147,15 +130,7 @@ fn pacemakers_script_starts_promotes_demotes_and_stops() -> Result<()> {
         expect(node, "monitor", &[], NOT_RUNNING)?;
     }
     ensure!(nodes.asked(0, &["status"])? == "# No currently configured DRBD found.\n");
+    let link = format!("/dev/drbd{}", nodes.minor(0));
+    ensure!(fs::symlink_metadata(&link).is_err(), "{link} is left");
     Ok(())
-}
-
-/// Overlays work in a namespace of this machine.
-fn has_overlay() -> bool {
-    let script = "set -e; mount -t tmpfs tmpfs /mnt; mkdir /mnt/u /mnt/w\n\
-                  mount -t overlay -o lowerdir=/dev,upperdir=/mnt/u,workdir=/mnt/w overlay /dev";
-    Command::new("unshare")
-        .args(["--mount", "bash", "-c", script])
-        .output()
-        .is_ok_and(|output| output.status.success())
 }
