@@ -1001,6 +1001,7 @@ impl Resource {
             self.wish(WishKind::Demote { force }, Some(id));
             return;
         }
+        self.close_epoch();
         self.waiting.push(Waiting {
             id,
             what: Wait::Demote,
@@ -1019,6 +1020,9 @@ impl Resource {
                 return;
             }
             self.explicit_primary = false;
+            if !self.requests_are_through() {
+                self.close_epoch();
+            }
         }
         let until = Instant(u64::MAX);
         self.waiting.push(Waiting {

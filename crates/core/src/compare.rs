@@ -5,16 +5,18 @@
 //!
 //! Between two Lockstep nodes there is one more rule, **marked-blocks**: if everything says "no
 //! resync" (equal UUIDs, both disks UpToDate) but blocks are marked on either side, then the marked
-//! blocks of both sides are resynced instead of being forgotten. The source is chosen so that no
-//! write that protocol C acknowledged is lost. Any node that lived through the loss of the
-//! connection holds all of them; only a node that came back (no RECONNECT flag, or being attached)
-//! *and* has marks may lack some, because its disk may have lost its volatile cache. Call that
-//! node stale. In this order:
+//! blocks of both sides are resynced instead of being forgotten. If only one disk is UpToDate and
+//! the other Outdated, it is source. Else the source is chosen so that no write that protocol C
+//! acknowledged is lost. Any node that lived through the loss of the connection holds all of them;
+//! only a node that came back (no RECONNECT flag, or being attached) *and* has marks may lack some,
+//! because its disk may have lost its volatile cache. Call that node stale. In this order:
 //!
 //! 1. exactly one side is connected to a Primary, and the other is not one: it has what that
 //!    acknowledged and is source;
-//! 2. exactly one side is stale: the other is source (also if the stale one is Primary by now:
-//!    then `rr-conflict` decides);
+//! 2. exactly one side is stale: the other is source. If the stale one is Primary by now,
+//!    `rr-conflict` decides; but where no third node is known it was promoted alone, and has served
+//!    no request yet, since the first one would have begun a new generation: it gives up nothing
+//!    (but for an attach);
 //! 3. exactly one side is Primary: it is source;
 //! 4. exactly one side crashed as Primary: the other is source with protocol C, the crashed one
 //!    with A and B (it may hold acknowledged writes that the survivor never got);
@@ -33,7 +35,7 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::{Dagtag, NodeId, Uuid};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid};
 use lockstep_format::wire::{DiskState, Features, ReplState, Role, UuidFlags};
 
 use crate::options::{AfterSplitBrain, NetOptions, Protocol};
@@ -909,7 +911,15 @@ fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
     let both_up_to_date = h.own.effective_disk() == DiskState::UpToDate
         && h.peer.effective_disk() == DiskState::UpToDate;
     let equal = !matches!(verdict.rule, Rule::JustCreatedBoth);
-    if verdict.strategy != Strategy::NoSync || !both_up_to_date || !h.has_dirty_bits() || !equal {
+    if verdict.strategy != Strategy::NoSync || !h.has_dirty_bits() || !equal {
+        return;
+    }
+    if let Some(direction) = by_one_up_to_date(h) {
+        verdict.rule = Rule::MarkedBlocks;
+        verdict.strategy = direction.use_bitmap();
+        return;
+    }
+    if !both_up_to_date {
         return;
     }
     if let Some((direction, rule)) = reconcile(h) {
@@ -922,6 +932,17 @@ fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
             Some(direction) => direction.use_bitmap(),
             None => Strategy::SplitBrainDisconnect,
         };
+    }
+}
+
+/// Between two Lockstep nodes: one disk is UpToDate, and the other is known to have missed
+/// something. (One that is Consistent becomes UpToDate when it knows that it may.)
+fn by_one_up_to_date(h: &Handshake<'_>) -> Option<Direction> {
+    match (h.own.effective_disk(), h.peer.effective_disk()) {
+        _ if !h.is_lockstep() => None,
+        (DiskState::UpToDate, DiskState::Outdated) => Some(Direction::Source),
+        (DiskState::Outdated, DiskState::UpToDate) => Some(Direction::Target),
+        _ => None,
     }
 }
 
@@ -1147,6 +1168,16 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
         && h.own.is_primary()
         && h.peer.is_primary()
         && loser.uuids.dirty_bits == 0;
+    // Promoted since it came back, and still on the peer's generation: it has served nothing. (The
+    // peer may have got that from a third node.)
+    let pair = NodeMask::of(h.own.node).with(h.peer.node);
+    let third = |side: &Side| !side.uuids.slots.difference(pair).is_empty();
+    let unused = verdict.rule == Rule::MarkedBlocks
+        && h.phase == Phase::Connect
+        && loser.may_be_stale()
+        && !(h.own.is_primary() && h.peer.is_primary())
+        && !third(h.own)
+        && !third(h.peer);
     // A disk that is just being attached to a Primary is not the data that it serves.
     if !loser.is_primary()
         || loser.disk < DiskState::Consistent
@@ -1154,6 +1185,7 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
         || !h.has_dirty_bits()
         || verdict.demote_first
         || late_writes
+        || unused
     {
         return;
     }

@@ -680,18 +680,65 @@ fn marked_blocks_are_resynced_between_two_lockstep_nodes() {
 }
 
 #[test]
-fn a_stale_primary_is_not_overwritten_without_asking() {
-    let case = Case::new(0x10, 0x10).with(|c| {
+fn a_stale_primary_that_has_served_nothing_gets_what_it_lacks() {
+    // Its disk came back with marks, and it was promoted alone: on the same generation still.
+    let promoted = Case::new(0x10, 0x11).with(|c| {
         c.features = Features::LOCKSTEP;
         c.a.role = Role::Primary;
         c.a.uuids.dirty_bits = 2;
-        flag(&mut c.b, UuidFlags::RECONNECT);
+        c.a.uuids.slots = NodeMask::of(A).with(B);
+        c.b.uuids.slots = NodeMask::of(A).with(B);
     });
+    promoted.expect(Strategy::TargetUseBitmap, Rule::MarkedBlocks);
+    // A third node may have brought the peer to the Primary's generation.
+    for known_to in [A, B] {
+        let three = promoted.clone().with(|c| {
+            let side = if known_to == A { &mut c.a } else { &mut c.b };
+            side.uuids.slots.insert(NodeId(2));
+        });
+        assert_eq!(
+            three.decide().strategy,
+            Strategy::SyncTargetPrimaryDisconnect
+        );
+    }
+    promoted
+        .clone()
+        .with(|c| flag(&mut c.b, UuidFlags::RECONNECT))
+        .expect(Strategy::TargetUseBitmap, Rule::MarkedBlocks);
+    // In an attach it may have served much.
+    let attach = promoted.clone().with(|c| c.phase = Phase::Attach);
     assert_eq!(
-        case.decide().strategy,
+        attach.decide().strategy,
         Strategy::SyncTargetPrimaryDisconnect
     );
-    assert_eq!(case.decide_at_peer().strategy, Strategy::SourceUseBitmap);
+    assert_eq!(attach.decide_at_peer().strategy, Strategy::SourceUseBitmap);
+    // Nor is a Primary overwritten that followed the peer all the time.
+    let survivor = Case::new(0x10, 0x10).with(|c| {
+        c.features = Features::LOCKSTEP;
+        c.a.role = Role::Primary;
+        c.a.uuids.dirty_bits = 2;
+        flag(&mut c.a, UuidFlags::RECONNECT);
+    });
+    survivor.expect(Strategy::SourceUseBitmap, Rule::MarkedBlocks);
+}
+
+#[test]
+fn marks_between_a_good_disk_and_one_that_is_behind_are_resynced() {
+    let case = Case::new(0x10, 0x11).with(|c| {
+        c.features = Features::LOCKSTEP;
+        c.a.disk = DiskState::Outdated;
+        c.b.role = Role::Primary;
+        c.b.uuids.dirty_bits = 2;
+        flag(&mut c.a, UuidFlags::RECONNECT);
+        flag(&mut c.b, UuidFlags::RECONNECT);
+    });
+    case.expect(Strategy::TargetUseBitmap, Rule::MarkedBlocks);
+    case.clone()
+        .with(|c| c.b.uuids.dirty_bits = 0)
+        .expect(Strategy::NoSync, Rule::Reconnected);
+    // A kernel peer has its own ways.
+    case.with(|c| c.features = Features::empty())
+        .expect(Strategy::NoSync, Rule::Reconnected);
 }
 
 #[test]

@@ -177,8 +177,14 @@ impl Resource {
                 .devices
                 .get(volume)
                 .is_some_and(|d| !d.announced.is_empty());
-            let forced = promoted || (back && announced && new.role == Role::Primary);
+            let returns = back && new.role == Role::Primary;
+            let noted = self.announced_last(*volume);
+            let forced = promoted || (returns && (announced || noted));
             due |= forced;
+            // What became due while there were no data at all was dropped: whoever was lost before
+            // they returned is still to be excluded.
+            due |=
+                new.role == Role::Primary && !before.data_accessible() && after.data_accessible();
             if planted!(self, NoNewUuidOnLoss) {
                 due = promoted;
             }
@@ -187,6 +193,10 @@ impl Resource {
                 if due {
                     device.new_uuid_pending = true;
                     device.new_uuid_forced |= forced;
+                }
+                if returns && noted {
+                    // By the next handshake the peer that took it must not look newer.
+                    self.new_uuid_wanted = true;
                 }
                 if back {
                     device.announced.clear();

@@ -10,7 +10,7 @@ use crate::device::PeerDevice;
 use crate::generation::{self, PeerView, SendContext};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
-use crate::uuids::PeerUuids;
+use crate::uuids::{PeerUuids, is_real};
 
 impl Resource {
     pub(crate) fn peer_device_mut(
@@ -68,6 +68,15 @@ impl Resource {
             .get(&volume)
             .and_then(|d| d.attached())
             .map_or(Uuid::ZERO, |d| d.generations.slot(peer).bitmap_uuid)
+    }
+
+    /// The last thing that the own disk's history knows is a generation that was announced, and
+    /// perhaps never made.
+    pub(crate) fn announced_last(&self, volume: VolumeNr) -> bool {
+        self.devices
+            .get(&volume)
+            .and_then(|d| d.attached())
+            .is_some_and(|d| d.generations.history[0].0 & Uuid::PRIMARY_BIT != 0)
     }
 
     pub(crate) fn slot_is_outdated(&self, volume: VolumeNr, peer: NodeId) -> bool {
@@ -143,10 +152,36 @@ impl Resource {
             .get(&volume)
             .map(|d| d.peers.iter().map(|(n, p)| (*n, *p)).collect())
             .unwrap_or_default();
-        generation::disk_state_of(
+        let found = generation::disk_state_of(
             disk.generations.flags,
             self.may_be_up_to_date(volume, peers),
-        )
+        );
+        if found > DiskState::Outdated && self.missed_what_was_exposed(volume) {
+            return DiskState::Outdated;
+        }
+        found
+    }
+
+    /// Since this node lost this disk it has used a peer's data of a generation that the disk does
+    /// not know. A Primary refuses such a disk; after its demotion it is at least known as old.
+    fn missed_what_was_exposed(&self, volume: VolumeNr) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let exposed = device.exposed_uuid;
+        device.attached().is_some_and(|disk| {
+            let sets = &disk.generations;
+            let slots = sets.slots.iter().map(|slot| slot.bitmap_uuid);
+            is_real(exposed)
+                && exposed != Uuid::JUST_CREATED
+                && !sets.current.same_generation(exposed)
+                && !sets
+                    .history
+                    .iter()
+                    .copied()
+                    .chain(slots)
+                    .any(|known| known.same_generation(exposed))
+        })
     }
 
     /// No peer can have newer data, as far as fencing is configured (semantics.md, 8.2).

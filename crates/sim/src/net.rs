@@ -158,6 +158,10 @@ impl World {
             return;
         };
         let wire = &mut l.wires[side][stream];
+        if wire.cut && bytes.is_some() {
+            // A stream has no holes: what was before it is lost.
+            return;
+        }
         let at = match bandwidth {
             // The bytes follow each other on the wire, and then they travel.
             Some(bandwidth) => {
@@ -406,9 +410,10 @@ impl World {
                 for stream in 0..2 {
                     self.lose_tail(link, side, stream, ends);
                 }
-                let Some(l) = self.links.get(&link) else {
+                let Some(l) = self.links.get_mut(&link) else {
                     continue;
                 };
+                l.wires[side].iter_mut().for_each(|wire| wire.cut = true);
                 let node = l.ends[side];
                 let life = l.lives[side];
                 let peer = id(l.ends[1 - side]);

@@ -227,6 +227,8 @@ pub(crate) struct Wire {
     pub(crate) stalled_until: u64,
     /// When the last byte so far has left the sender, if the bandwidth is limited.
     pub(crate) busy_until: u64,
+    /// The network broke the link: nothing that is sent from now on arrives.
+    pub(crate) cut: bool,
 }
 
 /// An established pair of streams.

@@ -119,3 +119,51 @@ fn a_write_on_its_way_to_a_disk_that_goes_is_marked() {
 fn a_new_primary_reads_what_the_last_one_has_sent() {
     holds(1560);
 }
+
+/// With protocol A a flush waits for no peer, and a demotion did not either: all lost their power
+/// right after it, and the new Primary had not what the old one had flushed.
+#[test]
+fn a_demotion_waits_until_the_peer_has_everything_on_stable_storage() {
+    holds(4879);
+}
+
+/// A Primary without a disk announced a generation, took its disk back when the peer had gone, and
+/// wrote on at the old generation: to the peer its data looked older.
+#[test]
+fn a_disk_that_returns_to_a_primary_alone_begins_a_new_generation() {
+    holds(248);
+}
+
+/// Both attached at the same time, one as Outdated: equal in generation, but with marks.
+#[test]
+fn marks_bring_an_outdated_disk_up_to_date() {
+    holds(3260);
+}
+
+/// The Primary had detached its disk, all lost their power, and the other one was promoted alone:
+/// its marks made it a target, which a Primary refused for ever.
+#[test]
+fn a_primary_that_has_served_nothing_may_be_target() {
+    holds(3679);
+    holds(4095);
+}
+
+/// A Primary without a disk attached its old one, lost the peer and was demoted meanwhile: the old
+/// disk became UpToDate.
+#[test]
+fn an_old_disk_is_outdated_also_after_a_demotion() {
+    holds(453);
+}
+
+/// The simulated network delivered what was sent after bytes that it had lost.
+#[test]
+fn a_broken_stream_ends_and_has_no_holes() {
+    holds(4798);
+}
+
+/// Both disks failed, the peer's came back first, and the Primary wrote to it at the generation of
+/// its own disk: that one could not be told from a current one.
+#[test]
+fn a_primary_that_gets_data_back_begins_a_new_generation() {
+    holds(5053);
+}

@@ -882,6 +882,8 @@ impl Resource {
                     }
                 }
                 if resends {
+                    // The epoch may be over since long: its barrier follows.
+                    self.io.barriers_due = true;
                     self.send_write(peer, key);
                 }
             }
