@@ -178,6 +178,26 @@ impl<T: Copy> Intervals<T> {
         id
     }
 
+    /// Watches a range in flight for other writes, those in flight included. It is at most 1 MiB.
+    pub fn watch_beside(&mut self, id: RangeId) -> WatchId {
+        let (start, end) = {
+            let range = self.range(id.0);
+            (range.start, range.end)
+        };
+        assert!(end - start <= WATCH_SECTORS, "a watched range is short");
+        let overlapped = self.overlapping(start, end).into_iter().any(|index| {
+            let range = self.range(index);
+            index != id.0 && range.origin.writes() && range.phase != Phase::DiskDone
+        });
+        let id = WatchId {
+            start,
+            serial: self.next_seq,
+        };
+        self.next_seq += 1;
+        self.watches.insert(id, (end, overlapped));
+        id
+    }
+
     /// A write overlapped the range since it was watched.
     pub fn is_overlapped(&self, id: WatchId) -> bool {
         self.watches

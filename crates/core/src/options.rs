@@ -137,6 +137,8 @@ pub struct NetOptions {
     pub data_integrity_alg: Option<String>,
     /// `csums-alg`.
     pub csums_alg: Option<String>,
+    /// `csums-after-crash-only`: only where a Primary has crashed.
+    pub csums_after_crash_only: bool,
     /// `verify-alg`.
     pub verify_alg: Option<String>,
     /// `use-rle`, default yes.
@@ -178,6 +180,7 @@ impl Default for NetOptions {
             cram_hmac_alg: None,
             data_integrity_alg: None,
             csums_alg: None,
+            csums_after_crash_only: false,
             verify_alg: None,
             use_rle: true,
             allow_two_primaries: false,

@@ -179,7 +179,7 @@ impl Resource {
             total_sectors: pd.io.resync_total_bits * 8,
             left_sectors: out_of_sync,
             failed_sectors: pd.io.resync_failed_bits * 8,
-            same_sectors: 0,
+            same_sectors: pd.io.resync_same_sectors,
             started: pd.io.resync_started,
             paused_ns: 0,
             rate_kib_s: pd.io.resync_rate_kib_s(self.now),

@@ -114,6 +114,7 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
         cram_hmac_alg: given(t.cram_hmac_alg),
         data_integrity_alg: given(t.data_integrity_alg),
         csums_alg: given(t.csums_alg),
+        csums_after_crash_only: t.csums_after_crash_only,
         verify_alg: given(t.verify_alg),
         use_rle: t.use_rle,
         allow_two_primaries: t.allow_two_primaries,

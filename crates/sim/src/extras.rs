@@ -11,10 +11,12 @@ use crate::rng::{Rng, mixed};
 pub enum Extra {
     /// `data-integrity-alg`.
     Integrity,
+    /// `csums-alg`.
+    Csums,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 1] = [(Extra::Integrity, "integrity")];
+pub const EXTRAS: [(Extra, &str); 2] = [(Extra::Integrity, "integrity"), (Extra::Csums, "csums")];
 
 /// The word of one.
 pub fn word(extra: Extra) -> &'static str {
@@ -48,6 +50,11 @@ pub(crate) fn apply(extra: Extra, seed: u64, settings: &mut Settings) {
         Extra::Integrity => {
             let alg = rng.pick(&DigestAlg::ALL);
             settings.net.data_integrity_alg = Some(alg.name().into());
+        }
+        Extra::Csums => {
+            let alg = rng.pick(&DigestAlg::ALL);
+            settings.net.csums_alg = Some(alg.name().into());
+            settings.net.csums_after_crash_only = rng.permille(100);
         }
     }
 }

@@ -108,6 +108,10 @@ pub const MARKS: &[(&str, &str)] = &[
     ("packet-twopc-abort", "a two-phase commit was given up"),
     ("packet-trim", "a discard was replicated"),
     ("packet-zeroes", "a zero-out was replicated"),
+    (
+        "packet-rs-is-in-sync",
+        "a digest was equal, so no data was sent",
+    ),
     ("packet-compressed-bitmap", "a bitmap was sent compressed"),
     ("packet-bitmap", "a bitmap was sent as it is"),
     ("packet-rs-cancel", "a resync block was put off"),
@@ -375,6 +379,7 @@ pub(crate) fn see_packet(marks: &mut Marks, packet: &Packet) {
         Packet::TwopcRetry(_) => sometimes!(marks, "packet-twopc-retry"),
         Packet::TwopcAbort(_) => sometimes!(marks, "packet-twopc-abort"),
         Packet::Trim(_) => sometimes!(marks, "packet-trim"),
+        Packet::RsIsInSync(_) => sometimes!(marks, "packet-rs-is-in-sync"),
         Packet::Zeroes(_) => sometimes!(marks, "packet-zeroes"),
         Packet::CompressedBitmap(_) => sometimes!(marks, "packet-compressed-bitmap"),
         Packet::Bitmap(_) => sometimes!(marks, "packet-bitmap"),

@@ -77,3 +77,16 @@ fn digests_catch_what_the_network_changes() {
         assert_eq!(played.violation, None, "{}", orders.command(seed));
     }
 }
+
+#[test]
+fn checksum_resyncs_leave_no_difference() {
+    let orders = Orders {
+        nodes: Some(2),
+        extras: vec![Extra::Csums],
+        ..orders("invalidate,reset,crash,powercut,disconnect")
+    };
+    for seed in 0..12 {
+        let played = run(seed, &orders, Trace::Off);
+        assert_eq!(played.violation, None, "{}", orders.command(seed));
+    }
+}

@@ -77,6 +77,8 @@ pub(crate) enum FlushWaiter {
     Epochs(NodeId, u64),
     /// Resync data received from a peer.
     Target(NodeId),
+    /// Blocks whose digests go to a peer.
+    Hashed(NodeId),
 }
 
 /// Bitmap pages that have to be written before something.
@@ -549,6 +551,7 @@ impl Resource {
             FlushWaiter::App(key) => self.app_flush_done(key, result),
             FlushWaiter::Epochs(peer, serial) => self.epochs_flushed(volume, peer, serial, result),
             FlushWaiter::Target(peer) => self.target_flushed(volume, peer, result),
+            FlushWaiter::Hashed(peer) => self.hashed_flushed(volume, peer, result),
         }
     }
 }

@@ -63,6 +63,10 @@ pub(crate) enum DataOp {
     VerifyRead(VolumeNr, NodeId, Key),
     /// Digest of it.
     VerifyDigest(VolumeNr, NodeId, Key),
+    /// Read of a block that a resync asks for with its digest.
+    TargetRead(VolumeNr, NodeId, Key),
+    /// Digest of it.
+    TargetDigest(VolumeNr, NodeId, Key),
     /// Write of a resync reply.
     TargetWrite(VolumeNr, NodeId, Key),
     /// Flush of a volume's data device.
@@ -225,6 +229,8 @@ pub struct PeerIo {
     pub resync_total_bits: u64,
     /// Bits that failed.
     pub resync_failed_bits: u64,
+    /// Sectors whose digests were equal.
+    pub resync_same_sectors: u64,
     /// When the resync started.
     pub resync_started: crate::time::Instant,
     /// Sectors received.
@@ -285,7 +291,11 @@ impl Resource {
             DataOp::VerifyRead(volume, peer, key) => {
                 self.verify_read_done(volume, peer, key, result);
             }
+            DataOp::TargetRead(volume, peer, key) => {
+                self.target_read_done(volume, peer, key, result);
+            }
             DataOp::SourceDigest(..)
+            | DataOp::TargetDigest(..)
             | DataOp::VerifyDigest(..)
             | DataOp::BitmapPages(..)
             | DataOp::AlBlock(_) => {
@@ -315,6 +325,9 @@ impl Resource {
             }
             DataOp::VerifyDigest(volume, peer, key) => {
                 self.verify_digest_done(volume, peer, key, &digest);
+            }
+            DataOp::TargetDigest(volume, peer, key) => {
+                self.target_digest_done(volume, peer, key, &digest);
             }
             _ => {}
         }
@@ -441,6 +454,7 @@ impl Resource {
             }
             Packet::RsWriteAck(ack) => self.source_ack(peer, volume, &ack, true),
             Packet::RsNegAck(ack) => self.source_ack(peer, volume, &ack, false),
+            Packet::RsIsInSync(ack) => self.target_equal(peer, volume, &ack),
             Packet::RsDataReply(data) => self.target_reply(peer, volume, &data, payload),
             Packet::NegRsDreply(ack) => {
                 if !self.verify_refused(volume, peer, &ack, true) {
@@ -557,6 +571,8 @@ impl Resource {
             | DataOp::SourceDigest(volume, ..)
             | DataOp::VerifyRead(volume, ..)
             | DataOp::VerifyDigest(volume, ..)
+            | DataOp::TargetRead(volume, ..)
+            | DataOp::TargetDigest(volume, ..)
             | DataOp::TargetWrite(volume, ..)
             | DataOp::Flush(volume)
             | DataOp::BitmapPages(volume, _)

@@ -247,6 +247,9 @@ impl Resource {
             return;
         }
         self.release(payload.buf);
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.resync_same_sectors += u64::from(request.size_bytes) / Sector::SIZE;
+        }
         self.source_in_sync(volume, peer, &request);
         self.source_end(volume, peer, key);
         let ack = self.source_answer(volume, peer, &request);

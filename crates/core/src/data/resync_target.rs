@@ -12,19 +12,21 @@ use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeN
 use lockstep_format::wire::packet::{
     BlockAck, BlockId, BlockRequest, DagtagRequest, Data, FlushRequests, PeersInSync,
 };
-use lockstep_format::wire::{DiskState, Features, Packet, ReplState, Role};
+use lockstep_format::wire::{Digest, DiskState, Features, Packet, ReplState, Role};
 
 use super::disk::FlushWaiter;
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault, Owner};
 use crate::connection::Connection;
 use crate::event::{DiskError, DiskOp, Payload, Stream};
-use crate::interval::{Origin, RangeId};
+use crate::interval::{Origin, RangeId, WatchId};
 use crate::rate::{Pace, RateInput, STEP};
 use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
+
+mod csum;
 
 /// Longest time that written data wait for the flush that they share with others.
 const FLUSH_DELAY: Duration = Duration::from_millis(10);
@@ -51,6 +53,9 @@ pub(crate) struct TargetSync {
     unflushed: Vec<Key>,
     /// In the flush in flight.
     flushing: Vec<Key>,
+    /// Digests whose blocks wait for a flush, and those in the flush in flight.
+    hashed: Vec<Key>,
+    hash_flushing: Vec<Key>,
     /// Bits that failed in this pass, and in all.
     pass_failed: u64,
     failed: u64,
@@ -70,15 +75,21 @@ struct TargetRequest {
     size_bytes: u32,
     range: Option<RangeId>,
     payload: Option<Payload>,
+    /// Digest of this node's block, once it was computed.
+    digest: Option<Digest>,
+    /// Sees writes of the block from before its digest on.
+    watch: Option<WatchId>,
     stage: Stage,
     /// The source marked the block again: what it sent may be older than the mark.
     marked_again: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     /// Waits before it is sent.
     Waiting,
+    /// Its block is read and made durable for the digest.
+    Hashing,
     /// Sent.
     Sent,
     /// The reply is here and waits for writes.
@@ -121,6 +132,7 @@ impl Resource {
         };
         io.resync_total_bits = total.unwrap_or(0);
         io.resync_failed_bits = 0;
+        io.resync_same_sectors = 0;
         io.verify.found = false;
         io.resync_started = now;
         if target {
@@ -134,6 +146,8 @@ impl Resource {
                 sync.by_sector = old.by_sector;
                 sync.unflushed = old.unflushed;
                 sync.flushing = old.flushing;
+                sync.hashed = old.hashed;
+                sync.hash_flushing = old.hash_flushing;
                 sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
             }
             io.target = Some(sync);
@@ -178,7 +192,7 @@ impl Resource {
                 return;
             };
             let drop = sync.requests.get(key).is_some_and(|r| match r.stage {
-                Stage::Waiting => true,
+                Stage::Waiting | Stage::Hashing => true,
                 Stage::Sent | Stage::Replied => lost,
                 Stage::Writing => false,
             });
@@ -357,6 +371,8 @@ impl Resource {
                 size_bytes,
                 range: None,
                 payload: None,
+                digest: None,
+                watch: None,
                 stage: Stage::Waiting,
                 marked_again: false,
             });
@@ -446,23 +462,30 @@ impl Resource {
         };
         match request.stage {
             Stage::Waiting => {
-                request.stage = Stage::Sent;
-                let (sector, size) = (request.sector, request.size_bytes);
-                self.send_request(volume, peer, key, sector, size);
+                if !self.target_hash(volume, peer, key) {
+                    self.target_send(volume, peer, key);
+                }
             }
             Stage::Replied => self.target_write(volume, peer, key),
-            Stage::Sent | Stage::Writing => {}
+            Stage::Hashing | Stage::Sent | Stage::Writing => {}
         }
     }
 
-    fn send_request(
-        &mut self,
-        volume: VolumeNr,
-        peer: NodeId,
-        key: Key,
-        sector: Sector,
-        size_bytes: u32,
-    ) {
+    /// Sends a request, with its digest if there is one.
+    fn target_send(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let request = self
+            .target(volume, peer)
+            .and_then(|sync| sync.requests.get_mut(key));
+        let Some(request) = request else {
+            return;
+        };
+        request.stage = Stage::Sent;
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
+        if let Some(digest) = request.digest {
+            let packet = self.csum_request(peer, key, (sector, size_bytes), digest);
+            self.send(peer, Stream::Data, volume, packet);
+            return;
+        }
         let features = self
             .connections
             .get(&peer)
@@ -740,7 +763,7 @@ impl Resource {
         let end = sector.end_of(size_bytes);
         for key in sync.requests.keys() {
             if let Some(request) = sync.requests.get_mut(key)
-                && request.stage != Stage::Waiting
+                && request.stage > Stage::Hashing
             {
                 request.marked_again |=
                     request.sector < end && sector < request.sector.end_of(request.size_bytes);
@@ -811,6 +834,9 @@ impl Resource {
         sync.pace.answered(sectors);
         sync.done_sectors += sectors;
         let mut ready = Vec::new();
+        if let Some(watch) = request.watch {
+            device.io.ranges.unwatch(watch);
+        }
         if let Some(range) = request.range {
             device.io.ranges.remove(range, &mut ready);
         }

@@ -25,6 +25,7 @@ use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
 mod balancing;
+mod csums;
 mod fencing;
 mod integrity;
 mod opening;
@@ -834,7 +835,8 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::BarrierAck(_) => "barrier ack",
         Packet::WriteAck(_) => "write ack",
         Packet::PeerAck(_) => "peer ack",
-        Packet::RsDagtagReq(_) => "resync request",
+        Packet::RsDagtagReq(_) | Packet::RsDataRequest(_) => "resync request",
+        Packet::RsCsumDagtagReq(_) | Packet::CsumRsRequest(_) => "csum request",
         Packet::OutOfSync(_) => "out of sync",
         Packet::DataRequest(_) => "data request",
         Packet::ConfirmStable(_) => "confirm stable",

@@ -48,6 +48,10 @@ pub(crate) fn outgoing(packet: Packet, peer: NodeId) -> Option<Packet> {
             request.block_id = BlockId::SYNCER;
             Packet::RsDataRequest(request)
         }
+        Packet::CsumRsRequest(mut request) => {
+            request.block_id = BlockId::SYNCER;
+            Packet::CsumRsRequest(request)
+        }
         Packet::RsDataReply(mut data) => {
             data.block_id = BlockId::SYNCER;
             Packet::RsDataReply(data)

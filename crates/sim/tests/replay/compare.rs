@@ -52,6 +52,8 @@ pub(crate) struct Replay<'a> {
     /// Requests that were answered and not acked yet.
     served: Vec<(Sector, u32)>,
     credit: u64,
+    /// Requests with digests: block id by sector.
+    hashed: BTreeMap<Sector, BlockId>,
     epochs: BTreeMap<NodeId, Epochs>,
     /// Last peer ack of the kernel and of the core.
     peer_acks: [Option<PeerAck>; 2],
@@ -107,6 +109,7 @@ impl<'a> Replay<'a> {
             requests: VecDeque::new(),
             served: Vec::new(),
             credit: 0,
+            hashed: BTreeMap::new(),
             epochs: BTreeMap::new(),
             peer_acks: [None; 2],
             announced: BTreeMap::new(),
@@ -472,6 +475,13 @@ impl<'a> Replay<'a> {
             Packet::PingAck | Packet::InitialData | Packet::InitialMeta => return,
             // The stand-in for the peer answers for itself.
             Packet::BarrierAck(_) => return,
+            // The answer to a digest: the request was the same here.
+            Packet::RsDataReply(data) if self.hashed.contains_key(&data.sector) => {
+                if let Some(id) = self.hashed.remove(&data.sector) {
+                    data.block_id = id;
+                }
+                self.served.push((data.sector, data.payload_len));
+            }
             Packet::RsDataReply(data) => {
                 self.credit += u64::from(data.payload_len);
                 let me = self.me;
@@ -680,6 +690,11 @@ impl<'a> Replay<'a> {
                         == (b.sender_node_id, b.receiver_node_id)
             }
             (Packet::AuthChallenge(_), Packet::AuthChallenge(_)) => true,
+            (Packet::RsCsumDagtagReq(a), Packet::RsCsumDagtagReq(b)) => {
+                let mut a = *a;
+                a.block_id = b.block_id;
+                a == *b
+            }
             (Packet::Uuids110(a), Packet::Uuids110(b)) => {
                 let flags = |f: UuidFlags| f;
                 a.dirty_bits == b.dirty_bits
@@ -798,6 +813,9 @@ impl<'a> Replay<'a> {
                 (a.history[0], b.history[0]),
                 (a.history[1], b.history[1]),
             ]),
+            (Packet::RsCsumDagtagReq(_), Packet::RsCsumDagtagReq(b)) => {
+                self.hashed.insert(b.sector, b.block_id);
+            }
             (Packet::SyncUuid(a), Packet::SyncUuid(b)) => pairs.push((*a, *b)),
             (Packet::AuthChallenge(_), Packet::AuthChallenge(own)) => self.challenge = Some(*own),
             (Packet::TwopcPrepare(a), Packet::TwopcPrepare(b)) => {

@@ -187,3 +187,9 @@ fn drbd84_integrity() {
         replay("84", name, 1, &[]);
     }
 }
+
+#[test]
+fn drbd9_checksum_resync() {
+    replay("9x", "06-2node-csum-resync", 0, &[]);
+    replay("9x", "06-2node-csum-resync", 1, &[]);
+}
