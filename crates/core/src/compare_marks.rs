@@ -1,0 +1,132 @@
+//! Equal generations with marked blocks: reconciliation of survivors (semantics.md, 13.5), and the
+//! rule marked-blocks (head of `compare.rs`).
+
+use lockstep_format::wire::{DiskState, Features, UuidFlags};
+
+use super::{Direction, Handshake, Phase, Rule, Strategy, Verdict, follower};
+use crate::options::Protocol;
+
+/// Equal UUIDs and both UpToDate, but marked blocks: reconcile (13.5) or the rule marked-blocks.
+pub(super) fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
+    let both_up_to_date = h.own.effective_disk() == DiskState::UpToDate
+        && h.peer.effective_disk() == DiskState::UpToDate;
+    let equal = !matches!(verdict.rule, Rule::JustCreatedBoth);
+    if verdict.strategy != Strategy::NoSync || !h.has_dirty_bits() || !equal {
+        return;
+    }
+    if let Some(direction) = by_one_up_to_date(h) {
+        verdict.rule = Rule::MarkedBlocks;
+        verdict.strategy = direction.use_bitmap();
+        return;
+    }
+    if !both_up_to_date {
+        return;
+    }
+    if let Some((direction, rule)) = reconcile(h) {
+        verdict.strategy = direction.use_bitmap();
+        verdict.rule = rule;
+        verdict.reconciliation = true;
+    } else if h.is_lockstep() {
+        verdict.rule = Rule::MarkedBlocks;
+        verdict.strategy = match marked_blocks_source(h) {
+            Some(direction) => direction.use_bitmap(),
+            None => Strategy::SplitBrainDisconnect,
+        };
+    }
+}
+
+/// Between two Lockstep nodes: one disk is UpToDate, and the other is known to have missed
+/// something. (One that is Consistent becomes UpToDate when it knows that it may.)
+fn by_one_up_to_date(h: &Handshake<'_>) -> Option<Direction> {
+    match (h.own.effective_disk(), h.peer.effective_disk()) {
+        _ if !h.is_lockstep() => None,
+        (DiskState::UpToDate, DiskState::Outdated) => Some(Direction::Source),
+        (DiskState::Outdated, DiskState::UpToDate) => Some(Direction::Target),
+        _ => None,
+    }
+}
+
+fn reconcile(h: &Handshake<'_>) -> Option<(Direction, Rule)> {
+    let troubled = UuidFlags::CRASHED_PRIMARY | UuidFlags::PRIMARY_LOST_QUORUM;
+    if !h.features.contains(Features::RECONCILE_RECONNECT)
+        || h.phase != Phase::Connect
+        || h.own.uuids.flags.intersects(troubled)
+        || h.peer.uuids.flags.intersects(troubled)
+    {
+        return None;
+    }
+    if h.is_lockstep() && h.own.may_be_stale() != h.peer.may_be_stale() {
+        // The rule "the side with marks is source" would spread stale blocks.
+        return None;
+    }
+    match (h.own.uuids.dirty_bits != 0, h.peer.uuids.dirty_bits != 0) {
+        (own, peer) if own != peer => {
+            if h.own_lost.is_none() && h.peer_lost.is_none() {
+                return None;
+            }
+            let direction = if own {
+                Direction::Source
+            } else {
+                Direction::Target
+            };
+            Some((direction, Rule::ReconcileOneSided))
+        }
+        _ => {
+            let (own, peer) = (h.own_lost?, h.peer_lost?);
+            if own.node != peer.node {
+                return None;
+            }
+            let ahead = if own.dagtag == peer.dagtag {
+                h.own.node < h.peer.node
+            } else {
+                own.dagtag.is_newer_than(peer.dagtag)
+            };
+            let direction = if ahead {
+                Direction::Source
+            } else {
+                Direction::Target
+            };
+            Some((direction, Rule::ReconcileDagtag))
+        }
+    }
+}
+
+/// Source of the rule marked-blocks, none if both sides are Primary with marks (module's head).
+fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
+    let prefer = |own: bool, peer: bool| match (own, peer) {
+        (true, false) => Some(Direction::Source),
+        (false, true) => Some(Direction::Target),
+        (true, true) | (false, false) => None,
+    };
+    let crashed = prefer(
+        h.own.flag(UuidFlags::CRASHED_PRIMARY),
+        h.peer.flag(UuidFlags::CRASHED_PRIMARY),
+    );
+    let by_crash = match h.net.protocol {
+        Protocol::C => crashed.map(Direction::mirrored),
+        Protocol::A | Protocol::B => crashed,
+    };
+    let marks = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
+    let by_node = || prefer(h.own.node < h.peer.node, h.peer.node < h.own.node);
+    let two_primaries = h.own.is_primary() && h.peer.is_primary();
+    if h.phase == Phase::AfterUnstable && !two_primaries {
+        // Nobody came back: the marks are of a Primary that both lost. Each side may know the
+        // other's marks of before that only, so that nothing may depend on their number.
+        return follower(h)
+            .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
+            .or(by_crash)
+            .or_else(by_node);
+    }
+    let decided = follower(h)
+        .or_else(|| prefer(h.peer.may_be_stale(), h.own.may_be_stale()))
+        .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
+        .or(by_crash)
+        .or_else(|| prefer(marks.0 != 0, marks.1 != 0));
+    if decided.is_some() {
+        return decided;
+    }
+    if two_primaries {
+        return None;
+    }
+    prefer(marks.0 > marks.1, marks.1 > marks.0).or_else(by_node)
+}
