@@ -43,6 +43,7 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .init();
+    crate::open_files::raise_limit();
     match run_daemon(&config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -9,6 +9,7 @@ mod drbdsetup;
 mod hold;
 mod inspect;
 mod lockstepd;
+mod open_files;
 mod proxy;
 mod words;
 

@@ -84,6 +84,33 @@ fn wait(what: &str, done: impl Fn() -> bool) {
 }
 
 #[test]
+fn the_limit_of_open_files_is_raised_as_far_as_it_goes() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("secret"), [b'x'; 32]).unwrap();
+    let mut command = Command::new("sh");
+    command
+        .args([
+            "-c",
+            "ulimit -Sn 99; ulimit -Hn 999; exec \"$@\"",
+            "sh",
+            BIN,
+        ])
+        .args(["proxy", "run", "--log", "error", "--secret-file", "secret"])
+        .args(["--socket", "sock"])
+        .current_dir(directory.path());
+    let socket = directory.path().join("sock");
+    let child = command.spawn().unwrap();
+    let proxy = Proxy { child, socket };
+    wait("the control socket", || {
+        proxy.ctl(&["-c", "show"]).status.success()
+    });
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", proxy.child.id())).unwrap();
+    let line = limits.lines().find(|l| l.starts_with("Max open files"));
+    let words: Vec<&str> = line.unwrap().split_whitespace().collect();
+    assert_eq!(words[3..5], ["999", "999"], "{limits}");
+}
+
+#[test]
 fn drbdadm_brings_two_proxies_up_and_down() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();

@@ -629,6 +629,100 @@ fn a_connection_that_stands_still_leaves_room_for_the_others() {
 }
 
 #[test]
+fn a_hundred_connections_share_one_pool_and_stay_within_it() {
+    const COUNT: usize = 100;
+    const MIB: u64 = 1 << 20;
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
+    // Less than each connection's own limit together, and less than is under way.
+    let small = || Options {
+        memory_max_bytes: 256 * MIB,
+        ..options(secret())
+    };
+    let (a, b) = (
+        Daemon::start(small()).unwrap(),
+        Daemon::start(small()).unwrap(),
+    );
+    let (ip_a, ip_b, drbd_ip) = (fresh_ip(), fresh_ip(), fresh_ip());
+    let mut ends = Vec::new();
+    for number in 0..COUNT as u16 {
+        let at = |ip: Ipv4Addr, port: u16| SocketAddr::from((ip, port + number));
+        let drbd = TcpListener::bind(at(drbd_ip, 9000)).unwrap();
+        let (outside_a, outside_b) = (at(ip_a, 8000), at(ip_b, 8000));
+        let drbd_b = drbd.local_addr().unwrap();
+        ok(
+            &b,
+            &format!(
+                "add connection r{number}-a-b {} {outside_a} {outside_b} {drbd_b} \
+                 --dial=never --memlimit=16M",
+                at(ip_b, 7000)
+            ),
+        );
+        ok(
+            &a,
+            &format!(
+                "add connection r{number}-b-a {} {outside_b} {outside_a} {} \
+                 --dial=always --memlimit=16M",
+                at(ip_a, 7000),
+                at(ip_a, 9000)
+            ),
+        );
+        ok(&a, &format!("set plugin r{number}-b-a 0 lz4"));
+        ends.push((at(ip_a, 7000), drbd));
+    }
+    wait("all sessions", || {
+        let state = a.state();
+        let connections = state["connections"].as_array().unwrap();
+        connections
+            .iter()
+            .all(|c| c["bulk_carriers"].as_u64() > Some(0))
+    });
+    let data: Vec<Arc<Vec<u8>>> = (0..4).map(|s| Arc::new(sample(3_000_000, s))).collect();
+    let pairs: Vec<(TcpStream, TcpStream)> = ends
+        .iter()
+        .map(|(inside, drbd)| {
+            let mut near = TcpStream::connect(inside).unwrap();
+            near.write_all(&DATA).unwrap();
+            let (mut far, _) = drbd.accept().unwrap();
+            far.set_read_timeout(Some(PATIENCE)).unwrap();
+            receive(&mut far, &DATA);
+            (near, far)
+        })
+        .collect();
+    let (mut senders, mut receivers) = (Vec::new(), Vec::new());
+    for (number, (near, mut far)) in pairs.into_iter().enumerate() {
+        let (out, want) = (Arc::clone(&data[number % 4]), Arc::clone(&data[number % 4]));
+        senders.push(spawn(move || {
+            let mut near = near;
+            near.write_all(&out).unwrap();
+            near
+        }));
+        receivers.push(spawn(move || {
+            receive(&mut far, &want);
+            far
+        }));
+    }
+    let mut peak = 0;
+    while receivers.iter().any(|receiver| !receiver.is_finished()) {
+        for daemon in [&a, &b] {
+            peak = peak.max(daemon.state()["memory_used_bytes"].as_u64().unwrap());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let far: Vec<TcpStream> = receivers.into_iter().map(|r| r.join().unwrap()).collect();
+    let near: Vec<TcpStream> = senders.into_iter().map(|s| s.join().unwrap()).collect();
+    assert!(peak > 0 && peak <= 256 * MIB, "{peak} bytes in use");
+    for connection in a.state()["connections"].as_array().unwrap() {
+        assert_eq!(connection["counters"]["streams_reset"], 0);
+    }
+    drop((near, far));
+}
+
+#[test]
 fn removing_a_connection_ends_it_at_both_ends_at_once() {
     let pair = Pair::up(options(secret()), options(secret()), "--session-hold=3600");
     let (mut near, mut far) = pair.open(DATA);

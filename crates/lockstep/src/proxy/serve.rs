@@ -89,6 +89,7 @@ fn serve(asked: Asked) -> Result<(), String> {
     if matches!(asked.options.security, Security::Insecure) {
         tracing::warn!("carriers are neither encrypted nor authenticated");
     }
+    crate::open_files::raise_limit();
     let daemon = Daemon::start(asked.options)?;
     if let Some(count) = daemon.taken_over() {
         tracing::info!(count, "connections taken over; --config is not read again");
