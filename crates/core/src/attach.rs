@@ -11,9 +11,10 @@ use alloc::vec::Vec;
 
 use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al::{self, Coverage, ReplayError};
+use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
-use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, Uuid, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
 
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
@@ -77,26 +78,6 @@ impl LocalDisk {
         self.layout
             .as_ref()
             .map_or(0, |l| l.usable_sectors(self.info.data_bytes / 512))
-    }
-
-    /// The superblock's place and its bytes with everything that is in memory.
-    pub(crate) fn encode_superblock(
-        &mut self,
-        size_sectors: u64,
-        members: NodeMask,
-        persist_size: bool,
-    ) -> Option<(u64, Vec<u8>)> {
-        let offset = self.layout.as_ref()?.superblock_byte();
-        let block = self.superblock.as_mut()?;
-        self.generations.store(block);
-        block.members = members;
-        if persist_size && size_sectors != 0 {
-            block.effective_size = Sector(size_sectors);
-        }
-        block.al_extents = self.options.al_extents;
-        let mut bytes = [0u8; BLOCK_BYTES];
-        block.encode(&mut bytes);
-        Some((offset, bytes.to_vec()))
     }
 }
 
@@ -173,6 +154,7 @@ impl Resource {
                 write_through: false,
             },
             phase: DiskPhase::Opening { command: id },
+            format: Format::V09,
             superblock: None,
             layout: None,
             generations,
@@ -330,11 +312,7 @@ impl Resource {
         let block: &[u8; BLOCK_BYTES] = bytes
             .try_into()
             .map_err(|_| invalid(format!("{path}: the superblock could not be read whole")))?;
-        let superblock = SuperBlock::decode(block).map_err(|e| {
-            invalid(format!(
-                "{path}: {e}; create metadata with `drbdadm create-md`"
-            ))
-        })?;
+        let (format, superblock) = self.decode_superblock(volume, path, block)?;
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return Ok(());
         };
@@ -398,6 +376,7 @@ impl Resource {
             }
         }
         disk.generations = generations;
+        disk.format = format;
         disk.superblock = Some(superblock);
         let al_byte = layout.al_byte();
         let al_len = geometry.al.bytes() as u32;
@@ -460,7 +439,11 @@ impl Resource {
             disk.io.bitmap.load(at, &bytes);
         }
         let al_area = core::mem::take(&mut step.al);
-        if !superblock.is_clean() && !planted!(self, LogNotReplayed) {
+        // Nobody wrote: then other programs that know v08 empty the log unread, and so must this,
+        // as a kernel leaves it behind at a clean end, too.
+        let unused =
+            disk.format == Format::V08 && !superblock.flags.contains(DeviceFlags::PRIMARY_IND);
+        if !superblock.is_clean() && !unused && !planted!(self, LogNotReplayed) {
             let replay = match al::replay(&al_area, layout.geometry().al) {
                 Ok(replay) => Some(replay),
                 // Each attach rewrites the log; cut in between, it may hold nothing whole. Then

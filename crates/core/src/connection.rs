@@ -579,11 +579,16 @@ impl Resource {
         else {
             return;
         };
-        if !link.ping_outstanding {
+        if link.ping_outstanding {
+            return;
+        }
+        // Before the versions are agreed on there is no header that the peer is sure to expect: it
+        // may have agreed by the time it reads this. The limit of the handshake stands in.
+        if link.phase != Phase::Features {
             link.ping_outstanding = true;
             self.send(peer, Stream::Control, VolumeNr::NONE, Packet::Ping);
-            self.restart_ping_timer(peer);
         }
+        self.restart_ping_timer(peer);
     }
 
     fn ping_answered(&mut self, peer: NodeId) {

@@ -76,6 +76,8 @@ pub struct LocalDisk {
     pub info: DiskInfo,
     /// Progress of the attach or detach.
     pub phase: DiskPhase,
+    /// Format of the metadata on disk. In memory they are v09 in any case.
+    pub format: lockstep_format::disk::any::Format,
     /// The superblock as read, with everything that is not in `generations`.
     pub superblock: Option<lockstep_format::disk::v09::SuperBlock>,
     /// Where the areas lie.

@@ -387,7 +387,9 @@ impl Generations {
             rng.uuid()
         };
         self.slot_mut(peer).bitmap_uuid = sync;
-        self.push_history(old);
+        // Also if entries of nodes that do not exist hold it: 8.4 has no such entries, and a target
+        // that misses the start looks for its generation here (13.3, rule 51).
+        self.push_retired_current(old);
         sync
     }
 

@@ -30,6 +30,7 @@ pub mod integrity;
 pub mod interval;
 mod legacy;
 pub mod look_again;
+mod metadata;
 pub mod objects;
 pub mod open;
 pub mod options;

@@ -36,6 +36,15 @@ impl Resource {
             );
         }
         check_net(&net)?;
+        if let Some(volume) = self.volume_of_one_peer() {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!(
+                    "volume {volume}: its metadata are of version v08 and belong to one other \
+                     peer; convert them with `drbdadm create-md` after a clean down"
+                ),
+            );
+        }
         self.connections.insert(peer, Connection::new(peer, net));
         self.state
             .connections

@@ -57,11 +57,7 @@ impl Resource {
         disk.writer.in_flight = Some(count);
         // A clean log says that nothing has to be copied after a power cut: so nothing may be
         // left in the disk's cache.
-        let flush_data = disk
-            .generations
-            .flags
-            .contains(lockstep_format::disk::v09::DeviceFlags::AL_CLEAN)
-            && disk.options.disk_flushes;
+        let flush_data = disk.discards_the_log() && disk.options.disk_flushes;
         self.meta(
             volume,
             MetaOp::Write {

@@ -621,7 +621,7 @@ impl Resource {
         conn.draining = false;
         // A request is completed only after the generation that leaves the dead peer out is on
         // disk; `settle_new_uuid` writes it before held completions go.
-        let unknown = self.unsettled_towards(peer);
+        let unknown = self.unsettled_towards(peer) || self.verify_found(peer);
         self.lose_requests(peer);
         if unknown && self.last_was_kernel(peer) {
             // It cannot tell by marks alone that it misses something: the generation has to.

@@ -24,27 +24,64 @@ const REFUSED: &[&str] = &[
     "old_conn:NetworkFailure wanted_conn:WFReportParams",
 ];
 
-/// `alfa` is the Lockstep node, `bravo` the kernel's. The resource is `r0` with one volume.
+/// Format of the metadata that the Lockstep node starts with. The kernel's are always v08.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Metadata {
+    /// Its own.
+    V09,
+    /// The kernel's.
+    V08,
+}
+
+/// What a rebooted kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterBoot {
+    /// `drbdadm up`.
+    Up,
+    /// Nothing.
+    Nothing,
+}
+
+/// How a mixed pair is made.
+#[derive(Clone, Debug)]
+pub struct MixedSetup {
+    /// Lines for the `net` section.
+    pub net: String,
+    /// Minor of the Lockstep node that no other test of this machine uses.
+    pub minor: u32,
+    /// Format of the Lockstep node's metadata.
+    pub metadata: Metadata,
+    /// Volumes, which take as many minors.
+    pub volumes: u32,
+}
+
+/// `alfa` is the Lockstep node, `bravo` the kernel's. The resource is `r0`.
 pub struct Mixed84 {
     /// The kernel's node.
     pub kernel: Guest,
     daemon: Option<Child>,
-    minor: u32,
+    setup: MixedSetup,
+    own_port: u16,
+    swapped: bool,
     dir: tempfile::TempDir,
 }
 
 impl Mixed84 {
-    /// Boots the guest, starts the daemon, makes metadata and brings both up. `minor` is one that
-    /// no other test of this machine uses.
-    pub fn start(net: &str, minor: u32) -> Result<Mixed84> {
+    /// Boots the guest, starts the daemon, makes metadata and brings both up.
+    pub fn start(setup: MixedSetup) -> Result<Mixed84> {
         let dir = tempfile::Builder::new()
             .prefix("lockstep-mixed-")
             .tempdir()?;
-        for name in ["alfa", "bravo"] {
-            fs::File::create(dir.path().join(name))?.set_len(DISK_MIB << 20)?;
+        let mut disks = Vec::new();
+        for volume in 0..setup.volumes {
+            for node in ["bravo", "alfa"] {
+                let path = image_of(dir.path(), node, volume);
+                fs::File::create(&path)?.set_len(DISK_MIB << 20)?;
+                disks.push(path);
+            }
         }
         let kernel = Guest::start(GuestSetup {
-            disks: vec![dir.path().join("bravo")],
+            disks,
             ports: vec![DRBD_PORT],
             ..GuestSetup::new("bravo")
         })?;
@@ -52,30 +89,13 @@ impl Mixed84 {
         let mut pair = Mixed84 {
             kernel,
             daemon: None,
-            minor,
+            setup,
+            own_port,
+            swapped: false,
             dir,
         };
-        let head = "global { usage-count no; }\nresource r0 {\n";
-        let options = format!(" net {{ {net} }}\n disk {{ c-plan-ahead 0; resync-rate 100M; }}\n");
-        let kernel_conf = format!(
-            "{head}{options}\
-             \x20on alfa {{ device /dev/drbd0 minor 0; disk /dev/vda; meta-disk internal; \
-             address {HOST_IN_GUEST}:{own_port}; }}\n\
-             \x20on bravo {{ device /dev/drbd0 minor 0; disk /dev/vda; meta-disk internal; \
-             address {GUEST_ADDRESS}:{DRBD_PORT}; }}\n}}\n"
-        );
-        let own_conf = format!(
-            "{head}{options}\
-             \x20on alfa {{ node-id 0; address ipv4 127.0.0.1:{own_port}; volume 0 {{ device minor \
-             {minor}; disk {}; meta-disk internal; }} }}\n\
-             \x20on bravo {{ node-id 1; address ipv4 {}; volume 0 {{ device minor 0; disk \
-             /dev/vda; meta-disk internal; }} }}\n}}\n",
-            pair.disk("alfa").display(),
-            pair.kernel.address(DRBD_PORT),
-        );
         let node = pair.node_dir();
         fs::create_dir(&node)?;
-        fs::write(node.join("drbd.conf"), own_conf)?;
         fs::write(node.join("node-name"), "alfa\n")?;
         let bin = pair.dir.path().join("bin");
         fs::create_dir(&bin)?;
@@ -83,13 +103,112 @@ impl Mixed84 {
         for name in ["lockstepd", "drbdadm", "drbdsetup", "drbdmeta"] {
             std::os::unix::fs::symlink(&binary, bin.join(name))?;
         }
+        pair.write_own_configuration()?;
         pair.start_daemon()?;
-        pair.adm(&["create-md", "--force", "r0"])?;
+        match pair.setup.metadata {
+            Metadata::V09 => pair.adm(&["create-md", "--force", "r0"])?,
+            Metadata::V08 => pair.create_v08()?,
+        }
         pair.adm(&["up", "r0"])?;
-        pair.kernel.write_file("/etc/drbd.conf", &kernel_conf)?;
-        pair.kernel
-            .sh("yes yes | drbdadm create-md --force r0 && drbdadm up r0")?;
+        pair.write_kernel_configuration()?;
+        // One after the other: each eats all of its input.
+        for volume in 0..pair.setup.volumes {
+            let create = format!("yes yes | drbdadm create-md --force r0/{volume}");
+            pair.kernel.sh(&create)?;
+        }
+        pair.kernel.sh("drbdadm up r0")?;
         Ok(pair)
+    }
+
+    fn create_v08(&self) -> Result<()> {
+        let disk = self.disk("alfa", 0);
+        let disk = disk.to_str().context("a path in ASCII")?;
+        let output = self.tool(
+            "drbdmeta",
+            &["--force", "-", "v08", disk, "internal", "create-md"],
+        )?;
+        ensure!(output.status.success(), "drbdmeta: {output:?}");
+        Ok(())
+    }
+
+    /// Each node takes the other's disk. Neither may be up.
+    pub fn swap_disks(&mut self) -> Result<()> {
+        self.swapped = !self.swapped;
+        self.write_own_configuration()?;
+        self.write_kernel_configuration()
+    }
+
+    /// [`Mixed84::swap_disks`] while the kernel's machine is off.
+    pub fn swap_disks_offline(&mut self) -> Result<()> {
+        self.swapped = !self.swapped;
+        self.write_own_configuration()
+    }
+
+    /// Boots the kernel's node after a power cut and brings its DRBD up if asked to.
+    pub fn boot_kernel(&self, then: AfterBoot) -> Result<()> {
+        self.kernel.boot()?;
+        self.write_kernel_configuration()?;
+        match then {
+            AfterBoot::Up => self.kernel.sh("drbdadm up r0").map(drop),
+            AfterBoot::Nothing => Ok(()),
+        }
+    }
+
+    fn options(&self) -> String {
+        format!(
+            "global {{ usage-count no; }}\nresource r0 {{\n net {{ {} }}\n \
+             disk {{ c-plan-ahead 0; resync-rate 100M; }}\n",
+            self.setup.net
+        )
+    }
+
+    /// Other lines for the `net` section, from the next `up` or `adjust` on. The Lockstep node can
+    /// get others than the kernel's.
+    pub fn set_net(&mut self, kernel: &str, own: &str) -> Result<()> {
+        self.setup.net = kernel.to_string();
+        self.write_kernel_configuration()?;
+        self.setup.net = own.to_string();
+        self.write_own_configuration()
+    }
+
+    fn write_kernel_configuration(&self) -> Result<()> {
+        let mut text = self.options();
+        for (name, host, port) in [
+            ("alfa", HOST_IN_GUEST, self.own_port),
+            ("bravo", GUEST_ADDRESS, DRBD_PORT),
+        ] {
+            text += &format!(" on {name} {{\n  address {host}:{port};\n");
+            for volume in 0..self.setup.volumes {
+                let letter = b'a' + 2 * volume as u8 + u8::from(self.swapped);
+                text += &format!(
+                    "  volume {volume} {{ device minor {volume}; disk /dev/vd{}; \
+                     meta-disk internal; }}\n",
+                    char::from(letter)
+                );
+            }
+            text += " }\n";
+        }
+        self.kernel.write_file("/etc/drbd.conf", &(text + "}\n"))
+    }
+
+    fn write_own_configuration(&self) -> Result<()> {
+        let image = if self.swapped { "bravo" } else { "alfa" };
+        let mut text = self.options();
+        for (id, name, address) in [
+            (0, "alfa", format!("127.0.0.1:{}", self.own_port)),
+            (1, "bravo", self.kernel.address(DRBD_PORT).to_string()),
+        ] {
+            text += &format!(" on {name} {{\n  node-id {id}; address ipv4 {address};\n");
+            for volume in 0..self.setup.volumes {
+                text += &format!(
+                    "  volume {volume} {{ device minor {}; disk {}; meta-disk internal; }}\n",
+                    self.setup.minor + volume,
+                    self.disk(image, volume).display()
+                );
+            }
+            text += " }\n";
+        }
+        Ok(fs::write(self.node_dir().join("drbd.conf"), text + "}\n")?)
     }
 
     fn node_dir(&self) -> PathBuf {
@@ -97,13 +216,15 @@ impl Mixed84 {
     }
 
     /// File of a node's disk.
-    pub fn disk(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+    pub fn disk(&self, name: &str, volume: u32) -> PathBuf {
+        image_of(self.dir.path(), name, volume)
     }
 
-    /// The volume's block device on the Lockstep node, while it is Primary.
-    pub fn device(&self) -> Result<PathBuf> {
-        let link = self.node_dir().join(format!("dev/drbd{}", self.minor));
+    /// A volume's block device on the Lockstep node, while it is Primary.
+    pub fn device(&self, volume: u32) -> Result<PathBuf> {
+        let link = self
+            .node_dir()
+            .join(format!("dev/drbd{}", self.setup.minor + volume));
         self.wait("the block device", |_| Ok(link.exists()))?;
         Ok(link.canonicalize()?)
     }
@@ -166,16 +287,28 @@ impl Mixed84 {
         Ok(value[0].clone())
     }
 
-    /// The Lockstep node's words for the connection, its disk and the peer's disk.
-    pub fn state(&self) -> Result<[String; 3]> {
+    /// The Lockstep node's words for the connection, and for a volume's disk, the peer's disk and
+    /// the replication.
+    pub fn state(&self, volume: u32) -> Result<[String; 4]> {
         let status = self.status()?;
         let connection = &status["connections"][0];
+        let peer = &connection["peer_devices"][volume as usize];
         let text = |value: &serde_json::Value| value.as_str().unwrap_or("").to_string();
         Ok([
             text(&connection["connection-state"]),
-            text(&status["devices"][0]["disk-state"]),
-            text(&connection["peer_devices"][0]["peer-disk-state"]),
+            text(&status["devices"][volume as usize]["disk-state"]),
+            text(&peer["peer-disk-state"]),
+            text(&peer["replication-state"]),
         ])
+    }
+
+    /// Blocks that the Lockstep node has marked, in KiB.
+    pub fn out_of_sync_kib(&self, volume: u32) -> Result<u64> {
+        let status = self.status()?;
+        let peer = &status["connections"][0]["peer_devices"][volume as usize];
+        peer["out-of-sync"]
+            .as_u64()
+            .context("the status has no count of marks")
     }
 
     /// Waits for something of the Lockstep node; a failure shows both ends.
@@ -212,51 +345,95 @@ impl Mixed84 {
 
     /// Waits until the two are connected, whatever their disks are.
     pub fn wait_connected(&self) -> Result<()> {
-        self.wait("Connected", |pair| Ok(pair.state()?[0] == "Connected"))?;
+        self.wait("Connected", |pair| Ok(pair.state(0)?[0] == "Connected"))?;
         wait_state(&self.kernel, "Connected", DRBD_LIMIT, |s| {
             s.connection == "Connected"
         })
         .map(drop)
     }
 
-    /// Waits until both see both disks UpToDate with nothing to resync.
+    /// Waits until both see all disks UpToDate with nothing to resync.
     pub fn wait_in_sync(&self) -> Result<()> {
-        self.wait("everything UpToDate here", |pair| {
-            Ok(pair.state()? == ["Connected", "UpToDate", "UpToDate"])
-        })?;
-        self.wait("everything UpToDate in the kernel", |pair| {
-            let s = drbd_state(&pair.kernel, 0)?;
-            Ok(s.connection == "Connected"
-                && s.disks == "UpToDate/UpToDate"
-                && s.out_of_sync_kib == 0)
-        })
+        let good = ["Connected", "UpToDate", "UpToDate", "Established"];
+        for volume in 0..self.setup.volumes {
+            self.wait("everything UpToDate here", |pair| {
+                Ok(pair.state(volume)? == good && pair.out_of_sync_kib(volume)? == 0)
+            })?;
+            self.wait("everything UpToDate in the kernel", |pair| {
+                let s = drbd_state(&pair.kernel, volume)?;
+                Ok(s.connection == "Connected"
+                    && s.disks == "UpToDate/UpToDate"
+                    && s.out_of_sync_kib == 0)
+            })?;
+        }
+        Ok(())
     }
 
-    /// Takes both down (nothing may be mounted) and compares the data on the lower disks; no line
-    /// of the kernel's log may be an error, but for the words for a lost link.
-    pub fn check_same_data(&self) -> Result<()> {
-        let sectors = self.kernel.sh("cat /sys/block/drbd0/size")?;
-        let bytes = sectors.trim().parse::<usize>()? * 512;
-        ensure!(bytes > 0, "the device has no size");
+    /// Both nodes leave, and come back with what is in their configuration by then.
+    pub fn down(&self) -> Result<()> {
         self.adm(&["down", "r0"])?;
-        self.kernel.sh("drbdadm down r0 && sync")?;
+        self.kernel.sh("drbdadm down r0").map(drop)
+    }
+
+    /// The end of [`Mixed84::down`].
+    pub fn up(&self) -> Result<()> {
+        self.kernel.sh("drbdadm up r0")?;
+        self.adm(&["up", "r0"])
+    }
+
+    /// No line of the kernel's log is an error, but for the words for a lost link and those that
+    /// the test expects.
+    pub fn check_kernel_log(&self, expected: &[&str]) -> Result<()> {
         let mut errors = self.kernel.kernel_errors()?;
         // QEMU's network takes connections for a port of this host that nobody listens on.
         let lost = |line: &String| {
             LOST_LINK.iter().any(|text| line.ends_with(text))
                 || REFUSED.iter().any(|text| line.contains(text))
+                || expected.iter().any(|text| line.contains(text))
         };
         errors.retain(|line| line.contains("drbd") && !lost(line));
-        ensure!(errors.is_empty(), "{errors:#?}");
-        let read = |path: &Path| fs::read(path);
-        let (a, b) = (read(&self.disk("alfa"))?, read(&self.disk("bravo"))?);
-        let differs = (0..bytes).find(|&at| a[at] != b[at]);
-        ensure!(
-            differs.is_none(),
-            "the disks differ from byte {differs:?} on, of {bytes}"
-        );
+        if !errors.is_empty() {
+            let log = self.kernel.sh("dmesg | grep drbd | tail -300")?;
+            bail!("{errors:#?} in\n{log}");
+        }
         Ok(())
     }
+
+    /// Takes both down (nothing may be mounted) and compares the data on the lower disks, after a
+    /// look at the kernel's log.
+    pub fn check_same_data(&self) -> Result<()> {
+        self.check_end(&[])
+    }
+
+    /// The same when the kernel's log has errors that the test expects, named by a part of them.
+    pub fn check_end(&self, expected: &[&str]) -> Result<()> {
+        self.check_kernel_log(expected)?;
+        let mut sizes = Vec::new();
+        for volume in 0..self.setup.volumes {
+            let sectors = self
+                .kernel
+                .sh(&format!("cat /sys/block/drbd{volume}/size"))?;
+            let bytes = sectors.trim().parse::<usize>()? * 512;
+            ensure!(bytes > 0, "the device has no size");
+            sizes.push(bytes);
+        }
+        self.down()?;
+        self.kernel.sh("sync")?;
+        for (volume, bytes) in (0..).zip(sizes) {
+            let read = |name| fs::read(self.disk(name, volume));
+            let (a, b) = (read("alfa")?, read("bravo")?);
+            let differs = (0..bytes).find(|&at| a[at] != b[at]);
+            ensure!(
+                differs.is_none(),
+                "the disks of volume {volume} differ from byte {differs:?} on, of {bytes}"
+            );
+        }
+        Ok(())
+    }
+}
+
+fn image_of(dir: &Path, node: &str, volume: u32) -> PathBuf {
+    dir.join(format!("{node}{volume}"))
 }
 
 impl Drop for Mixed84 {

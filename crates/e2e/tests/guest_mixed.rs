@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::can_emulate;
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, wait_state};
-use lockstep_e2e::guest_mixed::Mixed84;
+use lockstep_e2e::guest_mixed::{Metadata, Mixed84, MixedSetup};
 
 /// Writes random blocks at random places, durably.
 fn scribble(device: &Path, blocks: u32) -> Result<()> {
@@ -28,12 +28,17 @@ const SCRIBBLE_IN_KERNEL: &str = "for n in $(seq 40); do dd if=/dev/urandom of=/
      count=3 conv=notrunc,fsync seek=$((n * 6997 % 8000)) || exit 1; done";
 
 fn run(net: &str, minor: u32) -> Result<()> {
-    let mut pair = Mixed84::start(net, minor)?;
+    let mut pair = Mixed84::start(MixedSetup {
+        net: net.to_string(),
+        minor,
+        metadata: Metadata::V09,
+        volumes: 1,
+    })?;
     pair.wait_connected()?;
 
     // A full sync towards the kernel, with writes.
     pair.adm(&["primary", "--force", "r0"])?;
-    let device = pair.device()?;
+    let device = pair.device(0)?;
     scribble(&device, 30)?;
     pair.wait_in_sync()?;
     scribble(&device, 30)?;

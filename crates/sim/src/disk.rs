@@ -6,8 +6,10 @@ use std::collections::{BTreeMap, VecDeque};
 use lockstep_core::event::{DiskInfo, Tag};
 use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al;
+use lockstep_format::disk::any::AnySuperBlock;
 use lockstep_format::disk::layout::{Geometry, Layout, Placement};
-use lockstep_format::disk::v09::SuperBlock;
+use lockstep_format::disk::v08;
+use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
 use lockstep_format::units::NodeId;
 
 use crate::rng::Rng;
@@ -442,12 +444,33 @@ impl Disk {
             .meta_at(self.layout.superblock_byte(), BLOCK_BYTES)
             .try_into()
             .expect("a whole block");
-        SuperBlock::decode(block).map_err(|e| e.to_string())
+        match AnySuperBlock::decode(block).map_err(|e| e.to_string())? {
+            AnySuperBlock::V09(superblock) => Ok(superblock),
+            AnySuperBlock::V08(old) => {
+                // Of two nodes; which one this is does not matter to a reader of marks.
+                let mut superblock = old.in_memory(NodeId(NodeId::COUNT - 1), None);
+                for peer in &mut superblock.peers {
+                    peer.bitmap_index = Some(0);
+                }
+                let unread = !old.flags.contains(v08::Flags::PRIMARY_IND) || old.is_clean();
+                superblock.flags.set(DeviceFlags::AL_CLEAN, unread);
+                Ok(superblock)
+            }
+        }
+    }
+
+    /// Turns fresh metadata of two nodes into those of DRBD 8.4.
+    pub fn downgrade(&mut self) {
+        let superblock = v08::SuperBlock::fresh(&self.layout);
+        let mut block = [0u8; BLOCK_BYTES];
+        superblock.encode(&mut block);
+        let at = self.layout.superblock_byte();
+        self.store_meta(at, &block);
     }
 
     /// For each block of the list: does this disk's metadata mark it towards the peer?
     pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
-        use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
+        use lockstep_format::disk::v09::PeerFlags;
         let superblock = self.superblock()?;
         let entry = superblock.peer(NodeId(peer as u8));
         let sectors = superblock.effective_size.0;

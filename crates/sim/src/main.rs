@@ -61,6 +61,9 @@ struct RunArgs {
     /// Newest protocol version that the nodes offer; 101 is the dialect of 8.4.
     #[arg(long)]
     protocol_max: Option<u32>,
+    /// Nodes (numbers from 0) of worlds of two whose disks have the metadata of 8.4.
+    #[arg(long, value_delimiter = ',')]
+    v08: Vec<usize>,
     /// Only these faults, separated by commas.
     #[arg(long)]
     faults: Option<String>,
@@ -382,6 +385,7 @@ fn run_first_design(args: &RunArgs) -> anyhow::Result<ExitCode> {
         faults,
         max_faults: args.max_faults,
         max_requests: args.max_requests,
+        v08: args.v08.clone(),
         trace: args.trace,
     };
     if !args.trace {

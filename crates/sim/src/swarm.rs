@@ -28,6 +28,8 @@ pub struct Limits {
     pub max_faults: Option<u64>,
     /// At most so many requests.
     pub max_requests: Option<u64>,
+    /// Nodes whose disks have the metadata of DRBD 8.4.
+    pub v08: Vec<usize>,
     /// Print everything.
     pub trace: bool,
 }
@@ -66,6 +68,11 @@ pub fn run(seed: u64, limits: &Limits) -> Outcome {
     let mut rng = Rng::new(seed ^ 0x5eed);
     let (config, settings, plan, load) = draw(seed, &mut rng, limits, &mut shape);
     let mut w = World::new(config);
+    for node in &limits.v08 {
+        for disk in &mut w.nodes[*node].disks {
+            disk.downgrade();
+        }
+    }
     let mut operator = Operator::new(settings, w.nodes.len(), w.config.volumes);
     let result = catch_unwind(AssertUnwindSafe(|| {
         play(&mut w, &mut operator, &mut rng, plan, load);

@@ -29,6 +29,24 @@ fn holds_with_all(seeds: impl IntoIterator<Item = u64>) {
     hold(seeds, &limits);
 }
 
+/// Worlds in which these nodes keep their metadata as 8.4 does.
+#[track_caller]
+fn holds_on_v08(nodes: &[usize], protocol_max: Option<u32>, seeds: impl IntoIterator<Item = u64>) {
+    let limits = Limits {
+        nodes: Some(2),
+        protocol_max,
+        v08: nodes.to_vec(),
+        faults: Some(vec![
+            Fault::Crash,
+            Fault::PowerCut,
+            Fault::Reset,
+            Fault::Partition,
+        ]),
+        ..Limits::default()
+    };
+    hold(seeds, &limits);
+}
+
 #[track_caller]
 fn hold(seeds: impl IntoIterator<Item = u64>, limits: &Limits) {
     for seed in seeds {
@@ -66,4 +84,16 @@ fn a_disk_that_comes_back_to_a_primary_is_synced() {
 #[test]
 fn invalidated_and_paused_volumes_get_in_sync() {
     holds_with_all([30, 31, 32, 42, 45]);
+}
+
+#[test]
+fn disks_with_the_metadata_of_84_recover() {
+    holds_on_v08(&[0, 1], Some(101), 0..15);
+    holds_on_v08(&[1], Some(101), 15..25);
+}
+
+/// The last step of a migration: nobody speaks 8.4 any more, but the disks are still as they were.
+#[test]
+fn nodes_of_today_run_on_the_metadata_of_84() {
+    holds_on_v08(&[0, 1], None, 0..15);
 }

@@ -122,6 +122,13 @@ impl Resource {
         Some(&mut self.peer_io(volume, peer)?.verify)
     }
 
+    /// A verify has found differences that no resync with this peer has settled since.
+    pub(crate) fn verify_found(&self, peer: NodeId) -> bool {
+        self.devices
+            .values()
+            .any(|d| d.peers.get(&peer).is_some_and(|pd| pd.io.verify.found))
+    }
+
     /// The algorithm that both nodes use.
     fn verify_alg(&self, peer: NodeId) -> Option<alloc::string::String> {
         let alg = self.connections.get(&peer)?.net.verify_alg.clone()?;

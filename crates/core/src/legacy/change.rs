@@ -212,7 +212,9 @@ impl Resource {
                 (Some(volume), STARTING_SYNC_T) => {
                     wanted = wanted.repl(volume, peer, ReplState::StartingSyncS);
                 }
-                (_, VERIFY_S) => return Err(unsupported("online verify")),
+                (Some(volume), VERIFY_S) => {
+                    wanted = wanted.repl(volume, peer, ReplState::VerifyT);
+                }
                 (_, other) => return Err(unsupported(&format!("connection state {other}"))),
             }
         }

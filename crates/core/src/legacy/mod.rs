@@ -56,6 +56,14 @@ pub(crate) fn outgoing(packet: Packet, peer: NodeId) -> Option<Packet> {
             data.block_id = BlockId::SYNCER;
             Packet::RsDataReply(data)
         }
+        Packet::OvRequest(mut request) => {
+            request.block_id = BlockId::SYNCER;
+            Packet::OvRequest(request)
+        }
+        Packet::OvReply(mut reply) => {
+            reply.block_id = BlockId::SYNCER;
+            Packet::OvReply(reply)
+        }
         Packet::RsCancelAhead(ack) => Packet::RsCancel(ack),
         packet if packet.command().to_wire() <= NEWEST && is_spoken(&packet) => packet,
         _ => return None,

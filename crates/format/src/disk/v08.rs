@@ -9,7 +9,7 @@ use super::v09::{DeviceFlags, PeerFlags};
 use super::{
     BLOCK_BYTES, CREATE_AL_EXTENTS, DiskError, LayoutError, MAX_DEVICE_SECTORS, Magic, v09,
 };
-use crate::units::{Sector, Uuid};
+use crate::units::{NodeId, Sector, Uuid};
 
 bitflags! {
     /// Flags of the device and its one peer (section 5.3). Unknown bits are kept.
@@ -255,6 +255,31 @@ impl SuperBlock {
         };
         this.peers[0].flags = peer_flags;
         this.history[..2].copy_from_slice(&self.history);
+        this
+    }
+
+    /// What node `own` has in memory of these metadata: a v09 superblock whose slot 0 belongs to
+    /// `peer`. Before the peer is known, every node may become it.
+    pub fn in_memory(&self, own: NodeId, peer: Option<NodeId>) -> v09::SuperBlock {
+        let mut this = self.to_v09();
+        let mut entry = v09::Peer {
+            flags: this.peers[0].flags,
+            bitmap_uuid: self.bitmap_uuid,
+            ..v09::Peer::default()
+        };
+        if self.effective_size != Sector::ZERO {
+            // There is a size only since the nodes agreed on one.
+            entry.flags |= PeerFlags::DEVICE_SEEN;
+        }
+        entry.bitmap_index = peer.map(|_| 0);
+        for node in (0..NodeId::COUNT).map(NodeId) {
+            let may_be_it = peer.is_none_or(|peer| peer == node) && node != own;
+            this.peers[usize::from(node.0)] = if may_be_it {
+                entry
+            } else {
+                v09::Peer::default()
+            };
+        }
         this
     }
 

@@ -284,8 +284,13 @@ impl Tool<'_> {
         let wanted = match (Magic::of(&block), target.format) {
             (Some(Magic::V08 | Magic::V08Unclean), Format::V08)
             | (Some(Magic::V09), Format::V09) => true,
-            (Some(Magic::V06 | Magic::V07 | Magic::V08 | Magic::V08Unclean | Magic::V09), _)
-            | (None, _) => false,
+            // An attach takes v08 as it is, and `drbdadm` runs these two before each.
+            (Some(Magic::V08 | Magic::V08Unclean), Format::V09) => {
+                matches!(self.line.command.name, "apply-al" | "repair-md")
+            }
+            (Some(Magic::V06 | Magic::V07), _) | (Some(Magic::V09), Format::V08) | (None, _) => {
+                false
+            }
         };
         if !wanted {
             return Err(Failure::failed(none));

@@ -435,6 +435,25 @@ fn conversion_of_unclean_metadata_is_refused() {
     check_image(&machine, &before, "a414");
 }
 
+/// What `drbdadm up` runs, which names v09 in any case.
+#[test]
+fn an_attach_of_v08_metadata_is_prepared_under_the_name_of_v09() {
+    let machine = Machine::new();
+    machine.load(&vector("a414-v08-unclean").image(".pre.hex"));
+    for command in ["repair-md", "apply-al"] {
+        let answer = machine.run(&format!("--force - v09 md.img internal {command}"));
+        assert_eq!(answer.code, 0, "{command}: {:?}", answer.err);
+    }
+    let done = machine.image();
+    machine.load(&vector("a414-v08-unclean").image(".pre.hex"));
+    assert_eq!(
+        machine.run("--force - v08 md.img internal apply-al").code,
+        0
+    );
+    check_image(&machine, &done, "a414");
+    assert_ne!(machine.run("--force - v09 md.img internal dump-md").code, 0);
+}
+
 #[test]
 fn wipe_md_erases_the_superblock_only() {
     let scenario = scenarios()

@@ -193,3 +193,36 @@ fn drbd9_checksum_resync() {
     replay("9x", "06-2node-csum-resync", 0, &[]);
     replay("9x", "06-2node-csum-resync", 1, &[]);
 }
+
+/// A kernel that agrees on 101 while such a ping is on its way takes its header for garbage.
+#[test]
+fn no_ping_is_sent_before_the_versions_are_agreed_on() {
+    let (me, peer) = (NodeId(0), NodeId(1));
+    let options = ResourceOptions {
+        protocol_max: 101,
+        ..ResourceOptions::default()
+    };
+    let mut node = stand_in::StandIn::new(me, 0, 1, options);
+    // The handshake may take four times the time-out of a ping: an emulated peer is slow.
+    let net = NetOptions {
+        ping_int_s: 1,
+        ping_timeout_tenths: 100,
+        ..NetOptions::default()
+    };
+    node.up(
+        &[peer],
+        &net,
+        &DiskOptions::default(),
+        &PeerDeviceOptions::default(),
+    );
+    node.advance(1_000_000_000);
+    node.link_up(peer, true);
+    node.advance(20_000_000_000);
+    let names: Vec<String> = node
+        .sent
+        .iter()
+        .map(|sent| format!("{:?}", sent.packet))
+        .collect();
+    assert!(names[0].starts_with("ConnectionFeatures"), "{names:?}");
+    assert!(!names.contains(&"Ping".to_string()), "{names:?}");
+}
