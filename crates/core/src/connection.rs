@@ -94,6 +94,8 @@ pub struct Link {
     pub own_integrity: Option<DigestAlg>,
     /// A ping was sent and not answered.
     pub ping_outstanding: bool,
+    /// Resyncs from an 8.4 source that end when so many more pings are answered.
+    pub ends_after_pings: Vec<(VolumeNr, u8)>,
     /// The peer's `P_PROTOCOL` wants a dry run.
     pub dry_run: bool,
     /// The peer announced `--discard-my-data`.
@@ -205,6 +207,7 @@ impl Resource {
             peer_integrity: None,
             own_integrity: None,
             ping_outstanding: false,
+            ends_after_pings: Vec::new(),
             dry_run: false,
             peer_discards: false,
             sent_role: None,
@@ -606,6 +609,7 @@ impl Resource {
             }
         }
         self.restart_ping_timer(peer);
+        self.legacy_acks_arrived(peer);
         self.pings_progress();
     }
 

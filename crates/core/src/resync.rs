@@ -211,11 +211,22 @@ impl Resource {
 
     /// The new UUIDs are durable: now the state may say so.
     pub(crate) fn resync_end_durable(&mut self, volume: VolumeNr, peer: NodeId) {
-        let p = self.state.peer_device(volume, peer);
-        if !p.repl.is_sync_target() {
+        if !self.state.peer_device(volume, peer).repl.is_sync_target() {
             return;
         }
-        self.end_resync(volume, peer, Some(p.disk));
+        if self.is_legacy(peer) {
+            self.legacy_await_acks(volume, peer);
+        } else {
+            self.tell_resync_end(volume, peer);
+        }
+    }
+
+    /// The source may hear that this target has everything.
+    pub(crate) fn tell_resync_end(&mut self, volume: VolumeNr, peer: NodeId) {
+        let p = self.state.peer_device(volume, peer);
+        if p.repl.is_sync_target() {
+            self.end_resync(volume, peer, Some(p.disk));
+        }
     }
 
     fn end_resync(&mut self, volume: VolumeNr, peer: NodeId, disk: Option<DiskState>) {

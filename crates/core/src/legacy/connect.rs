@@ -250,6 +250,7 @@ impl Resource {
             disk.generations.resync_ends_as_target_84(peer, &source);
             disk.crashed_primary = false;
         }
+        self.legacy_sets_are_equal(volume, peer);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.resync_ready = false;
         }
@@ -261,6 +262,66 @@ impl Resource {
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
             disk.generations.resync_ends_as_source(peer);
             self.write_superblock(volume);
+        }
+        self.legacy_sets_are_equal(volume, peer);
+    }
+
+    /// After a resync both nodes have the same set, and neither tells the other. The next one may
+    /// go the other way, and takes over what is known of the source.
+    fn legacy_sets_are_equal(&mut self, volume: VolumeNr, peer: NodeId) {
+        let me = usize::from(self.node_id.0);
+        let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
+            return;
+        };
+        let (current, history) = (disk.generations.current, disk.generations.history);
+        if let Some(set) = self
+            .peer_device_mut(volume, peer)
+            .and_then(|pd| pd.uuids.as_mut())
+        {
+            set.current = current.without_primary_bit();
+            set.history = history;
+            set.bitmap[me] = Uuid::ZERO;
+        }
+    }
+
+    /// An 8.4 source ends a resync with the target's state only if it has all acks by then. They
+    /// go on the other stream: a ping behind them tells when they have arrived (wire.md, 3).
+    pub(crate) fn legacy_await_acks(&mut self, volume: VolumeNr, peer: NodeId) {
+        let link = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut());
+        if let Some(link) = link {
+            // A ping that is under way already went before the last acks.
+            let answers = if link.ping_outstanding { 2 } else { 1 };
+            link.ends_after_pings.push((volume, answers));
+            self.ping(peer);
+        }
+    }
+
+    /// A ping was answered.
+    pub(crate) fn legacy_acks_arrived(&mut self, peer: NodeId) {
+        let link = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut());
+        let Some(link) = link.filter(|l| !l.ends_after_pings.is_empty()) else {
+            return;
+        };
+        let mut due = Vec::new();
+        link.ends_after_pings.retain_mut(|(volume, answers)| {
+            *answers -= 1;
+            if *answers == 0 {
+                due.push(*volume);
+            }
+            *answers > 0
+        });
+        let more = !link.ends_after_pings.is_empty();
+        for volume in due {
+            self.tell_resync_end(volume, peer);
+        }
+        if more {
+            self.ping(peer);
         }
     }
 
