@@ -5,7 +5,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use lockstep_core::report::Snapshot;
 use lockstep_core::state::DiskState;
+use lockstep_format::units::VolumeNr;
 use lockstep_io::shard::{HandlerCall, HandlerDone, HandlerExecutor};
 
 use crate::board::Board;
@@ -204,7 +206,7 @@ fn environment(call: &HandlerCall, report: Option<&ResourceReport>) -> Vec<(Stri
     if call.handler.contains("fence") {
         set(
             "UP_TO_DATE_NODES".into(),
-            format!("0x{:08X}", up_to_date_nodes(report)),
+            format!("0x{:08X}", up_to_date_nodes(&call.snapshot)),
         );
     }
     env
@@ -222,26 +224,23 @@ fn address_parts(text: &str) -> Option<(String, String)> {
 }
 
 /// Nodes that are UpToDate for every volume.
-fn up_to_date_nodes(report: &ResourceReport) -> u32 {
-    let of_volume = |volume: u16, own: DiskState| {
+fn up_to_date_nodes(snapshot: &Snapshot) -> u32 {
+    let of_volume = |volume: VolumeNr, own: DiskState| {
         let mut mask = 0u32;
         if own == DiskState::UpToDate {
-            mask |= 1 << report.node_id;
+            mask |= 1 << snapshot.node_id.0;
         }
-        for connection in &report.connections {
-            for peer in connection
-                .peer_devices
-                .iter()
-                .filter(|p| p.volume == volume)
-            {
+        for connection in &snapshot.connections {
+            let volumes = connection.peer_devices.iter();
+            for peer in volumes.filter(|p| p.volume == volume) {
                 if peer.disk_state == DiskState::UpToDate {
-                    mask |= 1 << connection.peer_node_id;
+                    mask |= 1 << connection.peer.0;
                 }
             }
         }
         mask
     };
-    report
+    snapshot
         .devices
         .iter()
         .fold(u32::MAX, |mask, d| mask & of_volume(d.volume, d.disk_state))

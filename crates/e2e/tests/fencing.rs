@@ -13,10 +13,11 @@ fn handler(dir: &Path, name: &str, exit_code: u8) -> Result<String> {
     let path = dir.join(name);
     let (env, go) = (dir.join(format!("{name}.env")), dir.join("go"));
     let text = format!(
-        "#!/bin/sh\nenv > {0}.new && mv {0}.new {0}\nwhile [ ! -e {1} ]; do sleep 0.1; done\n\
+        "#!/bin/sh\nenv > {0}.new && mv {0}.new {0}\nwhile [ -d {2} ] && [ ! -e {1} ]; do sleep 0.1; done\n\
          exit {exit_code}\n",
         env.display(),
-        go.display()
+        go.display(),
+        dir.display()
     );
     fs::write(&path, text)?;
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
@@ -68,16 +69,6 @@ fn io_waits_for_a_slow_fence_handler_and_nothing_else_does() -> Result<()> {
         .stdin(Stdio::null())
         .stderr(Stdio::null())
         .spawn()?;
-    let env = fs::read_to_string(dir.path().join("fence.env"))?;
-    for line in [
-        "DRBD_PEER_NODE_ID=1",
-        "DRBD_RESOURCE=r0",
-        "DRBD_MINOR_0=8200",
-        "UP_TO_DATE_NODES=0x00000001",
-        "DRBD_PEER_AF=ipv4",
-    ] {
-        ensure!(env.lines().any(|l| l == line), "{line} in\n{env}");
-    }
     // The node answers, changes options, and its write waits.
     cluster.adm(0, &["status", "r0"])?;
     let options = cluster.setup_raw(0, &["resource-options", "r0", "--auto-promote=yes"])?;
@@ -95,6 +86,16 @@ fn io_waits_for_a_slow_fence_handler_and_nothing_else_does() -> Result<()> {
         peers[0]["peer_devices"][0]["peer-disk-state"] == "Outdated",
         "{status}"
     );
+    let env = fs::read_to_string(dir.path().join("fence.env"))?;
+    for line in [
+        "DRBD_PEER_NODE_ID=1",
+        "DRBD_RESOURCE=r0",
+        "DRBD_MINOR_0=8200",
+        "UP_TO_DATE_NODES=0x00000001",
+        "DRBD_PEER_AF=ipv4",
+    ] {
+        ensure!(env.lines().any(|l| l == line), "{line} in\n{env}");
+    }
     fs::remove_file(dir.path().join("unfence.env"))?;
     cluster.start(1)?;
     cluster.adm(1, &["up", "r0"])?;

@@ -66,6 +66,8 @@ pub struct HandlerCall {
     pub volume: Option<VolumeNr>,
     /// The peer it is about.
     pub peer: Option<NodeId>,
+    /// The resource's state when the core called it: reports may still show what was before.
+    pub snapshot: Snapshot,
 }
 
 /// Runs handlers of the configuration as child processes.

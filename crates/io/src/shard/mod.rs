@@ -528,6 +528,7 @@ impl<E: Engine> Shard<E> {
             handler,
             volume,
             peer,
+            snapshot: slot.engine.snapshot(),
         };
         self.env.handlers.run(call, done);
     }
