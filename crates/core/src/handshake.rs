@@ -247,13 +247,16 @@ impl Resource {
     }
 
     pub(crate) fn send_sizes(&mut self, peer: NodeId, volume: VolumeNr) {
-        self.send_sizes_with(peer, volume, DeviceDescFlags::empty());
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        self.send_sizes_with(peer, volume, size, DeviceDescFlags::empty());
     }
 
+    /// Sizes for a peer. A current size of 0 asks it to follow and to answer with its own.
     pub(crate) fn send_sizes_with(
         &mut self,
         peer: NodeId,
         volume: VolumeNr,
+        current_sectors: u64,
         dds_flags: DeviceDescFlags,
     ) {
         let Some(device) = self.devices.get(&volume) else {
@@ -276,7 +279,7 @@ impl Resource {
         let packet = Sizes {
             d_size: Sector(disk.map_or(0, |d| d.usable_sectors())),
             u_size: Sector(disk.and_then(|d| d.options.size_sectors).unwrap_or(0)),
-            c_size: Sector(device.size_sectors),
+            c_size: Sector(current_sectors),
             max_bio_size_bytes: MAX_BIO_BYTES,
             queue_order_type: 0,
             dds_flags,

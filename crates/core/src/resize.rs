@@ -13,7 +13,7 @@ use lockstep_format::wire::packet::{
     BlockRequest, Digest, TwopcHead, TwopcOutcome, TwopcPrepare, TwopcResize,
 };
 use lockstep_format::wire::{
-    ConnState, DeviceDescFlags, DiskState, Packet, ReplState, Role, StateChange,
+    ConnState, DeviceDescFlags, DiskState, Packet, ReplState, Role, StateChange, UuidFlags,
 };
 
 use crate::admin::no_volume;
@@ -83,10 +83,20 @@ pub(crate) enum AfterResize {
     Sized {
         command: Option<CommandId>,
         sides: Vec<(NodeId, Side)>,
-        /// Peers that are told by `P_SIZES`.
-        tell: NodeMask,
+        tell: Tell,
         flags: DeviceDescFlags,
     },
+}
+
+/// Who is told by `P_SIZES`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tell {
+    /// Nobody: all have agreed.
+    Nobody,
+    /// Everybody is asked to follow; whether the volume has grown here.
+    Ask(bool),
+    /// Everybody hears what this node has now.
+    Answer,
 }
 
 /// This node's side in the resync of a new area.
@@ -621,11 +631,10 @@ impl Resource {
                 .map(|(peer, _)| *peer)
                 .collect();
         }
-        let tell = connected.iter().filter(|p| self.is_legacy(*p)).collect();
         let after = AfterResize::Sized {
             command,
             sides,
-            tell,
+            tell: Tell::Nobody,
             flags: vote.flags,
         };
         self.change_size(volume, size, area, after);
@@ -666,11 +675,21 @@ impl Resource {
         volume: VolumeNr,
         command: Option<CommandId>,
         sides: &[(NodeId, Side)],
-        tell: NodeMask,
+        tell: Tell,
         flags: DeviceDescFlags,
     ) {
-        for peer in tell.intersection(self.established_peers()).iter() {
-            self.send_sizes_with(peer, volume, flags);
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        for peer in self.established_peers().iter() {
+            match tell {
+                Tell::Nobody => {}
+                Tell::Ask(grown) => {
+                    if grown {
+                        self.send_uuids(peer, volume, UuidFlags::empty());
+                    }
+                    self.send_sizes_with(peer, volume, 0, flags);
+                }
+                Tell::Answer => self.send_sizes_with(peer, volume, size, flags),
+            }
         }
         for (peer, side) in sides {
             self.start_new_area(volume, *peer, *side);
@@ -797,7 +816,7 @@ impl Resource {
         let after = AfterResize::Sized {
             command: Some(wish.id),
             sides: Vec::new(),
-            tell: self.established_peers(),
+            tell: Tell::Ask(size > current),
             flags: wish.flags,
         };
         if size == current {
@@ -834,17 +853,21 @@ impl Resource {
         let Some(disk) = device.attached_mut() else {
             return false;
         };
-        if now.current_sectors == current {
-            if let Some(flags) = pending {
-                device.growth.pending = None;
-                self.follow_starts(volume, peer, flags);
-                return true;
-            }
-            return false;
+        // What a peer says that has just attached its disk is agreed on as at a connect.
+        let had_disk = before.disk_sectors != 0 && now.disk_sectors != 0;
+        let grew = had_disk && now.disk_sectors > before.disk_sectors;
+        let resized = grew
+            || had_disk
+                && (now.wanted_sectors != before.wanted_sectors
+                    || now.current_sectors != before.current_sectors);
+        if now.current_sectors == current
+            && !grew
+            && let Some(flags) = pending
+        {
+            device.growth.pending = None;
+            self.follow_starts(volume, peer, flags);
+            return true;
         }
-        let resized = now.wanted_sectors != before.wanted_sectors
-            || now.current_sectors != before.current_sectors && now.current_sectors != 0
-            || now.disk_sectors > before.disk_sectors && before.disk_sectors != 0;
         if !resized {
             return false;
         }
@@ -886,7 +909,7 @@ impl Resource {
         let after = AfterResize::Sized {
             command: None,
             sides,
-            tell: self.established_peers(),
+            tell: Tell::Answer,
             flags,
         };
         if size == current {

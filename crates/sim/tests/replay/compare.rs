@@ -220,6 +220,23 @@ impl<'a> Replay<'a> {
                     force_resync: false,
                 });
             }
+            ["drbdadm", ref rest @ ..] if rest.contains(&"resize") => {
+                // The configuration was changed before; the packets say to what.
+                let wanted = ahead.iter().find_map(|item| match &item.what {
+                    What::Packet(seen) if seen.from == self.me => match &seen.packet {
+                        Packet::TwopcPrepRsz(resize) => Some(resize.user_size.0),
+                        Packet::Sizes(sizes) => Some(sizes.u_size.0),
+                        _ => None,
+                    },
+                    _ => None,
+                });
+                self.node.command(Command::Resize {
+                    volume,
+                    size_sectors: wanted.unwrap_or(0),
+                    assume_clean: rest.contains(&"--assume-clean"),
+                    assume_peer_has_space: false,
+                });
+            }
             ["drbdadm", "detach", ..] => {
                 self.node.command(Command::Detach {
                     volume,
@@ -726,6 +743,11 @@ impl<'a> Replay<'a> {
             (Packet::CurrentUuid(a), Packet::CurrentUuid(b)) => {
                 a.weak_nodes == b.weak_nodes && uuid(a.uuid, b.uuid)
             }
+            (Packet::TwopcPrepRsz(a), Packet::TwopcPrepRsz(b)) => {
+                let mut a = *a;
+                a.head.tid = b.head.tid;
+                a == *b
+            }
             (Packet::TwopcPrepare(a), Packet::TwopcPrepare(b)) => {
                 let mut a = *a;
                 a.head.tid = b.head.tid;
@@ -818,6 +840,9 @@ impl<'a> Replay<'a> {
             }
             (Packet::SyncUuid(a), Packet::SyncUuid(b)) => pairs.push((*a, *b)),
             (Packet::AuthChallenge(_), Packet::AuthChallenge(own)) => self.challenge = Some(*own),
+            (Packet::TwopcPrepRsz(a), Packet::TwopcPrepRsz(b)) => {
+                self.tids.insert(a.head.tid, b.head.tid);
+            }
             (Packet::TwopcPrepare(a), Packet::TwopcPrepare(b)) => {
                 self.tids.insert(a.head.tid, b.head.tid);
             }

@@ -50,6 +50,11 @@ fn setup(path: &Path) -> Setup {
             ["c-plan-ahead", tenths] => {
                 setup.peer_disk.c_plan_ahead_tenths = tenths.parse().expect("a number");
             }
+            ["size", size] => {
+                if let Ok(mib) = size.trim_end_matches('M').parse::<u64>() {
+                    setup.disk.size_sectors = Some(mib << 11);
+                }
+            }
             ["resync-rate", rate] => {
                 let mib: u32 = rate.trim_end_matches('M').parse().expect("a number of MiB");
                 setup.peer_disk.resync_rate_kib_s = mib * 1024;
@@ -130,6 +135,21 @@ fn drbd9_reconnect_with_bitmap_resync() {
 fn drbd9_split_brain() {
     replay("9x", "09-2node-split-brain", 0, &[]);
     replay("9x", "09-2node-split-brain", 1, &[]);
+}
+
+#[test]
+fn drbd9_resize() {
+    replay("9x", "10-2node-resize", 0, &[]);
+    replay("9x", "10-2node-resize", 1, &[]);
+}
+
+#[test]
+fn drbd84_resize() {
+    // Then the lower devices grow. The kernel counts 64 bits too few on a fresh disk.
+    let end = Some("(QEMU monitor");
+    let count = ["missing Data Uuids(Uuids { current: Uuid(0000000000000004)"];
+    replay_until("84", "13-resize", 0, end, &count);
+    replay_until("84", "13-resize", 1, end, &count);
 }
 
 #[test]

@@ -465,3 +465,35 @@ fn check_data_equal(w: &World) {
         }
     }
 }
+
+#[test]
+fn an_84_pair_follows_sizes() {
+    for (seed, node) in [(1, 0), (2, 1), (3, 0), (4, 1)] {
+        let mut setup = setup(MetaIndex::Internal);
+        setup.options.protocol_max = 101;
+        let mut w = clean(seed, 2, setup);
+        let before = size(&w, 0);
+        for n in 0..2 {
+            grow_disk(&mut w, n, SIZE + 4 * MIB);
+        }
+        // To a size, then as far as it goes; the Primary is the source.
+        for wanted in [before + MIB, 0] {
+            let sectors = if wanted == 0 { 0 } else { wanted / 512 };
+            let id = resize(&mut w, node, sectors);
+            w.pass(Duration::from_secs(5));
+            let expected = if wanted == 0 {
+                before + 4 * MIB
+            } else {
+                wanted
+            };
+            w.pass_until("resync", 30, |w| {
+                w.answers.contains_key(&id) && w.in_sync() && size(w, 1 - node) == expected
+            });
+            assert_eq!(w.answers[&id], Ok(Answer::Done), "{:#?}", w.log);
+            assert_eq!(size(&w, node), expected, "{:#?}", w.log);
+            assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0), "{:#?}", w.log);
+            check_data_equal(&w);
+        }
+        w.check_idle();
+    }
+}
