@@ -280,6 +280,35 @@ fn who_only_announced_a_generation_follows_the_one_that_took_it() {
 }
 
 #[test]
+fn an_announcement_decides_before_marks_do_and_marks_only_where_it_cannot() {
+    let announced = |marks: (u64, u64)| {
+        Case::new(0x10, 0x20).with(|c| {
+            c.features = Features::LOCKSTEP;
+            c.a.uuids.history[0] = Uuid(0x21);
+            c.b.uuids.history[0] = Uuid(0x10);
+            slot(&mut c.a, B, 0x50);
+            slot(&mut c.b, A, 0x50);
+            (c.a.uuids.dirty_bits, c.b.uuids.dirty_bits) = marks;
+        })
+    };
+    // B took what A announced, so it got all that A had sent before: whatever is marked where.
+    for marks in [(0, 0), (3, 0), (0, 3), (3, 3)] {
+        announced(marks).expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
+    }
+    // Each took what the other had announced: neither was written to since, but for what was under
+    // way. Then only who has no marks gives way, and who has some is never overwritten unasked.
+    let both = |marks| announced(marks).with(|c| c.b.uuids.history[0] = Uuid(0x11));
+    both((0, 0)).expect(Strategy::SourceUseBitmap, Rule::BitmapBoth);
+    both((3, 0)).expect(Strategy::SourceUseBitmap, Rule::BitmapBoth);
+    both((0, 3)).expect(Strategy::TargetUseBitmap, Rule::BitmapBoth);
+    both((3, 3)).expect(Strategy::SplitBrainDisconnect, Rule::BitmapBoth);
+    // An application uses it: it is asked as well.
+    both((0, 3))
+        .with(|c| c.a.role = Role::Primary)
+        .expect(Strategy::SplitBrainDisconnect, Rule::BitmapBoth);
+}
+
+#[test]
 fn who_follows_a_primary_is_the_source_where_the_choice_is_free() {
     let mut c = Case::new(0x10, 0x10);
     c.features = Features::LOCKSTEP;

@@ -504,6 +504,8 @@ impl Operator {
         if !self.is_up(node) || self.is_changing() || self.primary.is_none() {
             return false;
         }
+        // Who had everything until now must be known: without its disk the node cannot tell.
+        self.learn(w);
         self.detached.insert((node, volume));
         w.command(
             node,

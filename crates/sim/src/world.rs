@@ -628,13 +628,17 @@ impl World {
         }
     }
 
-    /// The process stands still for a while, as under a debugger or on a paused guest.
+    /// The process stands still for a while, as under a debugger or on a paused guest. What comes
+    /// meanwhile is for the end of it, so one that stands still already goes on at its time.
     pub fn freeze(&mut self, node: usize, time: u64) {
+        if self.nodes[node].frozen_until > self.now {
+            return;
+        }
         self.trace(node, || {
             format!("== the process stands still for {} ms", time / MS)
         });
         let n = &mut self.nodes[node];
-        n.frozen_until = n.frozen_until.max(self.now + time);
+        n.frozen_until = self.now + time;
     }
 
     /// The disk works again.

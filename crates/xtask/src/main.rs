@@ -175,7 +175,7 @@ const SIM_RUNS: &[&[&str]] = &[
     &[
         "run", "--nodes", "2", "--faults", KILLS, "--seeds", "1..301",
     ],
-    &["run", "--nodes", "2", "--seeds", "1..247"],
+    &["run", "--nodes", "2", "--seeds", "1..301"],
     &[
         "run", "--nodes", "3", "--faults", KILLS, "--seeds", "48..127",
     ],
