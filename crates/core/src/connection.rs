@@ -515,10 +515,6 @@ impl Resource {
         }
     }
 
-    fn protocol_updated(&mut self, peer: NodeId, theirs: &ProtocolPacket) {
-        self.adopt_peer_integrity(peer, theirs);
-    }
-
     pub(crate) fn set_phase(&mut self, peer: NodeId, phase: Phase) {
         if let Some(link) = self
             .connections

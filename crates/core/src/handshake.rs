@@ -220,7 +220,7 @@ impl Resource {
             .map_or(Features::empty(), |c| c.features())
     }
 
-    fn send_sync_param(&mut self, peer: NodeId, volume: VolumeNr) {
+    pub(crate) fn send_sync_param(&mut self, peer: NodeId, volume: VolumeNr) {
         let Some(conn) = self.connections.get(&peer) else {
             return;
         };
@@ -387,9 +387,13 @@ impl Resource {
         let Some(conn) = self.connections.get(&peer) else {
             return;
         };
+        if self.state.conn(peer) == ConnState::Connected {
+            self.adopt_algorithms(peer, param);
+            return;
+        }
         let theirs = param.csums_alg.as_str().unwrap_or_default();
         let ours = conn.net.csums_alg.clone().unwrap_or_default();
-        if self.state.conn(peer) < ConnState::Connected && theirs != ours {
+        if theirs != ours {
             let text = format!(
                 "csums-alg differs: {ours:?} here, {theirs:?} at the peer; configure the same"
             );

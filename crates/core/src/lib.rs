@@ -31,6 +31,7 @@ pub mod interval;
 mod legacy;
 pub mod look_again;
 mod metadata;
+mod net_update;
 pub mod objects;
 pub mod open;
 pub mod options;

@@ -114,41 +114,6 @@ impl Resource {
         Ok(Answer::Done)
     }
 
-    pub(crate) fn net_options(
-        &mut self,
-        peer: NodeId,
-        net: NetOptions,
-    ) -> Result<Answer, CommandError> {
-        check_net(&net)?;
-        let connected = self.is_established(peer);
-        let Some(conn) = self.connections.get_mut(&peer) else {
-            return Err(no_peer(peer));
-        };
-        let frozen = (
-            conn.net.protocol,
-            conn.net.allow_two_primaries,
-            conn.net.data_integrity_alg.clone(),
-            conn.net.csums_alg.clone(),
-        );
-        let wanted = (
-            net.protocol,
-            net.allow_two_primaries,
-            net.data_integrity_alg.clone(),
-            net.csums_alg.clone(),
-        );
-        if connected && frozen != wanted {
-            return fail(
-                ErrorCode::ERR_INVALID_REQUEST,
-                "protocol, allow-two-primaries, data-integrity-alg and csums-alg can be changed \
-                 only while the connection is StandAlone; disconnect first",
-            );
-        }
-        conn.net = net;
-        self.restart_ping_timer(peer);
-        self.recalculate();
-        Ok(Answer::Done)
-    }
-
     pub(crate) fn peer_device_options(
         &mut self,
         peer: NodeId,
@@ -169,6 +134,9 @@ impl Resource {
             );
         }
         pd.options = options;
+        if self.is_established(peer) {
+            self.send_sync_param(peer, volume);
+        }
         self.recalculate();
         Ok(Answer::Done)
     }
@@ -228,7 +196,7 @@ impl Resource {
 }
 
 /// Combinations of net options that cannot work (semantics.md, 6.2).
-fn check_net(net: &NetOptions) -> Result<(), CommandError> {
+pub(crate) fn check_net(net: &NetOptions) -> Result<(), CommandError> {
     use crate::options::Protocol;
     if net.allow_two_primaries {
         return fail(

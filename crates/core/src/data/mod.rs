@@ -180,6 +180,8 @@ pub struct DeviceIo {
 /// The data path's part of a connection.
 #[derive(Debug, Default)]
 pub struct ConnIo {
+    /// Writes of this link may have been sent with protocol A, whatever it is now.
+    pub(crate) was_async: bool,
     /// Epoch of the last write sent and the writes sent in it without a barrier.
     pub(crate) epoch: u32,
     pub(crate) epoch_writes: u32,

@@ -29,6 +29,7 @@ mod csums;
 mod fencing;
 mod integrity;
 mod opening;
+mod options;
 mod resizing;
 mod verifying;
 

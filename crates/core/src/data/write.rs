@@ -468,7 +468,7 @@ impl Resource {
             .filter(|peer| {
                 self.connections
                     .get(peer)
-                    .is_some_and(|c| c.net.protocol == Protocol::A)
+                    .is_some_and(|c| c.net.protocol == Protocol::A || c.io.was_async)
             })
             .collect();
         if req.completed || sent_only.is_empty() {
@@ -817,6 +817,7 @@ impl Resource {
         conn.io.unacked.clear();
         conn.io.epoch_writes = 0;
         conn.io.sent_count = 0;
+        conn.io.was_async = false;
         conn.io.settled_count = 0;
         conn.io.mirror = None;
         conn.io.ap_in_flight_sectors = 0;

@@ -9,7 +9,9 @@ use std::collections::{BTreeMap, VecDeque};
 use lockstep_core::auth::{Authenticator, HmacAlg};
 use lockstep_core::command::Command;
 use lockstep_core::event::{RequestKind, Stream};
-use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
+use lockstep_core::options::{
+    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
+};
 use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
 use lockstep_format::wire::packet::{
     BarrierAck, BlockId, CompressedBitmap, Data, PeerAck, RunKind, Trim,
@@ -52,6 +54,9 @@ pub(crate) struct Replay<'a> {
     /// Requests that were answered and not acked yet.
     served: Vec<(Sector, u32)>,
     credit: u64,
+    /// The present options of the connections, and towards the peers.
+    net: NetOptions,
+    peer_disk: PeerDeviceOptions,
     /// Requests with digests: block id by sector.
     hashed: BTreeMap<Sector, BlockId>,
     epochs: BTreeMap<NodeId, Epochs>,
@@ -109,6 +114,8 @@ impl<'a> Replay<'a> {
             requests: VecDeque::new(),
             served: Vec::new(),
             credit: 0,
+            net: setup.net.clone(),
+            peer_disk: setup.peer_disk.clone(),
             hashed: BTreeMap::new(),
             epochs: BTreeMap::new(),
             peer_acks: [None; 2],
@@ -258,6 +265,38 @@ impl<'a> Replay<'a> {
                         peer,
                         volume,
                         reset_bitmap: true,
+                    });
+                }
+            }
+            ["drbdsetup", "net-options", _, _, ref rest @ ..] => {
+                for option in rest {
+                    match option.split_once('=') {
+                        Some(("--protocol", "A")) => self.net.protocol = Protocol::A,
+                        Some(("--protocol", "C")) => self.net.protocol = Protocol::C,
+                        Some(("--csums-alg", alg)) => self.net.csums_alg = Some(alg.into()),
+                        Some(("--verify-alg", alg)) => self.net.verify_alg = Some(alg.into()),
+                        _ => panic!("net-options {option}"),
+                    }
+                }
+                for peer in self.peers.clone() {
+                    let net = self.net.clone();
+                    self.node.command(Command::NetOptions { peer, net });
+                }
+            }
+            [
+                "drbdsetup",
+                "disk-options",
+                _,
+                "--c-plan-ahead=0",
+                "--resync-rate=50M",
+            ] => {
+                self.peer_disk.resync_rate_kib_s = 50 * 1024;
+                for peer in self.peers.clone() {
+                    let options = self.peer_disk.clone();
+                    self.node.command(Command::PeerDeviceOptions {
+                        peer,
+                        volume,
+                        options,
                     });
                 }
             }

@@ -28,6 +28,8 @@ fn setup(path: &Path) -> Setup {
     let text = path.to_string_lossy().replace(".pcap.gz", ".txt");
     let text = std::fs::read_to_string(text).expect("the transcript is beside the capture");
     let config = text.split("\ncommands ").next().unwrap_or_default();
+    // What stands before the configuration is a description.
+    let config = config.find("global {").map_or(config, |at| &config[at..]);
     let words: Vec<&str> = config
         .split(|c: char| c.is_whitespace() || c == ';')
         .filter(|w| !w.is_empty())
@@ -245,4 +247,15 @@ fn no_ping_is_sent_before_the_versions_are_agreed_on() {
         .collect();
     assert!(names[0].starts_with("ConnectionFeatures"), "{names:?}");
     assert!(!names.contains(&"Ping".to_string()), "{names:?}");
+}
+
+#[test]
+fn drbd84_changed_options() {
+    replay("84", "27-option-changes", 0, &[]);
+    // The kernel adopts the peer's resync rate and repeats it; newer ones go by their own.
+    let rate = [
+        "missing Data SyncParam89(SyncParam89 { resync_rate_kib_s: 51200",
+        "extra at the end of the connection: Data SyncParam89(SyncParam89 { resync_rate_kib_s: 102400",
+    ];
+    replay("84", "27-option-changes", 1, &rate);
 }
