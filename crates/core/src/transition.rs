@@ -409,6 +409,10 @@ impl Resource {
                 let old_slot = slot.flags;
                 slot.flags
                     .set(PeerFlags::CONNECTED, p.repl > ReplState::Off);
+                if p.repl > ReplState::Off && slot.bitmap_index.is_none() {
+                    // A tie-breaker counts for quorum once it was seen.
+                    slot.flags.insert(PeerFlags::NODE_EXISTS);
+                }
                 slot.flags.set(
                     PeerFlags::OUTDATED,
                     matches!(p.disk, DiskState::Inconsistent | DiskState::Outdated),

@@ -72,17 +72,29 @@ impl Resource {
         self.new_uuid_wanted = true;
     }
 
+    /// A new generation is due, and there are data that it can name.
+    pub(crate) fn is_new_uuid_due(&self) -> bool {
+        self.devices
+            .iter()
+            .any(|(volume, d)| d.new_uuid_pending && self.can_label(*volume))
+    }
+
+    /// Without quorum or data there is nothing to label. What is due stays due: whoever missed
+    /// something must be told from the others when they return.
+    fn can_label(&self, volume: VolumeNr) -> bool {
+        self.state
+            .devices
+            .get(&volume)
+            .is_some_and(|s| s.have_quorum && s.data_accessible())
+    }
+
     /// Drives the new generation on; called after every input.
     pub(crate) fn settle_new_uuid(&mut self) {
-        if self.state.susp_uuid
-            && self.new_uuid.is_none()
-            && !self.devices.values().any(|d| d.new_uuid_pending)
-        {
+        if self.state.susp_uuid && self.new_uuid.is_none() && !self.is_new_uuid_due() {
             self.hard_change(Change::new().susp_uuid(false));
         }
         if self.new_uuid.is_none() {
-            let due = self.devices.values().any(|d| d.new_uuid_pending);
-            if !due {
+            if !self.is_new_uuid_due() {
                 self.new_uuid_wanted = false;
                 return;
             }
@@ -166,18 +178,14 @@ impl Resource {
         let volumes: Vec<VolumeNr> = self
             .devices
             .iter()
-            .filter(|(_, d)| d.new_uuid_pending)
+            .filter(|(v, d)| d.new_uuid_pending && self.can_label(**v))
             .map(|(v, _)| *v)
             .collect();
         let mut plans = BTreeMap::new();
         let role = self.state.role;
         for volume in volumes {
-            let state = self.state.devices.get(&volume);
-            let usable = state.is_some_and(|s| s.have_quorum && s.data_accessible());
             let up_to_date = self.state.disk(volume) == DiskState::UpToDate;
-            if !usable || role != Role::Primary || self.legacy_follows(volume) {
-                // Without quorum or data there is nothing to label; the loss will be noticed
-                // again when they return.
+            if role != Role::Primary || self.legacy_follows(volume) {
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.new_uuid_pending = false;
                 }

@@ -11,8 +11,8 @@ use crate::world::{World, name};
 pub fn differences_are_marked(w: &mut World) {
     for volume in 0..w.config.volumes {
         let blocks = w.history.touched(volume);
-        for x in 0..w.nodes.len() {
-            for y in x + 1..w.nodes.len() {
+        for x in w.storage() {
+            for y in x + 1..w.storage().end {
                 let v = usize::from(volume);
                 // A disk that is being resynced is marked by its source. Its own marks towards
                 // third nodes are written lazily.
@@ -21,7 +21,7 @@ pub fn differences_are_marked(w: &mut World) {
                         .superblock()
                         .is_ok_and(|s| !s.flags.contains(DeviceFlags::CONSISTENT))
                 });
-                if resyncing && w.nodes.len() > 2 {
+                if resyncing && w.storage().len() > 2 {
                     continue;
                 }
                 let differing: Vec<u64> = blocks
@@ -101,7 +101,7 @@ pub fn generations_are_sound(w: &mut World, node: usize) {
 
 /// All nodes are at rest on the same generation.
 pub fn generations_agree(w: &mut World) {
-    for node in 0..w.nodes.len() {
+    for node in w.storage() {
         generations_are_sound(w, node);
     }
     for volume in 0..usize::from(w.config.volumes) {
@@ -109,7 +109,7 @@ pub fn generations_agree(w: &mut World) {
             let superblock = w.nodes[node].disks[volume].superblock().ok()?;
             Some(superblock.current_uuid.0 & !1)
         };
-        for node in 1..w.nodes.len() {
+        for node in 1..w.storage().end {
             let (a, b) = (current(w, 0), current(w, node));
             if a != b {
                 w.fail(format!(
@@ -164,7 +164,7 @@ pub fn not_converged(w: &World) -> Option<String> {
         let Some(snapshot) = w.snapshot(node) else {
             return Some(format!("{} is down", name(node)));
         };
-        if let Some(text) = node_not_converged(&snapshot) {
+        if let Some(text) = node_not_converged(w, node, &snapshot) {
             return Some(format!("{}: {text}", name(node)));
         }
         if let Some((id, c)) = w.nodes[node].commands.first_key_value() {
@@ -188,9 +188,13 @@ pub fn is_busy(w: &World) -> bool {
         .any(|n| !w.is_up(n) || !w.nodes[n].requests.is_empty() || !w.nodes[n].commands.is_empty())
 }
 
-fn node_not_converged(snapshot: &Snapshot) -> Option<String> {
+fn node_not_converged(w: &World, node: usize, snapshot: &Snapshot) -> Option<String> {
+    let due = |node: usize| match w.has_disk(node) {
+        true => DiskState::UpToDate,
+        false => DiskState::Diskless,
+    };
     for device in &snapshot.devices {
-        if device.disk_state != DiskState::UpToDate {
+        if device.disk_state != due(node) {
             return Some(format!(
                 "volume {} is {:?}",
                 device.volume, device.disk_state
@@ -214,7 +218,9 @@ fn node_not_converged(snapshot: &Snapshot) -> Option<String> {
             ));
         }
         for p in &connection.peer_devices {
-            if p.repl_state != ReplState::Established || p.disk_state != DiskState::UpToDate {
+            if p.repl_state != ReplState::Established
+                || p.disk_state != due(usize::from(connection.peer.0))
+            {
                 return Some(format!(
                     "volume {} with node {}: {:?}, peer disk {:?}, {} sectors out of sync",
                     p.volume, connection.peer, p.repl_state, p.disk_state, p.out_of_sync_sectors
@@ -239,7 +245,7 @@ fn node_not_converged(snapshot: &Snapshot) -> Option<String> {
 pub fn replicas_are_equal(w: &mut World) {
     for volume in 0..w.config.volumes {
         let v = usize::from(volume);
-        for node in 1..w.nodes.len() {
+        for node in 1..w.storage().end {
             let (a, b) = (
                 &w.nodes[0].disks[v].content,
                 &w.nodes[node].disks[v].content,

@@ -80,7 +80,7 @@ pub fn run(seed: u64, orders: &Orders, trace: Trace) -> Played {
     if let Trace::Keep(lines) = trace {
         w.tail = Some(Tail::new(w.nodes.len(), lines));
     }
-    let mut o = Operator::new(plan.settings.clone(), w.nodes.len(), w.config.volumes);
+    let mut o = Operator::new(plan.settings.clone(), &w.config);
     let played = catch_unwind(AssertUnwindSafe(|| {
         Drive::new(&plan).play(&mut w, &mut o);
     }));
@@ -356,7 +356,7 @@ impl<'a> Drive<'a> {
         if planned.fault != Fault::PowerCutAll {
             check::differences_are_marked(w);
         }
-        for node in 0..w.nodes.len() {
+        for node in w.storage() {
             check::generations_are_sound(w, node);
         }
     }
@@ -376,7 +376,8 @@ impl<'a> Drive<'a> {
 }
 
 fn promote_an_heir(w: &mut World, o: &mut Operator, number: u64) -> bool {
-    let heirs: Vec<usize> = o.heirs().into_iter().filter(|n| o.is_up(*n)).collect();
+    let mut heirs: Vec<usize> = o.heirs().into_iter().filter(|n| o.is_up(*n)).collect();
+    heirs.extend(o.clients(w));
     let Some(heir) = heirs.get(number as usize % heirs.len().max(1)) else {
         return false;
     };

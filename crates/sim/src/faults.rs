@@ -75,6 +75,10 @@ pub enum Fault {
     Balance,
     /// The network changes payloads on their way; needs `--with integrity`.
     Corrupt,
+    /// Some nodes have no disk; here: another node becomes Primary, perhaps one of those.
+    Diskless,
+    /// Quorum is configured; here: nothing passes between the Primary and all others for a while.
+    Quorum,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -116,10 +120,12 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 3] = [
+pub const BY_NAME: [(Fault, &str); 5] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
+    (Fault::Diskless, "diskless"),
+    (Fault::Quorum, "quorum"),
 ];
 
 /// Every kind with its word.
@@ -267,7 +273,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             }
             Some(Undo::Start(a))
         }
-        Fault::Handover => {
+        Fault::Handover | Fault::Diskless => {
             o.demote(w);
             None
         }
@@ -289,12 +295,13 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             .then_some(Undo::Pause(a, b, volume)),
         Fault::Down => o.down(w, a).then_some(Undo::Start(a)),
         Fault::Isolate => {
-            for peer in (0..nodes).filter(|p| *p != a) {
-                w.set_blocked(a, peer, true);
-                w.set_blocked(peer, a, true);
-            }
+            w.isolate(a);
             Some(Undo::OpenAll(a))
         }
+        Fault::Quorum => o.primary.map(|primary| {
+            w.isolate(primary);
+            Undo::OpenAll(primary)
+        }),
         Fault::LateLink => {
             w.next_link_late(a, rng.delay(2 * SECOND));
             w.reset(a, b);
@@ -322,6 +329,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         | Fault::LostWrite
         | Fault::Misdirect => {
             let is_error = !matches!(fault, Fault::SlowDisk);
+            let a = a % w.storage().len();
             // If the disks of several nodes fail, nobody can demand that the data survives.
             let a = if is_error {
                 *w.bad_node.get_or_insert(a)

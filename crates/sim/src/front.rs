@@ -165,7 +165,8 @@ impl World {
     fn check_error(&mut self, node: usize, asked: &Asked) {
         let failed = self.nodes[node].disks[usize::from(asked.volume)].had_errors;
         let volume = usize::from(asked.volume);
-        let view = self.view(node);
+        // Without quorum a request may have to fail.
+        let view = self.view(node).filter(|v| v.quorate);
         let is_whole =
             view.is_some_and(|v| v.holders.get(volume).is_some_and(|h| h & 1 << node != 0));
         if is_whole && !failed && self.config.weather == Weather::ByPlace {

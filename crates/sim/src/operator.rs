@@ -14,7 +14,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use crate::disk::{Lose, Where};
 use crate::rng::Rng;
 use crate::sometimes;
-use crate::world::{MAX_VOLUMES, World, name};
+use crate::world::{Config, MAX_VOLUMES, World, name};
 
 /// Options that differ between worlds.
 #[derive(Clone, Debug)]
@@ -102,14 +102,16 @@ fn peer_id(n: usize) -> NodeId {
 
 impl Operator {
     /// Nobody is up.
-    pub fn new(settings: Settings, nodes: usize, volumes: u16) -> Self {
+    pub fn new(settings: Settings, config: &Config) -> Self {
+        let (nodes, volumes) = (config.nodes, config.volumes);
+        let storage = nodes - config.diskless;
         Operator {
             settings,
             stages: vec![Stage::Down; nodes],
             primary: None,
             promoting: None,
             demoting: None,
-            heirs: vec![(1 << nodes) - 1; usize::from(volumes)],
+            heirs: vec![(1 << storage) - 1; usize::from(volumes)],
             holders: vec![0; usize::from(volumes)],
             lossy: 0,
             seen: [0; MAX_VOLUMES],
@@ -137,7 +139,7 @@ impl Operator {
         if self.stages[node] != Stage::Down {
             return;
         }
-        if self.pending_loss == Some(node) {
+        if self.pending_loss == Some(node) && w.has_disk(node) {
             self.pending_loss = None;
             w.history.unflushed_may_be_lost(w.now);
         }
@@ -150,13 +152,14 @@ impl Operator {
                 Command::NewVolume {
                     volume: VolumeNr(volume),
                     minor: u32::from(volume),
-                    diskless: false,
+                    diskless: !w.has_disk(node),
                 },
             );
         }
         for peer in (0..nodes).filter(|p| *p != node) {
             let mut net = self.settings.net.clone();
             net.peer_name = name(peer).to_string();
+            let options = self.peer_options(w, peer);
             let peer = peer_id(peer);
             w.command(node, Command::NewPeer { peer, net });
             for volume in 0..volumes {
@@ -165,17 +168,28 @@ impl Operator {
                     Command::PeerDeviceOptions {
                         peer,
                         volume: VolumeNr(volume),
-                        options: self.settings.peer.clone(),
+                        options: options.clone(),
                     },
                 );
             }
         }
-        let attaches = (0..volumes).map(|v| self.attach(w, node, v)).collect();
+        let attaches = match w.has_disk(node) {
+            true => (0..volumes).map(|v| self.attach(w, node, v)).collect(),
+            false => Vec::new(),
+        };
         self.detached.retain(|(n, _)| *n != node);
         self.paused.retain(|(n, ..)| *n != node);
         self.stages[node] = Stage::Attaching(attaches);
         if self.settings.connect_first {
             self.connect_all(w, node);
+        }
+    }
+
+    /// Options towards a peer: one that is meant to have no disk needs no bitmap.
+    fn peer_options(&self, w: &World, peer: usize) -> PeerDeviceOptions {
+        PeerDeviceOptions {
+            bitmap: w.has_disk(peer),
+            ..self.settings.peer.clone()
         }
     }
 
@@ -222,6 +236,14 @@ impl Operator {
         members(self.heirs.iter().fold(u32::MAX, |all, of| all & of))
     }
 
+    /// Nodes without disks that are up and see the data of an heir.
+    pub fn clients(&self, w: &mut World) -> Vec<usize> {
+        let clients = w.storage().end..w.nodes.len();
+        clients
+            .filter(|n| self.is_up(*n) && self.sees_heir_data(w, *n))
+            .collect()
+    }
+
     /// The node dies; the operator learns who may take over.
     pub fn crash(&mut self, w: &mut World, node: usize, lose: Lose) {
         let Some(view) = w.view(node) else {
@@ -232,7 +254,7 @@ impl Operator {
                 self.heirs[volume] = self.heirs_of(w, node, view.holders[volume], volume);
             }
             self.primary = None;
-            if lose == Lose::Unflushed {
+            if lose == Lose::Unflushed && w.has_disk(node) {
                 self.pending_loss = Some(node);
             }
             w.trace(node, || "== the Primary dies".into());
@@ -249,7 +271,7 @@ impl Operator {
                 w.history.unflushed_may_be_lost(w.now);
             }
         }
-        if lose == Lose::Unflushed {
+        if lose == Lose::Unflushed && w.has_disk(node) {
             self.lossy |= 1 << node;
         }
         if let Some(snapshot) = w.snapshot(node) {
@@ -263,7 +285,7 @@ impl Operator {
             "all-nodes-down"
         );
         if self.primary.is_none() {
-            let witness = (0..w.nodes.len()).any(|n| w.is_up(n) && self.lossy & 1 << n == 0);
+            let witness = w.storage().any(|n| w.is_up(n) && self.lossy & 1 << n == 0);
             if self.lossy != 0 && !witness {
                 w.history.unflushed_may_be_lost(w.now);
             }
@@ -423,10 +445,11 @@ impl Operator {
         if self.primary.is_some() || self.is_changing() || !self.is_up(node) {
             return false;
         }
-        if !force && !self.heirs().contains(&node) {
+        if !force && !self.heirs().contains(&node) && w.has_disk(node) {
             return false;
         }
-        if !force && w.bad_node == Some(node) && !self.sees_heir_data(w, node) {
+        let may_lack = w.bad_node == Some(node) || !w.has_disk(node);
+        if !force && may_lack && !self.sees_heir_data(w, node) {
             return false;
         }
         let command = w.command(node, Command::Primary { force });
@@ -501,7 +524,8 @@ impl Operator {
 
     /// Takes a disk away; the node goes on without.
     pub fn detach(&mut self, w: &mut World, node: usize, volume: u16, force: bool) -> bool {
-        if !self.is_up(node) || self.is_changing() || self.primary.is_none() {
+        let may = self.is_up(node) && w.has_disk(node);
+        if !may || self.is_changing() || self.primary.is_none() {
             return false;
         }
         // Who had everything until now must be known: without its disk the node cannot tell.
@@ -541,7 +565,7 @@ impl Operator {
 
     /// Attaches what has no disk, as an operator does who looks at `status`.
     fn attach_diskless(&mut self, w: &mut World, node: usize) {
-        let Some(snapshot) = w.snapshot(node) else {
+        let Some(snapshot) = w.snapshot(node).filter(|_| w.has_disk(node)) else {
             return;
         };
         for device in snapshot.devices {
@@ -567,7 +591,7 @@ impl Operator {
         net.peer_name = name(peer).to_string();
         net.max_epoch_size = rng.pick(&[1, 20, 2048]);
         net.ping_int_s = rng.pick(&[1, 3, 10]);
-        let mut options = self.settings.peer.clone();
+        let mut options = self.peer_options(w, peer);
         options.c_max_rate_kib_s = rng.pick(&[2048, 10_240, 102_400]);
         let peer = peer_id(peer);
         w.command(node, Command::NetOptions { peer, net });
@@ -618,7 +642,8 @@ impl Operator {
         let Some(primary) = self.primary else {
             return false;
         };
-        if primary == node || self.is_changing() || !self.is_up(node) || !self.is_up(primary) {
+        let up = self.is_up(node) && self.is_up(primary) && w.has_disk(node);
+        if primary == node || self.is_changing() || !up {
             return false;
         }
         let good = w.snapshot(primary).is_some_and(|s| {

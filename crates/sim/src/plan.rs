@@ -5,7 +5,7 @@
 use std::fmt;
 
 use lockstep_core::event::RequestKind;
-use lockstep_core::options::{OnIoError, Protocol};
+use lockstep_core::options::{OnIoError, OnLoss, Protocol, Quorum};
 
 use crate::disk::Where;
 use crate::extras::{self, Extra};
@@ -199,6 +199,7 @@ enum Part {
     Load,
     Fault,
     Request,
+    Roles,
 }
 
 impl Plan {
@@ -206,8 +207,9 @@ impl Plan {
     pub fn new(seed: u64, orders: &Orders) -> Plan {
         let part = |part: Part, number: u64| Rng::new(mixed(&[seed, part as u64, number]));
         let small = orders.size == Size::Small;
-        let (config, mut settings) =
+        let (mut config, mut settings) =
             shape(seed, orders, part(Part::Nodes, 0), part(Part::Shape, 0));
+        roles(orders, &mut config, &mut settings, part(Part::Roles, 0));
         for extra in &orders.extras {
             extras::apply(*extra, seed, &mut settings);
         }
@@ -245,6 +247,7 @@ impl Plan {
         );
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
         let large = config.blocks > SMALL_BLOCKS;
+        let redundant = settings.resource.quorum_minimum_redundancy != Quorum::Off;
         Plan {
             seed,
             config,
@@ -262,7 +265,8 @@ impl Plan {
             } else {
                 pace.range(1, 20) as usize
             },
-            full_sync: !small && !large && pace.permille(400),
+            // A first copy alone is never enough for a minimum redundancy.
+            full_sync: !small && !large && pace.permille(400) && !redundant,
             watches: !small && seed.is_multiple_of(8),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
         }
@@ -274,8 +278,19 @@ impl Plan {
         let mut words: Vec<&str> = self.faults.iter().map(|f| faults::word(f.fault)).collect();
         words.sort_unstable();
         words.dedup();
+        let diskless = match c.diskless {
+            0 => String::new(),
+            count => format!(" ({count} without disks)"),
+        };
+        let quorum = match self.settings.resource.quorum {
+            Quorum::Off => String::new(),
+            quorum => format!(
+                " quorum {quorum:?}, {:?},",
+                self.settings.resource.on_no_quorum
+            ),
+        };
         format!(
-            "{} nodes, protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
+            "{} nodes{diskless},{quorum} protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
             c.nodes,
             c.protocol,
             c.volumes,
@@ -323,6 +338,7 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         trace: false,
         weather: Weather::ByPlace,
         metadata: Where::External,
+        diskless: 0,
         bandwidth: rng
             .permille(300)
             .then(|| rng.pick(&[2 << 20, 12 << 20, 120 << 20])),
@@ -352,6 +368,32 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         config.metadata = Where::Internal;
     }
     (config, settings)
+}
+
+/// What `diskless` and `quorum` among the kinds make of a world.
+fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng: Rng) {
+    let wants = |kind| orders.kinds.as_ref().is_some_and(|k| k.contains(&kind));
+    let loss = |rng: &mut Rng| rng.pick(&[OnLoss::SuspendIo, OnLoss::SuspendIo, OnLoss::IoError]);
+    let resource = &mut settings.resource;
+    if wants(Fault::Diskless) {
+        let most = (config.nodes as u64 - 1).clamp(1, 2);
+        config.diskless = 1 + usize::from(most > 1 && rng.permille(250));
+        resource.on_no_data_accessible = loss(&mut rng);
+    }
+    if wants(Fault::Quorum) {
+        // One copy alone would never be enough for these.
+        let copies = config.nodes - config.diskless;
+        resource.quorum = match rng.below(8) {
+            _ if copies < 2 => Quorum::Majority,
+            0 => Quorum::All,
+            1 => Quorum::Number(2),
+            _ => Quorum::Majority,
+        };
+        if rng.permille(200) && copies > 1 {
+            resource.quorum_minimum_redundancy = Quorum::Number(2);
+        }
+        resource.on_no_quorum = loss(&mut rng);
+    }
 }
 
 /// Kinds that planned worlds draw from unless the command line says otherwise. The others find

@@ -40,10 +40,10 @@ impl Scenario {
     pub fn with(config: Config, change: impl FnOnce(&mut Settings), full_sync: bool) -> Self {
         let mut settings = Settings::new(config.protocol, config.resync_max_kib_s);
         change(&mut settings);
-        let (nodes, volumes) = (config.nodes, config.volumes);
+        let operator = Operator::new(settings, &config);
         let mut s = Scenario {
             world: World::new(config),
-            operator: Operator::new(settings, nodes, volumes),
+            operator,
         };
         swarm::bring_up(&mut s.world, &mut s.operator, full_sync);
         s.holds();

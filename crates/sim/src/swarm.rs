@@ -73,7 +73,7 @@ pub fn run(seed: u64, limits: &Limits) -> Outcome {
             disk.downgrade();
         }
     }
-    let mut operator = Operator::new(settings, w.nodes.len(), w.config.volumes);
+    let mut operator = Operator::new(settings, &w.config);
     let result = catch_unwind(AssertUnwindSafe(|| {
         play(&mut w, &mut operator, &mut rng, plan, load);
     }));
@@ -133,6 +133,7 @@ fn draw(
         weather: Weather::OneStream,
         bandwidth: None,
         metadata: Where::External,
+        diskless: 0,
     };
     let mut settings = Settings::new(protocol, config.resync_max_kib_s);
     if rng.permille(600) {

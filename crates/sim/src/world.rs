@@ -54,6 +54,8 @@ pub struct Config {
     pub bandwidth: Option<u64>,
     /// Where the metadata of all disks lies.
     pub metadata: Where,
+    /// The last so many nodes have no disk on purpose.
+    pub diskless: usize,
 }
 
 /// Where the delays and other small chances of a world come from.
@@ -109,6 +111,7 @@ impl Config {
             weather: Weather::OneStream,
             bandwidth: None,
             metadata: Where::External,
+            diskless: 0,
         }
     }
 }
@@ -209,6 +212,8 @@ pub struct View {
     pub role: Role,
     /// For each volume a bit for each node that has all its data according to this one.
     pub holders: [u32; MAX_VOLUMES],
+    /// All volumes have quorum.
+    pub quorate: bool,
 }
 
 #[derive(Debug)]
@@ -521,6 +526,16 @@ impl World {
         }
     }
 
+    /// Nodes with disks.
+    pub fn storage(&self) -> std::ops::Range<usize> {
+        0..self.nodes.len() - self.config.diskless
+    }
+
+    /// The node has disks.
+    pub fn has_disk(&self, node: usize) -> bool {
+        self.storage().contains(&node)
+    }
+
     /// The node is up.
     pub fn is_up(&self, node: usize) -> bool {
         self.nodes[node].resource.is_some()
@@ -541,6 +556,7 @@ impl World {
             n.view = Some(View {
                 role: snapshot.role,
                 holders: crate::operator::holders(node, &snapshot),
+                quorate: snapshot.devices.iter().all(|d| d.quorum),
             });
         }
         n.view
@@ -639,6 +655,14 @@ impl World {
         });
         let n = &mut self.nodes[node];
         n.frozen_until = self.now + time;
+    }
+
+    /// Nothing passes between the node and all others.
+    pub fn isolate(&mut self, node: usize) {
+        for peer in (0..self.nodes.len()).filter(|p| *p != node) {
+            self.set_blocked(node, peer, true);
+            self.set_blocked(peer, node, true);
+        }
     }
 
     /// The disk works again.

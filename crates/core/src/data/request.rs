@@ -109,7 +109,7 @@ impl Resource {
         if self.state.suspended() && !self.state.susp_uuid {
             return;
         }
-        let pending = self.devices.values().any(|d| d.new_uuid_pending);
+        let pending = self.is_new_uuid_due();
         let waits = !self.io.held.is_empty()
             || !self.io.held_completions.is_empty()
             || !self.io.postponed.is_empty()

@@ -823,6 +823,7 @@ impl Resource {
         conn.io.ap_in_flight_sectors = 0;
         conn.io.flush_requests.clear();
         self.io.peer_ack.last.retain(|(node, _)| *node != peer);
+        let mut missed = Vec::new();
         for key in sent {
             let Some(req) = self.io.requests.get_mut(key) else {
                 continue;
@@ -836,6 +837,7 @@ impl Resource {
             req.pending.remove(peer);
             if !forgets {
                 req.ok.remove(peer);
+                missed.push((req.volume, req.sector, req.size_bytes));
             }
             req.in_sync.remove(peer);
             req.unsettled.remove(peer);
@@ -845,6 +847,11 @@ impl Resource {
             if let Some(req) = self.io.requests.get_mut(*key) {
                 req.mark.remove(peer);
             }
+        }
+        // A write may stay unsettled for long, if quorum is lost with the next peer: this one may
+        // be back before that, and must be told what it missed.
+        for (volume, sector, size_bytes) in missed {
+            self.mark_towards(volume, peer, sector, size_bytes);
         }
         self.settle_log();
         self.lose_reads(peer);
