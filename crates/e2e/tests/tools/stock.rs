@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 
-use crate::nodes::{Nodes, Setup, can_run_stock_tools};
+use crate::nodes::{Nodes, Setup, can_run_stock_tools, output};
 
 #[test]
 fn debians_drbdadm_drives_a_resource_through_its_life() -> Result<()> {
@@ -84,6 +84,15 @@ fn debians_drbdadm_moves_connections_disks_and_roles() -> Result<()> {
     ensure!(nodes.stock(0, &["dstate", "r0"])?.trim() == "Diskless/UpToDate");
     nodes.stock(0, &["attach", "r0"])?;
     nodes.wait_in_sync()?;
+    // The size of the disk is remembered for the day it has grown.
+    let minor = nodes.minor(0).to_string();
+    output(&mut nodes.command(0, "drbdsetup", &["check-resize", &minor]))?;
+    let known = nodes
+        .node_dir(0)
+        .join(format!("lib/drbd-minor-{minor}.lkbd"));
+    let known = std::fs::read_to_string(known)?;
+    let disk = nodes.disk(0).display().to_string();
+    ensure!(known.contains(&disk) && known.contains("uuid:"), "{known}");
     // Data is replaced by the peer's.
     nodes.stock(0, &["invalidate", "r0"])?;
     nodes.wait_in_sync()?;

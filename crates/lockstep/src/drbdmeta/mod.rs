@@ -55,7 +55,7 @@ pub(crate) fn remember(minor: u32, meta_path: &str, meta_index: &str) -> u8 {
         other => other,
     };
     let minor = minor.to_string();
-    let args = ["--force", &minor, "v09", meta_path, index, "get-gi"].map(str::to_owned);
+    let args = ["--force", &minor, "v09", meta_path, index, "dstate"].map(str::to_owned);
     let line = match options::parse(&args) {
         Ok(line) => line,
         Err(failure) => {
