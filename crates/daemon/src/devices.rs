@@ -194,7 +194,7 @@ impl Worker {
                 }
                 Ok(Order::End { done }) => {
                     for (key, served) in std::mem::take(&mut self.devices) {
-                        take_away(served.device);
+                        self.take_away(&key, served.device);
                         self.holding.forget(&key);
                     }
                     for key in self.holding.keys() {
@@ -369,7 +369,7 @@ impl Worker {
         for key in keys {
             if force {
                 if let Some(served) = self.devices.remove(&key) {
-                    take_away(served.device);
+                    self.take_away(&key, served.device);
                     self.holding.forget(&key);
                 }
             } else if let Some(users) = self.try_detach(&key) {
@@ -381,8 +381,43 @@ impl Worker {
         Ok(())
     }
 
+    /// Why a resource's I/O is suspended, if it is.
+    fn suspended(&self, resource: &str) -> Option<String> {
+        let reports = self.board.reports();
+        let report = reports.iter().find(|report| report.name == resource)?;
+        (!report.suspended.is_empty()).then(|| report.suspended.join(", "))
+    }
+
+    /// Detaches, or makes all I/O of its users fail.
+    fn take_away(&self, key: &Key, device: MountedDevice) {
+        if let Some(reasons) = self.suspended(&key.0) {
+            tracing::warn!(
+                device = %device.path().display(),
+                reasons,
+                "I/O is suspended: the device is given up, what it holds fails"
+            );
+            device.abandon();
+        } else if let Err((device, error)) = device.detach() {
+            tracing::warn!(%error, "the device is given up under its users");
+            device.abandon();
+        }
+    }
+
     /// Takes a device away, or says who uses it.
     fn try_detach(&mut self, key: &Key) -> Option<String> {
+        if let Some(served) = self.devices.get(key)
+            && let Some(reasons) = self.suspended(&key.0)
+        {
+            // With requests held the kernel would wait for them, and nothing could end that.
+            let users = served.device.visible_users();
+            if !users.is_empty() {
+                return Some(format!(
+                    "{} is in use by {}, and I/O is suspended ({reasons}); resume it or use --force",
+                    served.device.path().display(),
+                    users.join(", ")
+                ));
+            }
+        }
         let Served {
             device,
             size_bytes,
@@ -434,14 +469,6 @@ fn clean(place: &Place, keep: &[LoopNumber]) -> std::io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Detaches, or makes all I/O of its users fail.
-fn take_away(device: MountedDevice) {
-    if let Err((device, error)) = device.detach() {
-        tracing::warn!(%error, "the device is given up under its users");
-        device.abandon();
-    }
 }
 
 /// The core is told whether the device is used, by an opener that stands for all users.

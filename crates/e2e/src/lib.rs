@@ -317,6 +317,16 @@ impl Cluster {
         Ok(())
     }
 
+    /// Asks a node's daemon to end (SIGTERM), which it must do.
+    pub fn stop(&mut self, node: usize) -> Result<()> {
+        let n = &mut self.nodes[node];
+        let mut child = n.daemon.take().context("the node does not run")?;
+        terminate(&mut child);
+        let status = child.try_wait()?.context("the daemon does not end")?;
+        ensure!(status.success(), "{}: {status}", n.name);
+        Ok(())
+    }
+
     /// The cluster's directory; every user may enter it.
     pub fn dir(&self) -> &Path {
         self.dir.path()
@@ -589,7 +599,8 @@ impl Drop for Cluster {
     }
 }
 
-/// Asks a process to end and waits for that; after 10 s it is killed.
+/// Asks a process to end and waits for that; after 10 s it is killed. One that does not even end
+/// then hangs in the kernel: after 30 s nobody waits for it any more.
 pub fn terminate(child: &mut Child) {
     let _ = rustix::process::kill_process(
         rustix::process::Pid::from_child(child),
@@ -599,6 +610,10 @@ pub fn terminate(child: &mut Child) {
     while matches!(child.try_wait(), Ok(None)) {
         if begin.elapsed() > Duration::from_secs(10) {
             let _ = child.kill();
+        }
+        if begin.elapsed() > Duration::from_secs(30) {
+            eprintln!("process {} hangs in the kernel", child.id());
+            return;
         }
         std::thread::sleep(Duration::from_millis(20));
     }

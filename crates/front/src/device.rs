@@ -333,6 +333,11 @@ impl MountedDevice {
         loopdev::users(self.state.number).unwrap_or_else(|error| vec![error.to_string()])
     }
 
+    /// The same without touching the device: also for one whose I/O is held.
+    pub fn visible_users(&self) -> Vec<String> {
+        loopdev::visible_users(self.state.number).unwrap_or_else(|error| vec![error.to_string()])
+    }
+
     /// Anybody has the device open or mounted.
     pub fn is_in_use(&self) -> bool {
         self.is_claimed() || !self.users().is_empty()

@@ -314,6 +314,15 @@ pub(crate) fn claimed(number: LoopNumber) -> io::Result<bool> {
 
 /// Who uses the device, in words. What other users' processes have open is seen by root only.
 pub(crate) fn users(number: LoopNumber) -> io::Result<Vec<String>> {
+    let mut users = visible_users(number)?;
+    if users.is_empty() && claimed(number)? {
+        users.push("a kernel user that shows in no process's mounts".into());
+    }
+    Ok(users)
+}
+
+/// The same without opening the device, which may wait while its I/O is held.
+pub(crate) fn visible_users(number: LoopNumber) -> io::Result<Vec<String>> {
     let mut users = BTreeSet::new();
     if let Ok(holders) = fs::read_dir(number.sysfs().join("holders")) {
         for holder in holders.flatten() {
@@ -338,9 +347,6 @@ pub(crate) fn users(number: LoopNumber) -> io::Result<Vec<String>> {
         {
             users_of_process(number, &process.path(), &mut users);
         }
-    }
-    if users.is_empty() && claimed(number)? {
-        users.insert("a kernel user that shows in no process's mounts".into());
     }
     Ok(users.into_iter().collect())
 }
