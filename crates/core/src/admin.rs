@@ -265,6 +265,7 @@ impl Resource {
                 return;
             }
             Command::ForgetPeer { peer } => self.forget_peer(peer),
+            Command::ResyncOrder { volume, verdict } => self.resync_order(volume, verdict),
             Command::Down => {
                 self.command_down(id);
                 return;
@@ -650,10 +651,7 @@ impl Resource {
                     "the sync-pause flag is set already",
                 )
             } else {
-                fail(
-                    ErrorCode::ERR_PAUSE_IS_CLEAR,
-                    "the sync-pause flag is not set",
-                )
+                Err(crate::resync_order::resume_refusal(p))
             };
         }
         self.hard_change(Change::new().pause_user(volume, peer, on));

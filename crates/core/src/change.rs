@@ -31,6 +31,8 @@ enum Edit {
     PeerDisk(VolumeNr, NodeId, DiskState),
     PauseUser(VolumeNr, NodeId, bool),
     PausePeer(VolumeNr, NodeId, bool),
+    PauseDependency(VolumeNr, NodeId, bool),
+    PauseMaxParallel(VolumeNr, NodeId, bool),
     ResyncActive(VolumeNr, NodeId, bool),
     Replication(VolumeNr, NodeId, bool),
     PeerReplication(VolumeNr, NodeId, bool),
@@ -76,6 +78,12 @@ edits! {
     pause_user(volume: VolumeNr, peer: NodeId, on: bool) => Edit::PauseUser(volume, peer, on);
     /// Resync paused by the peer.
     pause_peer(volume: VolumeNr, peer: NodeId, on: bool) => Edit::PausePeer(volume, peer, on);
+    /// Resync paused by `resync-after`.
+    pause_dependency(volume: VolumeNr, peer: NodeId, on: bool)
+        => Edit::PauseDependency(volume, peer, on);
+    /// Resync paused by `max-parallel-resyncs`.
+    pause_max_parallel(volume: VolumeNr, peer: NodeId, on: bool)
+        => Edit::PauseMaxParallel(volume, peer, on);
     /// Requests of a resync as target are outstanding.
     resync_active(volume: VolumeNr, peer: NodeId, on: bool) => Edit::ResyncActive(volume, peer, on);
     /// Data may be sent to an Inconsistent peer.
@@ -158,6 +166,12 @@ impl Change {
                 }
                 Edit::PausePeer(volume, peer, on) => {
                     with(state, volume, peer, |p| p.susp_peer = on)
+                }
+                Edit::PauseDependency(volume, peer, on) => {
+                    with(state, volume, peer, |p| p.susp_dependency = on);
+                }
+                Edit::PauseMaxParallel(volume, peer, on) => {
+                    with(state, volume, peer, |p| p.susp_max_parallel = on);
                 }
                 Edit::ResyncActive(volume, peer, on) => {
                     with(state, volume, peer, |p| p.resync_active = on);

@@ -7,6 +7,7 @@ use alloc::string::String;
 use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
+use crate::resync_order::OrderVerdict;
 
 /// Where a volume's metadata lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -210,6 +211,13 @@ pub enum Command {
         /// The peer.
         peer: NodeId,
     },
+    /// The node's order of resyncs has changed for a volume; from the driver, not the operator.
+    ResyncOrder {
+        /// The volume.
+        volume: VolumeNr,
+        /// Why its resyncs wait.
+        verdict: OrderVerdict,
+    },
     /// `down`: disconnect from all, detach all; the resource can be dropped at the answer.
     Down,
 }
@@ -328,6 +336,10 @@ codes! {
     ERR_RESIZE_RESYNC = 130;
     /// `ERR_NO_PRIMARY`.
     ERR_NO_PRIMARY = 131;
+    /// `ERR_RESYNC_AFTER`.
+    ERR_RESYNC_AFTER = 132;
+    /// `ERR_RESYNC_AFTER_CYCLE`.
+    ERR_RESYNC_AFTER_CYCLE = 133;
     /// `ERR_PAUSE_IS_SET`.
     ERR_PAUSE_IS_SET = 134;
     /// `ERR_PAUSE_IS_CLEAR`.
@@ -348,6 +360,10 @@ codes! {
     ERR_DATA_NOT_CURRENT = 150;
     /// `ERR_CONNECTED`.
     ERR_CONNECTED = 151;
+    /// `ERR_PIC_AFTER_DEP`.
+    ERR_PIC_AFTER_DEP = 156;
+    /// `ERR_PIC_PEER_DEP`.
+    ERR_PIC_PEER_DEP = 157;
     /// `ERR_RES_NOT_KNOWN`.
     ERR_RES_NOT_KNOWN = 158;
     /// `ERR_RES_IN_USE`.

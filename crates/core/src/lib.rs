@@ -41,6 +41,7 @@ mod resize;
 mod resize_local;
 pub mod resource;
 pub mod resync;
+pub mod resync_order;
 pub mod rng;
 pub mod rule;
 pub mod sanitize;

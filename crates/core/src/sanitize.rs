@@ -140,6 +140,7 @@ impl Resource {
                 && role == Role::Secondary
             {
                 p.susp_dependency = false;
+                p.susp_max_parallel = false;
             }
             if p.repl > ReplState::Established
                 && (own <= DiskState::Failed || p.disk <= DiskState::Failed)
@@ -192,6 +193,7 @@ impl Resource {
                     && !p.susp_user
                     && !p.susp_peer
                     && !p.susp_dependency
+                    && !p.susp_max_parallel
                     && p.disk >= DiskState::Outdated
                     && p.disk != DiskState::DUnknown
             })

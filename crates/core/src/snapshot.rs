@@ -220,5 +220,8 @@ fn resync_reasons(p: &PeerDeviceState, own: DiskState) -> Vec<&'static str> {
     if p.susp_other || (p.repl.is_sync_source() && own <= DiskState::Inconsistent) {
         reasons.push("connection dependency");
     }
+    if p.susp_max_parallel {
+        reasons.push("max-parallel");
+    }
     reasons
 }

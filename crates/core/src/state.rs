@@ -70,6 +70,8 @@ pub struct PeerDeviceState {
     pub susp_dependency: bool,
     /// Resync paused because another connection's goes first.
     pub susp_other: bool,
+    /// Resync paused by `max-parallel-resyncs` of this node.
+    pub susp_max_parallel: bool,
     /// Target: requests of this resync are still being drained.
     pub resync_active: bool,
     /// Data may be sent to this Inconsistent peer (the peer said so).
@@ -97,6 +99,7 @@ impl Default for PeerDeviceState {
             susp_peer: false,
             susp_dependency: false,
             susp_other: false,
+            susp_max_parallel: false,
             resync_active: false,
             replication: true,
             peer_replication: true,
@@ -134,7 +137,9 @@ impl Default for State {
 impl PeerDeviceState {
     /// Sum of the reasons that travels as `aftr_isp` (semantics.md, 2.3).
     pub fn combined_dependency(&self, own_disk: DiskState) -> bool {
+        // A peer that is not told would go on by itself.
         self.susp_dependency
+            || self.susp_max_parallel
             || self.susp_other
             || (self.repl.is_sync_source() && own_disk <= DiskState::Inconsistent)
     }

@@ -950,7 +950,10 @@ fn wants_state(
     disk_after: DiskState,
 ) -> bool {
     let newly = before.repl < ReplState::Established;
-    let changed_flags = (before.susp_user, before.susp_dependency, before.susp_other)
-        != (after.susp_user, after.susp_dependency, after.susp_other);
+    let flags = |p: &PeerDeviceState| {
+        let own = p.susp_dependency || p.susp_max_parallel;
+        (p.susp_user, own, p.susp_other)
+    };
+    let changed_flags = flags(before) != flags(after);
     newly || before.repl != after.repl || changed_flags || disk_before != disk_after
 }

@@ -23,4 +23,5 @@ pub mod place;
 mod progress;
 pub mod protocol;
 pub mod report;
+mod resync_order;
 mod server;

@@ -27,6 +27,7 @@ use crate::report::{
     Configured, ConfiguredPeer, ConfiguredVolume, DiskReport, OptionTexts, PathReport,
     ResourceReport,
 };
+use crate::resync_order::{self, ResyncOrder};
 
 /// How a node is made.
 #[derive(Clone, Debug)]
@@ -40,6 +41,8 @@ pub struct NodeConfig {
     /// How long a device's I/O waits for the next daemon if this one is killed; without it fails at
     /// once.
     pub hold: Option<Duration>,
+    /// Volumes of this node that resync or verify at the same time; 0 is no limit.
+    pub max_parallel_resyncs: usize,
 }
 
 /// A node.
@@ -49,6 +52,7 @@ pub struct Node {
     board: Arc<Board>,
     devices: Mutex<Devices>,
     touched: Arc<Touched>,
+    resync_order: ResyncOrder,
     /// What users of each volume ask for; as long as the volume is configured.
     meters: Mutex<BTreeMap<(String, u16), Arc<Meter>>>,
 }
@@ -130,6 +134,7 @@ impl Node {
             board: board.clone(),
             devices: Mutex::new(Devices::none()),
             touched,
+            resync_order: ResyncOrder::new(config.max_parallel_resyncs),
             meters: Mutex::default(),
         });
         if config.devices {
@@ -350,6 +355,58 @@ impl Node {
         for name in names {
             self.refresh(&name);
         }
+        self.order_resyncs();
+    }
+
+    /// Tells every resource which of its resyncs wait for others of this node.
+    fn order_resyncs(&self) {
+        if !self.resync_order.is_wanted() {
+            return;
+        }
+        let _turn = self.resync_order.turn();
+        let entries: Vec<(String, Arc<Entry>)> = lock(&self.resources)
+            .iter()
+            .map(|(name, entry)| (name.clone(), entry.clone()))
+            .collect();
+        let mut volumes = BTreeMap::new();
+        for (name, entry) in &entries {
+            let Some(report) = self.board.report(name) else {
+                continue;
+            };
+            let state = lock(&entry.configured);
+            for (volume, configured) in &state.configured.volumes {
+                let device = report.devices.iter().find(|d| d.volume == *volume);
+                if let Some(device) = device {
+                    let after = resync_order::resync_after(&configured.disk_options);
+                    let id = (entry.shard, entry.id);
+                    let seen = resync_order::seen(&report, id, device, after);
+                    volumes.insert(configured.minor, seen);
+                }
+            }
+        }
+        for (told, verdict) in self.resync_order.news(volumes) {
+            let entry = entries.iter().find(|(name, _)| *name == told.resource);
+            let Some((_, entry)) = entry else { continue };
+            let volume = VolumeNr(told.volume);
+            let result = self.core(entry, Command::ResyncOrder { volume, verdict });
+            if let Err(error) = result {
+                // It has gone meanwhile.
+                tracing::debug!(resource = told.resource, %error, "no order for a resync");
+            }
+        }
+    }
+
+    /// Refuses a `resync-after` that leads back to its volume.
+    fn check_resync_after(&self, minor: u32, texts: &OptionTexts) -> CommandResult {
+        let mut configured = BTreeMap::new();
+        for entry in lock(&self.resources).values() {
+            for volume in lock(&entry.configured).configured.volumes.values() {
+                let after = resync_order::resync_after(&volume.disk_options);
+                configured.insert(volume.minor, after);
+            }
+        }
+        let follows = |minor| configured.get(&minor).copied().flatten();
+        self.resync_order.check(minor, texts, follows)
     }
 
     // Resources.
@@ -653,6 +710,7 @@ impl Node {
         let (name, entry, volume) = self.find_minor(minor)?;
         let texts = options::merged(Set::Disk, &OptionTexts::new(), given, Moment::Creation)?;
         let disk_options = options::disk(&texts)?;
+        self.check_resync_after(minor, &texts)?;
         let (index, meta) = match meta_index {
             "internal" => (MetaIndex::Internal, None),
             "flexible" => (MetaIndex::FlexExternal, Some(meta_path.clone())),
@@ -704,6 +762,7 @@ impl Node {
             v.disk_options = texts;
         }
         self.refresh(&name);
+        self.order_resyncs();
         result
     }
 
@@ -724,12 +783,15 @@ impl Node {
         };
         let texts = options::merged(Set::Disk, &old.unwrap_or_default(), given, moment)?;
         let options = options::disk(&texts)?;
+        self.check_resync_after(minor, &texts)?;
         let result = self.core(&entry, Command::DiskOptions { volume, options });
-        self.done(&name, &entry, result, |c| {
+        let result = self.done(&name, &entry, result, |c| {
             if let Some(v) = c.volumes.get_mut(&volume.0) {
                 v.disk_options = texts;
             }
-        })
+        });
+        self.order_resyncs();
+        result
     }
 
     pub(crate) fn detach(&self, minor: u32, force: bool, diskless: bool) -> CommandResult {

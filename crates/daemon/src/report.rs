@@ -318,6 +318,21 @@ fn write_ordering(configured: &Configured) -> &'static str {
     }
 }
 
+/// Why a resync is paused, in the tools' words and order.
+fn suspension(reasons: &[&str]) -> Vec<String> {
+    let words = [
+        ("user", &["user"][..]),
+        ("peer", &["peer"]),
+        ("dependency", &["dependency", "connection dependency"]),
+        ("max-parallel", &["max-parallel"]),
+    ];
+    words
+        .iter()
+        .filter(|(_, of)| of.iter().any(|reason| reasons.contains(reason)))
+        .map(|(word, _)| (*word).to_owned())
+        .collect()
+}
+
 fn join_device(configured: Option<&ConfiguredVolume>, device: &core::DeviceReport) -> DeviceReport {
     let empty = ConfiguredVolume::default();
     let configured = configured.unwrap_or(&empty);
@@ -374,14 +389,7 @@ fn join_connection(
                 repl_state: pd.repl_state,
                 disk_state: pd.disk_state,
                 client: pd.client,
-                resync_suspended: ["user", "peer", "dependency", "connection dependency"]
-                    .iter()
-                    .filter(|reason| pd.resync_suspended.contains(reason))
-                    .map(|reason| match *reason {
-                        "connection dependency" => "max-parallel".to_owned(),
-                        other => other.to_owned(),
-                    })
-                    .collect(),
+                resync_suspended: suspension(&pd.resync_suspended),
                 received_sectors: pd.received_sectors,
                 sent_sectors: pd.sent_sectors,
                 out_of_sync_sectors: pd.out_of_sync_sectors,

@@ -419,6 +419,7 @@ mod tests {
             pool_bytes: 16 << 20,
             devices: false,
             hold: None,
+            max_parallel_resyncs: 0,
         };
         Node::start(&Place::find(Some(dir)), &config).unwrap()
     }

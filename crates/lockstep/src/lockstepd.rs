@@ -10,7 +10,7 @@ use lockstep_daemon::place::Place;
 
 const USAGE: &str = "\
 Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold SECONDS]
-                 [--metrics ADDRESS]
+                 [--max-parallel-resyncs N] [--metrics ADDRESS]
 
   --dir DIR      the node's directory (default: LOCKSTEP_DIR, else /run/lockstep)
   --shards N     threads that replicate (default: one per processor, at most 2)
@@ -18,6 +18,8 @@ Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold S
   --no-device    no mountable devices, only NBD
   --hold S       if this daemon is killed, the I/O of its devices waits so many seconds (1 to
                  86400) for the next one instead of failing at once
+  --max-parallel-resyncs N  volumes of this node that resync or verify at the same time (default
+                 0: no limit)
   --metrics ADDRESS  gives out metrics by HTTP there, such as 127.0.0.1:9942 (default: nowhere)
 
 One daemon runs per directory. SIGTERM ends it in order. Logs go to standard error; LOCKSTEP_LOG
@@ -64,6 +66,7 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
         pool_bytes: 256 << 20,
         devices: rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists(),
         hold: None,
+        max_parallel_resyncs: 0,
     };
     let mut args = args.iter();
     while let Some(word) = args.next() {
@@ -90,6 +93,9 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
             "--hold" => {
                 let seconds = number(name, &needed()?, 1, 86_400)?;
                 node.hold = Some(Duration::from_secs(seconds as u64));
+            }
+            "--max-parallel-resyncs" => {
+                node.max_parallel_resyncs = number(name, &needed()?, 0, 1 << 20)?;
             }
             "--new-session" => new_session = true,
             "--help" | "-h" => return Ok(None),

@@ -30,6 +30,7 @@ mod fencing;
 mod integrity;
 mod opening;
 mod options;
+mod ordering;
 mod resizing;
 mod verifying;
 
