@@ -446,6 +446,45 @@ pub fn to_line<T: Serialize>(message: &T) -> Vec<u8> {
 mod tests {
     use super::*;
 
+    /// Bytes that are cut, doubled or replaced anywhere give a request or a text, never a panic.
+    #[test]
+    fn mutated_requests_never_panic() {
+        let lines: [&[u8]; 4] = [
+            br#"{"do":"new-resource","resource":"web","node_id":0,"options":{"quorum":"all"}}"#,
+            br#"{"do":"attach","minor":1,"data_path":"/a","meta_path":"/b","meta_index":"-3"}"#,
+            br#"{"do":"verify","resource":"w","peer":1,"volume":0,"start_sector":18446744073709551615}"#,
+            br#"{"do":"watch","statistics":true,"on_request":false}"#,
+        ];
+        let mut state = 0x2545_f491_4f6c_dd1d_u64;
+        let mut next = |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as usize % below.max(1)
+        };
+        let (mut good, mut bad) = (0, 0);
+        for round in 0..20_000 {
+            let mut line = lines[round % lines.len()].to_vec();
+            for _ in 0..next(4) {
+                let at = next(line.len());
+                match next(4) {
+                    0 => line.truncate(at),
+                    1 if at < line.len() => line[at] = next(256) as u8,
+                    2 => line.insert(at, b"{}[]\",:\\0-"[next(10)]),
+                    _ => line.extend_from_within(at..),
+                }
+            }
+            match parse_request(&line) {
+                Ok(_) => good += 1,
+                Err(text) => {
+                    assert!(!text.is_empty());
+                    bad += 1;
+                }
+            }
+        }
+        assert!(good > 1000 && bad > 1000, "{good} {bad}");
+    }
+
     #[test]
     fn requests_are_written_in_the_words_of_the_tools() {
         let request = Request::NewPath {

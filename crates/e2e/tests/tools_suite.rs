@@ -4,6 +4,8 @@
 mod console;
 #[path = "tools/lines.rs"]
 mod lines;
+#[path = "tools/metadata.rs"]
+mod metadata;
 #[path = "tools/monitor.rs"]
 mod monitor;
 #[path = "tools/newcomer.rs"]

@@ -364,6 +364,67 @@ mod tests {
         assert!(line("new-peer r 1 --transport=tcp").is_ok());
     }
 
+    /// Command lines of words in any order, some of them cut or doubled.
+    #[test]
+    fn mutated_command_lines_never_panic() {
+        let words = [
+            "attach",
+            "connect",
+            "new-peer",
+            "events2",
+            "wait-sync-resource",
+            "verify",
+            "resize",
+            "web",
+            "10",
+            "-1",
+            "/dev/drbd7",
+            "ipv4:10.0.0.1:7788",
+            "[fd00::1]:1",
+            "--force",
+            "--size=1G",
+            "--size",
+            "--timeout=\u{221e}",
+            "--c-max-rate=99999999999999999999",
+            "-",
+            "--",
+            "-vsx",
+            "--=",
+            "--protocol",
+            "A",
+            "--set-defaults",
+            "--help=no",
+            "",
+        ];
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut next = |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as usize % below
+        };
+        let (mut good, mut bad) = (0, 0);
+        for _ in 0..50_000 {
+            let mut line: Vec<String> = vec![words[next(7)].to_owned()];
+            for _ in 0..next(6) {
+                let word = words[next(words.len())];
+                let end = word.chars().count() - next(3).min(word.chars().count());
+                line.insert(next(line.len() + 1), word.chars().take(end).collect());
+            }
+            match parse(&line) {
+                Ok(parsed) => {
+                    good += 1;
+                    if !parsed.help && !parsed.words.is_empty() {
+                        let _ = super::super::request::build(parsed);
+                    }
+                }
+                Err(_) => bad += 1,
+            }
+            let _ = minor(&line[0]);
+        }
+        assert!(good > 500 && bad > 500, "{good} {bad}");
+    }
+
     #[test]
     fn addresses_get_family_and_port() {
         assert_eq!(address("10.0.0.1").unwrap(), "ipv4:10.0.0.1:7788");
