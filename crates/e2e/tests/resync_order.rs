@@ -16,11 +16,11 @@ fn a_volume_resyncs_after_the_one_it_is_told_to_wait_for() -> Result<()> {
         disk: String::new(),
         cramped: None,
         daemon: Vec::new(),
-        test: 83,
+        test: 84,
     })?;
     cluster.first_primary(0)?;
     cluster.adm(0, &["secondary", "r0"])?;
-    for (node, minor, after) in [(0, "8301", "8300"), (1, "8311", "8310")] {
+    for (node, minor, after) in [(0, "8401", "8400"), (1, "8411", "8410")] {
         let set = format!("--resync-after={after}");
         let done = cluster.setup_raw(node, &["disk-options", minor, &set])?;
         ensure!(done.status.success(), "{done:?}");
