@@ -6,7 +6,7 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::{AlgName, ConnectionFeatures, Protocol as ProtocolPacket};
 use lockstep_format::wire::{
@@ -59,6 +59,8 @@ pub struct Connection {
     pub dagtag_fresh: bool,
     /// The lost peer was Primary and the other survivors were not told yet (semantics.md, 18.5).
     pub notify_lost_primary: bool,
+    /// Survivors that were told since the peer was lost.
+    pub told_lost: NodeMask,
     /// `verify-alg` of the peer, from its last `P_SYNC_PARAM89`.
     pub peer_verify_alg: String,
     /// What the peer said of a commonly lost Primary during the handshake.
@@ -137,6 +139,7 @@ impl Connection {
             last_dagtag: Dagtag(0),
             dagtag_fresh: false,
             notify_lost_primary: false,
+            told_lost: NodeMask::EMPTY,
             peer_verify_alg: String::new(),
             peer_dagtag: None,
             attempts: 0,

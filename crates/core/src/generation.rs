@@ -193,6 +193,22 @@ impl Generations {
         self.history[0] = Uuid(uuid.0 | Uuid::PRIMARY_BIT);
     }
 
+    /// A node of the same generation noted some that it gave up: they are ancestors here, too, so
+    /// that a follower that kept one finds its way back. Whether there was any news.
+    pub(crate) fn adopt_notes(&mut self, set: &PeerUuids) -> bool {
+        let mut news = false;
+        for entry in set.history.iter().filter(|e| set.history_notes(**e)) {
+            let entry = entry.without_primary_bit();
+            let known = self.history.iter().any(|e| e.same_generation(entry));
+            if !known && !entry.same_generation(self.current) {
+                self.history.rotate_right(1);
+                self.history[0] = entry;
+                news = true;
+            }
+        }
+        news
+    }
+
     /// 12.6: the current data becomes a new generation. Gives the new UUID, or none if everybody
     /// who could diverge already does. `role` decides over the primary bit.
     pub fn new_current(

@@ -88,13 +88,15 @@ impl Resource {
             if p.repl == ReplState::Off {
                 continue;
             }
+            let lockstep = self.is_lockstep(*peer);
             let result = device
                 .peers
                 .get(peer)
                 .and_then(|pd| pd.negotiation)
                 .flatten();
             p.repl = result.unwrap_or(ReplState::Established);
-            if p.repl == ReplState::WfBitmapS && inconsistent {
+            // A Lockstep peer waits for the bitmap first; the resync pauses when both have it.
+            if p.repl == ReplState::WfBitmapS && inconsistent && !lockstep {
                 p.repl = ReplState::PausedSyncS;
                 p.susp_other = true;
             }
@@ -268,7 +270,10 @@ impl Resource {
                     ReplState::SyncSource
                 };
             }
+            // A Lockstep peer serves nobody that it did not compare with, and the end of the full
+            // resync settles it, too.
             if starting
+                && !self.is_lockstep(*peer)
                 && p.repl == ReplState::Established
                 && p.disk >= DiskState::Inconsistent
                 && p.disk != DiskState::DUnknown

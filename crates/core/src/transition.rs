@@ -7,7 +7,7 @@
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{
     ConnState, DiskState, Features, Packet, PeerState, ReplState, Role, UuidFlags,
 };
@@ -214,7 +214,11 @@ impl Resource {
             let before = old.connections.get(peer).copied().unwrap_or_default();
             if before.conn == ConnState::Connected && c.conn < ConnState::Connected {
                 let was_primary = before.peer_role == Role::Primary;
+                for conn in self.connections.values_mut() {
+                    conn.told_lost.remove(*peer);
+                }
                 if let Some(conn) = self.connections.get_mut(peer) {
+                    conn.told_lost = NodeMask::EMPTY;
                     conn.notify_lost_primary = was_primary;
                     conn.dagtag_fresh = false;
                 }
@@ -703,6 +707,9 @@ impl Resource {
                 self.answer_attaching_peer(volume, *peer);
             }
             self.legacy_disk_lost(volume, *peer, before.disk, p.disk);
+            if p.replicates() && !before.replicates() {
+                self.send_dagtag(*peer);
+            }
             if before.repl == p.repl {
                 continue;
             }

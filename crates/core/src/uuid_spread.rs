@@ -31,7 +31,7 @@ use crate::report::Level;
 use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::transition::Change;
-use crate::uuids::PeerUuids;
+use crate::uuids::{PeerUuids, is_real};
 
 /// Given-up generations of a diskless Primary that are remembered.
 const ANNOUNCED_COUNT: usize = 16;
@@ -710,11 +710,15 @@ impl Resource {
 
     /// Compares with the peer's last state.
     pub(crate) fn compare_now(&mut self, peer: NodeId, volume: VolumeNr) {
-        let theirs = self
-            .devices
-            .get(&volume)
-            .and_then(|d| d.peers.get(&peer))
-            .and_then(|p| p.last_state);
+        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
+        let theirs = pd.and_then(|p| p.last_state);
+        let announces = pd
+            .and_then(|p| p.uuids.as_ref())
+            .is_some_and(|u| u.flags.contains(UuidFlags::NEW_DATAGEN));
+        if announces && self.is_lockstep(peer) {
+            // A generation that is only planned has no slots yet that would explain it.
+            return;
+        }
         if let Some(mut theirs) = theirs {
             theirs.disk = self.state.peer_device(volume, peer).disk;
             self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
@@ -876,11 +880,18 @@ impl Resource {
             any_sync_target: state.peers.values().any(|p| p.repl.becomes_target())
                 || set.flags.contains(UuidFlags::SYNC_TARGET),
         };
+        let lockstep = self.is_lockstep(peer);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
+        let equal = is_real(set.current) && set.current.same_generation(disk.generations.current);
+        let follows = equal && lockstep && !set.flags.contains(UuidFlags::SYNC_TARGET);
+        let adopted = follows && disk.generations.adopt_notes(set);
         let learned = disk.generations.learn(set, &context);
         if learned.is_empty() {
+            if adopted {
+                self.write_superblock(volume);
+            }
             return;
         }
         let mut copied = false;
@@ -1012,20 +1023,23 @@ impl Resource {
                 owed = true;
             }
             if owed {
-                let packet = PeerDagtag {
-                    dagtag,
-                    node_id: lost,
-                };
-                self.send(
-                    peer,
-                    Stream::Data,
-                    VolumeNr::NONE,
-                    Packet::PeerDagtag(packet),
-                );
+                self.tell_lost(peer, lost, dagtag);
             }
             self.try_reconcile(peer);
         }
         self.reconcile_settled();
+    }
+
+    /// How far this node came in the stream of a lost node.
+    fn tell_lost(&mut self, peer: NodeId, lost: NodeId, dagtag: Dagtag) {
+        if let Some(conn) = self.connections.get_mut(&lost) {
+            conn.told_lost.insert(peer);
+        }
+        let packet = Packet::PeerDagtag(PeerDagtag {
+            dagtag,
+            node_id: lost,
+        });
+        self.send(peer, Stream::Data, VolumeNr::NONE, packet);
     }
 
     pub(crate) fn peer_dagtag_received(&mut self, peer: NodeId, packet: PeerDagtag) {
@@ -1062,8 +1076,14 @@ impl Resource {
             return;
         }
         let mine = lost_conn.last_dagtag;
+        let told = lost_conn.told_lost.contains(peer);
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.peer_dagtag = None;
+        }
+        if !told && self.is_lockstep(peer) {
+            // It became Primary and was lost before this node heard of that; the peer waits for
+            // an answer all the same.
+            self.tell_lost(peer, lost, mine);
         }
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
         for volume in volumes {

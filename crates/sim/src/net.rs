@@ -39,6 +39,7 @@ impl World {
                 closed: [false; 2],
                 ended: [false; 2],
                 wires: Default::default(),
+                broken: false,
                 dead: false,
             },
         );
@@ -263,6 +264,8 @@ impl World {
             });
         let (header, packet) = match decoded {
             Ok(found) => found,
+            // What comes behind a gap means nothing.
+            Err(_) if self.links.get(&link).is_some_and(|l| l.broken) => return,
             Err(text) => {
                 self.fail(format!(
                     "{} cannot decode a packet of {}: {text}",
@@ -399,6 +402,9 @@ impl World {
             .collect();
         for link in links {
             self.trace(a, || format!("== reset of link {link} with {}", name(b)));
+            if let Some(l) = self.links.get_mut(&link) {
+                l.broken = true;
+            }
             for side in 0..2 {
                 let ends = if side == 0 {
                     (a.min(b), a.max(b))
@@ -453,6 +459,12 @@ impl World {
             let side = usize::from(l.ends[0] != from);
             l.wires[side][stream].stalled_until = until;
         }
+    }
+
+    /// Some stream does not move.
+    pub fn stands_still(&self) -> bool {
+        let wires = self.links.values().flat_map(|l| l.wires.iter().flatten());
+        wires.into_iter().any(|wire| wire.stalled_until > self.now)
     }
 
     /// Opens or closes a direction.

@@ -207,3 +207,49 @@ fn a_resync_read_that_waited_does_not_use_a_closed_disk() {
 fn a_target_of_a_copied_bitmap_keeps_its_own_marks() {
     holds(214, ALL);
 }
+
+/// A Primary without a disk lost its last peer before it wrote; when that came back nothing made
+/// the generation that was due before, and the old disk was attached as if it had missed nothing.
+#[test]
+fn a_generation_that_was_due_without_data_is_made_when_they_are_back() {
+    holds(559, ALL);
+}
+
+/// A source waited for a Primary's writes of before its connection, of which it was never told.
+/// And once it was told at the start of replication, it served what it had not got yet.
+#[test]
+fn a_source_hears_how_far_the_primary_has_come_and_serves_nothing_older() {
+    holds(1001, ALL);
+    holds(376, ALL);
+    holds(932, ALL);
+}
+
+/// `invalidate` made the node a target of the third node as well, which did not know of it.
+#[test]
+fn a_full_resync_from_one_node_asks_no_other() {
+    holds(1222, ALL);
+    holds(487, ALL);
+}
+
+/// An attached disk that became target of one node was to be the source of another, which waited
+/// for its bitmap.
+#[test]
+fn a_target_that_is_source_as_well_sends_its_bitmap() {
+    holds(35, ALL);
+    holds(871, ALL);
+}
+
+/// Survivors compared with a generation that the new Primary was only planning.
+#[test]
+fn a_planned_generation_is_no_split_brain() {
+    holds(838, ALL);
+}
+
+/// Each of these waited for a resync or a node for ever.
+#[test]
+fn resyncs_of_three_nodes_end() {
+    holds(76, ALL);
+    holds(129, ALL);
+    holds(217, ALL);
+    holds(224, ALL);
+}

@@ -177,11 +177,9 @@ const SIM_RUNS: &[&[&str]] = &[
     ],
     &["run", "--nodes", "2", "--seeds", "1..301"],
     &[
-        "run", "--nodes", "3", "--faults", KILLS, "--seeds", "48..127",
+        "run", "--nodes", "3", "--faults", KILLS, "--seeds", "1..201",
     ],
-    &[
-        "run", "--nodes", "3", "--faults", KILLS, "--seeds", "204..254",
-    ],
+    &["run", "--nodes", "3", "--seeds", "1..161"],
     &[
         "swarm", "--nodes", "2", "--faults", ERRORS, "--seeds", "0..80",
     ],

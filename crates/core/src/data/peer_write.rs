@@ -41,6 +41,8 @@ pub(crate) struct PeerWrite {
     stage: Stage,
     /// The sender knows that it is on stable storage.
     confirmed: bool,
+    /// Newer data have come for the range.
+    overtaken: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,7 +214,9 @@ impl Resource {
             al: None,
             stage: Stage::Active,
             confirmed: false,
+            overtaken: false,
         });
+        self.overtake_peer_writes(volume, sector, size_bytes, Some(peer));
         if let Some(io) = self.peer_io(volume, peer) {
             io.received_sectors += sectors;
         }
@@ -743,7 +747,9 @@ impl Resource {
                     continue;
                 }
                 if in_sync >> slot & 1 == 1 || clears_all {
-                    io.bitmap.clear_range(slot, sector, size);
+                    if !write.overtaken || clears_all {
+                        io.bitmap.clear_range(slot, sector, size);
+                    }
                 } else {
                     io.bitmap.set_range(slot, sector, size);
                 }
@@ -752,6 +758,27 @@ impl Resource {
         self.forward_marks(volume, peer, mask, sector, size);
         if let Some(serial) = write.al {
             self.al_put(volume, sector, size, serial);
+        }
+    }
+
+    /// Newer data have come for a range: what an earlier Primary still has to say of its last writes
+    /// there clears no mark any more. `except`: who wrote them, in the order of its own acks.
+    pub(crate) fn overtake_peer_writes(
+        &mut self,
+        volume: VolumeNr,
+        sector: Sector,
+        size_bytes: u32,
+        except: Option<NodeId>,
+    ) {
+        let end = sector.end_of(size_bytes);
+        for conn in self.connections.values_mut() {
+            if Some(conn.peer) == except {
+                continue;
+            }
+            for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
+                write.overtaken |=
+                    write.sector < end && sector < write.sector.end_of(write.size_bytes);
+            }
         }
     }
 
@@ -904,6 +931,7 @@ impl Resource {
                 }
             }
         }
+        self.overtake_peer_writes(volume, desc.sector, desc.size_bytes, Some(peer));
         self.target_marked_again(volume, peer, desc.sector, desc.size_bytes);
         self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
         self.target_kick(volume, peer);

@@ -374,8 +374,16 @@ impl Resource {
                 .peer_io(volume, peer)
                 .and_then(|io| io.source.get(key)?.after)
                 .is_some_and(|(_, dagtag)| dagtag.is_newer_than(reached));
-            if !waits {
+            if waits {
+                continue;
+            }
+            // The node may have said how far its writes have come because it is copying them here:
+            // what this disk has is older.
+            let serves = self.state.peer_device(volume, peer).repl == ReplState::SyncSource;
+            if serves {
                 self.source_start(volume, peer, key);
+            } else {
+                self.source_give_up(volume, peer, key);
             }
         }
     }
@@ -383,13 +391,18 @@ impl Resource {
     /// The link to a node is lost: nobody can wait for its writes.
     pub(crate) fn source_dagtag_lost(&mut self, node: NodeId) {
         for (volume, peer, key) in self.source_waiting_for(node) {
-            let request = self
-                .peer_io(volume, peer)
-                .and_then(|io| Some(io.source.get(key)?.request));
-            self.source_end(volume, peer, key);
-            if let Some(request) = request {
-                self.source_cancel(volume, peer, &request);
-            }
+            self.source_give_up(volume, peer, key);
+        }
+    }
+
+    /// A request that cannot be served now: the target asks again.
+    fn source_give_up(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let request = self
+            .peer_io(volume, peer)
+            .and_then(|io| Some(io.source.get(key)?.request));
+        self.source_end(volume, peer, key);
+        if let Some(request) = request {
+            self.source_cancel(volume, peer, &request);
         }
     }
 

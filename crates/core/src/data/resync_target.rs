@@ -560,6 +560,8 @@ impl Resource {
         }
         // How other nodes stand to this block is not known from here on.
         self.set_out_of_sync(volume, data.sector, size, NodeMask::EMPTY);
+        let primary = self.state.primary_peer();
+        self.overtake_peer_writes(volume, data.sector, size, primary);
         self.overtake_source_reads(volume, data.sector, size);
         self.forward_marks(volume, peer, NodeMask::EMPTY, data.sector, size);
         let Some(device) = self.devices.get_mut(&volume) else {

@@ -289,6 +289,7 @@ impl Resource {
         }
         let (kind, sector, size, payload) = (req.kind, req.sector, req.size_bytes, req.payload);
         self.io.log.push_back(key);
+        self.overtake_peer_writes(volume, sector, size, None);
         if takes_writes {
             let op = self.disk_write(volume, kind, sector, size, payload);
             self.disk_op(volume, op, DataOp::AppWrite(key));
@@ -905,7 +906,25 @@ impl Resource {
         self.io.parked_due = true;
     }
 
-    /// A peer begins to get writes: it is told the current dagtag with the first one.
+    /// A peer that gets writes from now on hears how far they have come, even if none follows:
+    /// others wait for what was written before (semantics.md, 5.1 point 1). Without other nodes or
+    /// earlier writes nobody does, and the first write says it.
+    pub(crate) fn send_dagtag(&mut self, peer: NodeId) {
+        let dagtag = self.io.dagtag;
+        let matters = dagtag != Dagtag(0) && self.connections.len() > 1;
+        if !matters || !self.is_established(peer) || self.is_legacy(peer) {
+            return;
+        }
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.mirror.is_none() {
+            conn.io.mirror = Some(dagtag);
+            self.send(peer, Stream::Data, VolumeNr::NONE, Packet::Dagtag(dagtag));
+        }
+    }
+
+    /// A peer begins to get writes: what it was told of the dagtag may be of before.
     pub(crate) fn replication_started(&mut self, peer: NodeId) {
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.io.mirror = None;
