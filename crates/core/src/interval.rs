@@ -163,19 +163,7 @@ impl<T: Copy> Intervals<T> {
 
     /// Watches a range of at most 1 MiB for writes, those in flight included.
     pub fn watch(&mut self, sector: Sector, size_bytes: u32) -> WatchId {
-        let (start, end) = (sector.0, sector.end_of(size_bytes).0);
-        assert!(end - start <= WATCH_SECTORS, "a watched range is short");
-        let overlapped = self.overlapping(start, end).into_iter().any(|index| {
-            let range = self.range(index);
-            range.origin.writes() && range.phase != Phase::DiskDone
-        });
-        let id = WatchId {
-            start,
-            serial: self.next_seq,
-        };
-        self.next_seq += 1;
-        self.watches.insert(id, (end, overlapped));
-        id
+        self.watch_but(sector.0, sector.end_of(size_bytes).0, None)
     }
 
     /// Watches a range in flight for other writes, those in flight included. It is at most 1 MiB.
@@ -184,10 +172,14 @@ impl<T: Copy> Intervals<T> {
             let range = self.range(id.0);
             (range.start, range.end)
         };
+        self.watch_but(start, end, Some(id.0))
+    }
+
+    fn watch_but(&mut self, start: u64, end: u64, own: Option<u32>) -> WatchId {
         assert!(end - start <= WATCH_SECTORS, "a watched range is short");
         let overlapped = self.overlapping(start, end).into_iter().any(|index| {
             let range = self.range(index);
-            index != id.0 && range.origin.writes() && range.phase != Phase::DiskDone
+            Some(index) != own && range.origin.writes() && range.phase != Phase::DiskDone
         });
         let id = WatchId {
             start,
