@@ -1,5 +1,5 @@
 # The two commands of the README. Each installs first what the machine lacks.
-.PHONY: all prepare build test test-guest demo deb bench clean
+.PHONY: all prepare build test test-guest demo deb bench clean soak soak-proxy
 
 all: build
 
@@ -23,6 +23,13 @@ demo: build
 # Random worlds of the simulator on all cores until stopped (docs/testing.md).
 soak:
 	cargo run --release --locked -p lockstep-sim -- soak $(SOAK)
+
+# Worlds of the WAN proxy's simulation: SEEDS is FROM..TO. First random troubles, then a crash of
+# either proxy at every event of a world.
+SEEDS ?= 0..1000
+soak-proxy:
+	LOCKSTEP_PROXY_SEEDS=$(SEEDS) cargo test --release --locked -p lockstep-proxy --lib soak_ -- \
+	    --nocapture --test-threads=1
 
 # The Debian package, in target/.
 deb: build

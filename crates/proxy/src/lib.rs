@@ -7,6 +7,8 @@ mod codec;
 mod control;
 mod core;
 mod daemon;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 mod mail;
 mod metrics;
 mod net;

@@ -20,6 +20,8 @@ use crate::codec::{CODEC_MIN, Encoded, encode};
 const LOOKAHEAD: usize = 32;
 /// Spill writes under way at once.
 const SPILLS_MAX: usize = 8;
+/// How long the disk is left alone after an error.
+const SPILL_REST: Duration = Duration::from_secs(10);
 
 impl Engine {
     /// Moves a link's bytes on: code, send, spill.
@@ -49,7 +51,7 @@ impl Engine {
                 self.pump_bulk(id, *stream_id);
             }
             self.code_ahead(id, *stream_id);
-            self.spill_some(id, *stream_id);
+            self.spill_some(now, id, *stream_id);
         }
     }
 
@@ -458,9 +460,9 @@ impl Engine {
     }
 
     /// Moves chunks from the middle of the queue to disk when memory gets short.
-    fn spill_some(&mut self, id: LinkId, stream_id: u32) {
+    fn spill_some(&mut self, now: Instant, id: LinkId, stream_id: u32) {
         let limit = self.options.spill_limit_bytes;
-        if limit == 0 || self.spill_failed {
+        if limit == 0 || now < self.spill_rest_until {
             return;
         }
         let (total, max) = (self.total_held, self.options.memory_max_bytes);
@@ -564,15 +566,18 @@ impl Engine {
                 }
             }
             (Err(error), held) => {
-                self.spill_failed = true;
                 if let Some(link) = self.links.get_mut(&id) {
                     link.counters.spill_errors += 1;
                 }
-                self.log(
-                    Level::Error,
-                    id,
-                    format!("spill to disk failed, only memory is used now: {error}"),
-                );
+                // Once for all writes that were under way.
+                if now >= self.spill_rest_until {
+                    let seconds = SPILL_REST.as_secs();
+                    let text = format!(
+                        "spill to disk failed, only memory is used for {seconds} s: {error}"
+                    );
+                    self.log(Level::Error, id, text);
+                }
+                self.spill_rest_until = now.after(SPILL_REST);
                 self.spill_used = self.spill_used.saturating_sub(len);
                 if let (Some((coded, ..)), Some(stream)) = (held, self.stream_mut(id, stream_id)) {
                     stream.tx.set_body(seq, Body::Ready(coded));

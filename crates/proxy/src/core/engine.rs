@@ -80,7 +80,8 @@ pub(crate) struct Engine {
     pub(crate) running: usize,
     pub(crate) total_held: u64,
     pub(crate) spill_used: u64,
-    pub(crate) spill_failed: bool,
+    /// After an error the disk is left alone until then.
+    pub(crate) spill_rest_until: Instant,
     pub(crate) spilling: usize,
     pool_blocked: BTreeSet<LinkId>,
     job_blocked: VecDeque<LinkId>,
@@ -113,7 +114,7 @@ impl Engine {
             running: 0,
             total_held: 0,
             spill_used: 0,
-            spill_failed: false,
+            spill_rest_until: now,
             spilling: 0,
             pool_blocked: BTreeSet::new(),
             job_blocked: VecDeque::new(),

@@ -43,7 +43,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const ALL: [Kind; 14] = [
+    pub(crate) const ALL: [Kind; 14] = [
         Kind::Hello,
         Kind::HelloAck,
         Kind::Attach,

@@ -16,6 +16,8 @@ use super::time::Instant;
 use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output, SpillRef};
 use crate::codec;
 
+mod crash;
+
 const MS: u64 = 1_000_000;
 const DATA_FIRST: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
 const META_FIRST: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";
@@ -92,6 +94,17 @@ struct World {
     faults: bool,
     memory_peak: [u64; 2],
     log: Vec<String>,
+    /// Events that have happened, those of the clock included.
+    steps: u64,
+    /// What goes wrong or is changed once so many events have happened; in order.
+    plan: VecDeque<(u64, crash::Trouble)>,
+    crashes: u32,
+    /// What the sockets must get, as far as it is known: checked at every write.
+    expected: Option<crash::Expected>,
+    /// The spill disk takes nothing.
+    disk_full: bool,
+    /// A hand-over is under way.
+    handing: [bool; 2],
 }
 
 fn link_config(mine: usize) -> LinkConfig {
@@ -138,6 +151,12 @@ impl World {
             faults: false,
             memory_peak: [0; 2],
             log: Vec::new(),
+            steps: 0,
+            plan: VecDeque::new(),
+            crashes: 0,
+            expected: None,
+            disk_full: false,
+            handing: [false; 2],
         }
     }
 
@@ -193,6 +212,7 @@ impl World {
             for (node, timer) in timer.into_iter().enumerate() {
                 if timer.is_some_and(|at| at <= self.now) {
                     self.engines[node].handle(Instant(self.now), Input::Tick);
+                    self.step();
                 }
             }
             while let Some(entry) = self.queue.first_entry() {
@@ -202,6 +222,7 @@ impl World {
                 let event = entry.remove();
                 self.happen(event);
                 self.drain();
+                self.step();
             }
         }
     }
@@ -390,7 +411,13 @@ impl World {
                     rest = &[];
                     socket.skip = 0;
                 }
+                let begin = socket.got.len();
                 socket.got.extend_from_slice(rest);
+                if let Some(expected) = &self.expected {
+                    let want = expected.of(node, &socket.first);
+                    let same = want.get(begin..socket.got.len()) == Some(rest);
+                    assert!(same, "seed {}: wrong bytes from {begin} on", self.seed);
+                }
                 let input = Input::LocalWritten(local, data.len());
                 self.later(2, Event::Input(node, input));
             }
@@ -461,6 +488,11 @@ impl World {
 
     fn spill(&mut self, node: usize, job: JobId, payload: &Arc<Vec<u8>>) {
         self.order += 1;
+        if self.disk_full {
+            let failed = Err("no space left on device".to_string());
+            self.later(20, Event::Input(node, Input::SpillWritten(job, failed)));
+            return;
+        }
         let spill = SpillRef {
             segment: node as u32,
             position: self.order as u32,
@@ -526,13 +558,26 @@ impl World {
 
     /// The proxy of a node gives everything to a new process, as in an upgrade.
     fn hand_over(&mut self, node: usize) {
+        if std::mem::replace(&mut self.handing[node], true) {
+            return;
+        }
+        let crashes = self.crashes;
         self.engines[node].freeze(Instant(self.now));
         let ready = self.run(10_000, |world| {
+            if world.crashes > crashes {
+                return true;
+            }
             let engine = &world.engines[node];
             let mut streams = engine.links.values().flat_map(|l| l.streams.values());
             !engine.is_busy() && streams.all(|stream| stream.uncounted == 0)
         });
         self.check(ready, "jobs do not end");
+        self.handing[node] = false;
+        if self.crashes > crashes {
+            // Whichever died: the hand-over has failed, and the one that is left goes on.
+            self.engines[node].thaw(Instant(self.now));
+            return;
+        }
         let now = Instant(self.now);
         let old = &self.engines[node];
         let unwritten = |local: LocalId| {

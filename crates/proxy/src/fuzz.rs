@@ -1,0 +1,461 @@
+//! Entries for fuzzers: every decoder of bytes that come from the peer proxy or from an operator,
+//! and a whole engine with a peer that is authenticated and says anything. None may panic, and none
+//! may hold more memory than was granted.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::codec;
+use crate::core::config::{DaemonOptions, Dial, LinkConfig, LinkOptions, parse_addr, parse_bytes};
+use crate::core::engine::Engine;
+use crate::core::frame::{CHUNK_MAX, Frame, FrameReader, HEADER_LEN, Header, Kind};
+use crate::core::message::{Ack, Attach, Hello, HelloAck, Open, Stats};
+use crate::core::plugin::{CODEC_COUNT, Plugin};
+use crate::core::shaper::Schedule;
+use crate::core::time::Instant;
+use crate::core::{CarrierId, CarrierKind, Input, LinkId, LocalId, Output, SpillRef};
+
+/// The frame parser, once in one piece and once in small ones: both must say the same.
+pub fn frames(data: &[u8]) {
+    let read = |step: usize| {
+        let mut reader = FrameReader::default();
+        let mut found = Vec::new();
+        for mut piece in data.chunks(step.max(1)) {
+            while !piece.is_empty() {
+                match reader.push(piece) {
+                    Ok((used, frame)) => {
+                        assert!(used > 0 || frame.is_some(), "the parser stands still");
+                        piece = &piece[used..];
+                        found.extend(frame);
+                    }
+                    Err(error) => return (found, Some(error)),
+                }
+            }
+        }
+        (found, None)
+    };
+    let (whole, end) = read(data.len());
+    let (pieces, other_end) = read(1 + data.len() % 37);
+    assert_eq!((&whole, end), (&pieces, other_end));
+    for frame in whole {
+        assert!(frame.payload.len() <= data.len() && frame.header.raw_len as usize <= CHUNK_MAX);
+        assert_eq!(frame.header.encode().len(), HEADER_LEN);
+    }
+}
+
+/// Every message that travels in a frame.
+pub fn messages(data: &[u8]) {
+    let _ = Hello::decode(data).map(|message| Hello::decode(&message.encode()));
+    let _ = HelloAck::decode(data);
+    let _ = Attach::decode(data);
+    let _ = Open::decode(data);
+    let _ = Stats::decode(data);
+    if let Ok(list) = Ack::decode_list(data) {
+        assert!(list.len() <= data.len());
+    }
+}
+
+/// Every decompressor: at most the declared length comes out.
+pub fn decoders(data: &[u8]) {
+    let Some((head, rest)) = data.split_first_chunk::<4>() else {
+        return;
+    };
+    let raw_len = usize::from(u16::from_le_bytes([head[1], head[2]])) << (head[3] % 6);
+    let payload = Arc::new(rest.to_vec());
+    let before = vec![Arc::new(vec![7; 5000])];
+    for codec in 0..=CODEC_COUNT as u8 {
+        for prefix in [&Vec::new(), &before] {
+            // A wrong checksum must not hide what the decoder does.
+            if let Ok(raw) = codec::decode(codec, raw_len, 0, &payload, prefix) {
+                assert_eq!(raw.len(), raw_len);
+            }
+        }
+    }
+    let _ = codec::prefix_len(rest);
+}
+
+/// What an operator or drbdadm may write.
+pub fn texts(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let _ = Plugin::parse(&words);
+    let _ = Schedule::parse(&text);
+    let _ = parse_bytes(&text);
+    let _ = parse_addr("address", &text);
+    let _ = crate::plan::parse_bits(&text);
+    let _ = crate::plan::parse_ms(&text);
+    let _ = serde_json::from_slice::<crate::Request>(data);
+    let mut options = LinkOptions::default();
+    for pair in words.chunks(2) {
+        if let [option, value] = pair {
+            let _ = options.set(option, value);
+        }
+    }
+}
+
+/// A session between two engines, into which the bytes mix frames of their own.
+pub fn peer(data: &[u8]) {
+    let mut pair = Pair::connected();
+    let mut rest = data;
+    while let Some((op, more)) = rest.split_first_chunk::<6>() {
+        rest = more;
+        let [what, a, b, c, d, e] = *op;
+        let len = usize::from(e).min(rest.len());
+        let (body, more) = rest.split_at(len);
+        rest = more;
+        pair.now += u64::from(d) * 1_000_000;
+        match what % 8 {
+            0 => pair.local(b"DRBD's bytes, and more of them"),
+            1 => pair.tick(),
+            _ => {
+                let kind = Kind::ALL[usize::from(what) % Kind::ALL.len()];
+                let header = Header {
+                    code: a,
+                    flags: b & 7,
+                    stream: u32::from(c % 8),
+                    offset: u64::from(d) << (b % 24),
+                    raw_len: (u32::from(a) << (c % 13)).min(CHUNK_MAX as u32),
+                    payload_len: body.len() as u32,
+                    raw_crc: crc32c::crc32c(body),
+                    ..Header::session(kind)
+                };
+                let payload = Arc::new(body.to_vec());
+                pair.inject(a % 2 == 0, Frame { header, payload });
+            }
+        }
+        pair.settle();
+        pair.check();
+    }
+}
+
+const NEAR: usize = 0;
+const FAR: usize = 1;
+
+/// Two engines whose frames arrive at once; the fuzzer speaks in the place of `NEAR`.
+struct Pair {
+    now: u64,
+    engines: [Engine; 2],
+    links: [LinkId; 2],
+    /// The other end of each carrier.
+    pipes: BTreeMap<(usize, CarrierId), (usize, CarrierId)>,
+    kinds: BTreeMap<(usize, CarrierId), CarrierKind>,
+    local: LocalId,
+    disk: BTreeMap<SpillRef, Vec<u8>>,
+}
+
+impl Pair {
+    fn connected() -> Pair {
+        let addr = |text: &str| parse_addr("address", text).expect("a constant address");
+        let options = DaemonOptions {
+            memory_max_bytes: 16 << 20,
+            jobs_max: 2,
+            ..DaemonOptions::default()
+        };
+        let mut engines = [5u8, 6].map(|byte| Engine::new(Instant(0), options.clone(), [byte; 32]));
+        let outside = ["192.0.2.1:7715", "192.0.2.2:7715"];
+        let links = [NEAR, FAR].map(|node| {
+            let config = LinkConfig {
+                name: "r0".into(),
+                inside: addr("127.0.0.1:7815"),
+                peer_outside: addr(outside[1 - node]),
+                my_outside: addr(outside[node]),
+                local_drbd: addr("127.0.0.1:7915"),
+                options: LinkOptions {
+                    dial: [Dial::Always, Dial::Never][node],
+                    ..LinkOptions::default()
+                },
+            };
+            engines[node]
+                .add_link(Instant(0), config)
+                .expect("the configuration is good")
+        });
+        let mut pair = Pair {
+            now: 1,
+            engines,
+            links,
+            pipes: BTreeMap::new(),
+            kinds: BTreeMap::new(),
+            local: LocalId(0),
+            disk: BTreeMap::new(),
+        };
+        pair.settle();
+        pair.local = pair.engines[NEAR].accept_local(Instant(pair.now), pair.links[NEAR]);
+        pair.local(b"\x83\x74\x02\x67\xff\xf2\0\0");
+        pair.settle();
+        assert!(!pair.pipes.is_empty(), "there is a session");
+        pair
+    }
+
+    fn feed(&mut self, node: usize, input: Input) {
+        self.engines[node].handle(Instant(self.now), input);
+    }
+
+    fn local(&mut self, bytes: &[u8]) {
+        if self.engines[NEAR].read_allowance(Instant(self.now), self.local) >= bytes.len() {
+            self.feed(NEAR, Input::LocalData(self.local, bytes.to_vec()));
+        }
+    }
+
+    fn tick(&mut self) {
+        self.now += 300_000_000;
+        for node in [NEAR, FAR] {
+            self.feed(node, Input::Tick);
+        }
+    }
+
+    /// A frame on a carrier of `FAR`, which may also be a fresh one.
+    fn inject(&mut self, control: bool, frame: Frame) {
+        let wanted = if control {
+            CarrierKind::Control
+        } else {
+            CarrierKind::Bulk
+        };
+        let known = self.pipes.iter().find_map(|((node, carrier), from)| {
+            (*node == FAR && self.kinds.get(from) == Some(&wanted)).then_some(*carrier)
+        });
+        let carrier = known.unwrap_or_else(|| {
+            let listener = self.engines[FAR]
+                .config(self.links[FAR])
+                .expect("the link stays")
+                .my_outside;
+            self.engines[FAR].accept_carrier(Instant(self.now), listener)
+        });
+        self.feed(FAR, Input::CarrierFrame(carrier, frame));
+    }
+
+    /// Does everything that the engines want, until they want nothing more.
+    fn settle(&mut self) {
+        for _ in 0..10_000 {
+            let mut idle = true;
+            for node in [NEAR, FAR] {
+                while let Some(output) = self.engines[node].poll_output() {
+                    idle = false;
+                    self.perform(node, output);
+                }
+            }
+            if idle {
+                return;
+            }
+        }
+        panic!("the engines do not come to rest");
+    }
+
+    fn perform(&mut self, node: usize, output: Output) {
+        match output {
+            Output::Dial { carrier, kind, .. } => {
+                let other = 1 - node;
+                let listener = self.engines[other]
+                    .config(self.links[other])
+                    .expect("the link stays")
+                    .my_outside;
+                let accepted = self.engines[other].accept_carrier(Instant(self.now), listener);
+                self.pipes.insert((node, carrier), (other, accepted));
+                self.pipes.insert((other, accepted), (node, carrier));
+                self.kinds.insert((node, carrier), kind);
+                self.feed(node, Input::CarrierUp(carrier));
+            }
+            Output::Send(carrier, frame) => {
+                let len = frame.wire_len();
+                self.feed(node, Input::CarrierSent(carrier, len));
+                if let Some((other, carrier)) = self.pipes.get(&(node, carrier)).copied() {
+                    self.feed(other, Input::CarrierReceived(carrier, len));
+                    self.feed(other, Input::CarrierFrame(carrier, frame));
+                }
+            }
+            Output::CloseCarrier(carrier) => {
+                if let Some((other, end)) = self.pipes.remove(&(node, carrier)) {
+                    self.pipes.remove(&(other, end));
+                    self.feed(other, Input::CarrierDown(end, "closed".into()));
+                }
+            }
+            Output::ConnectLocal { local, .. } => self.feed(node, Input::LocalConnected(local)),
+            Output::WriteLocal(local, bytes) => {
+                self.feed(node, Input::LocalWritten(local, bytes.len()));
+            }
+            Output::Encode {
+                job,
+                spec,
+                raw,
+                prefix,
+                ..
+            } => {
+                let coded = codec::encode(&spec, &raw, &prefix);
+                self.feed(node, Input::Encoded(job, coded, Duration::from_micros(9)));
+            }
+            Output::Decode {
+                job,
+                codec,
+                raw_len,
+                crc,
+                payload,
+                prefix,
+            } => {
+                let raw = codec::decode(codec, raw_len as usize, crc, &payload, &prefix);
+                self.feed(node, Input::Decoded(job, raw, Duration::from_micros(9)));
+            }
+            Output::SpillWrite { job, .. } => {
+                self.feed(node, Input::SpillWritten(job, Err("no disk".into())));
+            }
+            Output::SpillRead { job, from } => {
+                let found = self.disk.get(&from).cloned().ok_or("no disk".to_string());
+                self.feed(node, Input::SpillRead(job, found));
+            }
+            Output::WantWrite(_)
+            | Output::WantRead(_)
+            | Output::ShutdownLocal(_)
+            | Output::CloseLocal(..)
+            | Output::SpillFree(_)
+            | Output::Log(..) => {}
+        }
+    }
+
+    /// Nothing beyond what was granted is held, whatever the peer says.
+    fn check(&self) {
+        let state = self.engines[FAR].snapshot(Instant(self.now));
+        assert!(
+            state.memory_used_bytes <= state.memory_max_bytes * 2,
+            "{} bytes are held",
+            state.memory_used_bytes
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::rng::Rng;
+
+    /// Good input, damaged: what a coverage-guided fuzzer would begin with.
+    fn mutated(rng: &mut Rng, seeds: &[Vec<u8>]) -> Vec<u8> {
+        let mut data = seeds[rng.below(seeds.len() as u64) as usize].clone();
+        for _ in 0..rng.below(6) {
+            let at = rng.below(data.len() as u64 + 1) as usize;
+            match rng.below(5) {
+                0 if at < data.len() => data[at] ^= 1 << rng.below(8),
+                1 => data.truncate(at),
+                2 => data.insert(at, rng.next() as u8),
+                3 => {
+                    let other = &seeds[rng.below(seeds.len() as u64) as usize];
+                    data.extend_from_slice(&other[..other.len().min(at)]);
+                }
+                _ if at < data.len() => data[at] = rng.next() as u8,
+                _ => {}
+            }
+        }
+        data
+    }
+
+    fn smoke(entry: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
+        let mut rng = Rng::new(7);
+        for _ in 0..rounds {
+            entry(&mutated(&mut rng, seeds));
+            let noise: Vec<u8> = (0..rng.below(300)).map(|_| rng.next() as u8).collect();
+            entry(&noise);
+        }
+    }
+
+    fn good_messages() -> Vec<(Kind, Vec<u8>)> {
+        let hello = Hello {
+            protocol_min: 1,
+            protocol_max: 1,
+            instance: [1; 16],
+            session: [2; 16],
+            proof: [3; 32],
+            nonce: 4,
+            connection: "r0-bob-alice".into(),
+            my_outside: "192.0.2.1:7715".into(),
+            peer_outside: "192.0.2.2:7715".into(),
+            codecs: 63,
+            window_bytes: 1 << 20,
+        };
+        let open = Open {
+            class: 1,
+            first: *b"\x83\x74\x02\x67\xff\xf2\0\0",
+            window_end: 1 << 20,
+        };
+        vec![
+            (Kind::Hello, hello.encode()),
+            (Kind::Open, open.encode()),
+            (Kind::Data, vec![9; 700]),
+            (Kind::Ping, vec![1; 8]),
+            (Kind::Ack, vec![0; 64]),
+        ]
+    }
+
+    #[test]
+    fn fuzz_smoke_of_the_frame_parser() {
+        let seeds: Vec<Vec<u8>> = good_messages()
+            .into_iter()
+            .map(|(kind, payload)| {
+                let frame = Frame::message(kind, payload);
+                [&frame.header.encode()[..], &frame.payload].concat()
+            })
+            .collect();
+        smoke(frames, &seeds, 3000);
+    }
+
+    #[test]
+    fn fuzz_smoke_of_every_message() {
+        let seeds: Vec<Vec<u8>> = good_messages().into_iter().map(|(_, body)| body).collect();
+        smoke(messages, &seeds, 3000);
+    }
+
+    #[test]
+    fn fuzz_smoke_of_every_decompressor() {
+        let raw = Arc::new(b"what a disk holds, again and again; ".repeat(40));
+        let mut seeds = Vec::new();
+        for text in [
+            "none",
+            "lz4",
+            "zstd level 3",
+            "zlib level 6",
+            "lzma level 1",
+            "zstd level 1 history 1M",
+        ] {
+            let words: Vec<&str> = text.split(' ').collect();
+            let choice = Plugin::parse(&words).unwrap().choice;
+            let crate::core::plugin::Choice::Fixed(spec) = choice else {
+                panic!("{text} is fixed")
+            };
+            let coded = codec::encode(&spec, &raw, &Vec::new());
+            let len = (raw.len() as u16).to_le_bytes();
+            seeds.push([&[0, len[0], len[1], 0][..], &coded.payload].concat());
+        }
+        smoke(decoders, &seeds, 600);
+    }
+
+    #[test]
+    fn fuzz_smoke_of_what_operators_write() {
+        let seeds = [
+            "zstd level 3 history 32M",
+            "lzma level 9 dict-size 1M lc 3 lp 0 pb 2 mf bt4 mode normal",
+            "mon-fri/08:00-18:00=2M,*=0",
+            "memlimit 512M bwlimit 2M carriers 4 max-lag 20 dial never",
+            "fd00::2:7715",
+            "{\"commands\":[\"show\"],\"json\":true}",
+            "20mbit",
+        ]
+        .map(|text| text.as_bytes().to_vec());
+        smoke(texts, &seeds, 3000);
+    }
+
+    #[test]
+    fn fuzz_smoke_of_a_peer_that_says_anything() {
+        // Each kind of frame with a good body first; then anything.
+        let seeds: Vec<Vec<u8>> = (2..40u8)
+            .map(|what| {
+                let mut out = Vec::new();
+                for (number, (_, body)) in good_messages().into_iter().enumerate() {
+                    let len = body.len().min(255) as u8;
+                    out.extend([what, number as u8, 1, 2, 0, len]);
+                    out.extend(&body[..usize::from(len)]);
+                    out.extend([0, 0, 0, 0, 0, 0]);
+                    out.extend([1, 0, 0, 0, 0, 0]);
+                }
+                out
+            })
+            .collect();
+        smoke(peer, &seeds, 400);
+    }
+}
