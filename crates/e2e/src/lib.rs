@@ -4,6 +4,7 @@
 //! network namespace of its own on a bridge with the others. `LOCKSTEP_BIN` names the binary;
 //! without it the one beside the tests' build is taken.
 
+pub mod load;
 pub mod net;
 pub mod postgres;
 
@@ -32,7 +33,9 @@ use net::{Cut, Network};
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Names of the nodes, by node id.
-pub const NAMES: [&str; 3] = ["alfa", "bravo", "charlie"];
+pub const NAMES: [&str; 8] = [
+    "alfa", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel",
+];
 
 /// Whether this machine has what the test needs. A test that lacks it says so and ends; in CI it
 /// fails.
@@ -74,6 +77,18 @@ pub struct Cluster {
     mounts: Vec<PathBuf>,
     /// The proxies of a cluster across a long line, by node.
     proxies: Vec<Option<Child>>,
+    shape: Shape,
+}
+
+/// What only some clusters have.
+#[derive(Clone, Debug, Default)]
+pub struct Shape {
+    /// Nodes without a disk.
+    pub clients: Vec<usize>,
+    /// Lines for the `options` section.
+    pub options: String,
+    /// Further resources `r1` to this one, like `r0`.
+    pub last_resource: usize,
 }
 
 struct Node {
@@ -85,7 +100,7 @@ struct Node {
 /// How a cluster is made.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Nodes, 2 or 3.
+    /// Nodes, 2 to 8.
     pub nodes: usize,
     /// Volumes.
     pub volumes: usize,
@@ -106,18 +121,30 @@ pub struct Setup {
 impl Cluster {
     /// Starts the daemons and brings the resource up; nothing is Primary yet.
     pub fn new(setup: &Setup) -> Result<Cluster> {
-        Cluster::on(setup, Network::new(setup.nodes)?, Cluster::configuration)
+        Cluster::shaped(setup, Shape::default())
+    }
+
+    /// The same with nodes without a disk, options or further resources.
+    pub fn shaped(setup: &Setup, shape: Shape) -> Result<Cluster> {
+        let network = Network::new(setup.nodes)?;
+        Cluster::on(setup, shape, network, Cluster::configuration)
     }
 
     /// Two nodes with a long line between them, and a proxy at each end of it.
     pub fn across(setup: &Setup, line: wan::Line) -> Result<Cluster> {
         ensure!(setup.nodes == 2, "a line joins two nodes");
         let configuration = Cluster::proxied_configuration;
-        Cluster::on(setup, Network::across(line)?, configuration)
+        Cluster::on(
+            setup,
+            Shape::default(),
+            Network::across(line)?,
+            configuration,
+        )
     }
 
     fn on(
         setup: &Setup,
+        shape: Shape,
         network: Network,
         configuration: fn(&Cluster, &Setup) -> String,
     ) -> Result<Cluster> {
@@ -138,6 +165,7 @@ impl Cluster {
             proxies: Vec::new(),
             daemon: setup.daemon.clone(),
             mounts: Vec::new(),
+            shape,
             dir,
         };
         let conf = configuration(&cluster, setup);
@@ -151,9 +179,11 @@ impl Cluster {
             }
             fs::write(node_dir.join("drbd.conf"), &conf)?;
             fs::write(node_dir.join("node-name"), format!("{name}\n"))?;
-            for volume in 0..setup.volumes {
-                let disk = fs::File::create(node_dir.join(format!("disks/{volume}")))?;
-                disk.set_len(setup.disk_mib << 20)?;
+            if !cluster.shape.clients.contains(&index) {
+                for disk in cluster.disks(setup) {
+                    let disk = fs::File::create(node_dir.join(disk))?;
+                    disk.set_len(setup.disk_mib << 20)?;
+                }
             }
             cluster.nodes.push(Node {
                 name,
@@ -170,26 +200,51 @@ impl Cluster {
         }
         for node in 0..setup.nodes {
             cluster.start(node)?;
-            cluster.adm(node, &["create-md", "--force", "r0"])?;
-            cluster.adm(node, &["up", "r0"])?;
+            if !cluster.shape.clients.contains(&node) {
+                cluster.adm(node, &["create-md", "--force", "all"])?;
+            }
+            cluster.adm(node, &["up", "all"])?;
         }
         Ok(cluster)
     }
 
+    /// The files below a node's directory that hold its volumes.
+    fn disks(&self, setup: &Setup) -> Vec<String> {
+        let resources = 0..=self.shape.last_resource;
+        let of = |resource| (0..setup.volumes).map(move |volume| disk(resource, volume));
+        resources.flat_map(of).collect()
+    }
+
     fn configuration(&self, setup: &Setup) -> String {
-        let mut text = String::from("global { usage-count no; }\nresource r0 {\n");
+        let mut text = String::from("global { usage-count no; }\n");
+        for resource in 0..=self.shape.last_resource {
+            self.configure_resource(&mut text, setup, resource);
+        }
+        text
+    }
+
+    fn configure_resource(&self, text: &mut String, setup: &Setup, resource: usize) {
+        text.push_str(&format!("resource r{resource} {{\n"));
         text.push_str(&format!("  net {{ {} }}\n", setup.net));
         text.push_str(&format!("  disk {{ {} }}\n", setup.disk));
+        text.push_str(&format!("  options {{ {} }}\n", self.shape.options));
         for (id, name) in NAMES[..setup.nodes].iter().enumerate() {
             text.push_str(&format!(
-                "  on {name} {{\n    node-id {id};\n    address ipv4 {}:7788;\n",
-                net::address(id)
+                "  on {name} {{\n    node-id {id};\n    address ipv4 {}:{};\n",
+                net::address(id),
+                7788 + resource
             ));
             for volume in 0..setup.volumes {
-                let minor = u32::from(setup.test) * 100 + id as u32 * 10 + volume as u32;
+                let minor = minor(setup.test, id, volume) + resource as u32;
+                let disk = match self.shape.clients.contains(&id) {
+                    true => "disk none;".to_owned(),
+                    false => {
+                        let file = self.dir.path().join(name).join(disk(resource, volume));
+                        format!("disk {}; meta-disk internal;", file.display())
+                    }
+                };
                 text.push_str(&format!(
-                    "    volume {volume} {{ device minor {minor}; disk {}; meta-disk internal; }}\n",
-                    self.dir.path().join(name).join(format!("disks/{volume}")).display()
+                    "    volume {volume} {{ device minor {minor}; {disk} }}\n"
                 ));
             }
             text.push_str("  }\n");
@@ -198,7 +253,6 @@ impl Cluster {
             "  connection-mesh {{ hosts {}; }}\n}}\n",
             NAMES[..setup.nodes].join(" ")
         ));
-        text
     }
 
     fn proxied_configuration(&self, setup: &Setup) -> String {
@@ -339,7 +393,7 @@ impl Cluster {
 
     /// The file behind a volume of a node.
     pub fn image(&self, node: usize, volume: usize) -> PathBuf {
-        self.nodes[node].dir.join(format!("disks/{volume}"))
+        self.nodes[node].dir.join(disk(0, volume))
     }
 
     /// What a node's daemon has logged.
@@ -355,6 +409,21 @@ impl Cluster {
     /// Undoes a cut.
     pub fn mend(&self, node: usize, cut: Cut) -> Result<()> {
         self.network.mend(node, cut)
+    }
+
+    /// Splits the network into groups of nodes, silently; nodes that are not named join the first.
+    pub fn partition(&self, groups: &[&[usize]]) -> Result<()> {
+        self.network.partition(groups)
+    }
+
+    /// What a node sends to another one is lost, silently; the other way works.
+    pub fn mute(&self, node: usize, towards: usize) -> Result<()> {
+        self.network.mute(node, towards)
+    }
+
+    /// Undoes `partition` and `mute`.
+    pub fn heal(&self) -> Result<()> {
+        self.network.heal()
     }
 
     /// A small filesystem for a node's disks.
@@ -480,9 +549,17 @@ impl Cluster {
     pub fn is_in_sync(&self, node: usize) -> Result<bool> {
         let status = self.status(node)?;
         let peers = self.nodes.len() - 1;
+        let expected = |node: Option<u64>| {
+            let client = |n: &usize| Some(*n as u64) == node;
+            match self.shape.clients.iter().any(client) {
+                true => "Diskless",
+                false => "UpToDate",
+            }
+        };
         let devices = status["devices"].as_array().context("devices")?;
         let connections = status["connections"].as_array().context("connections")?;
-        let own = devices.iter().all(|d| d["disk-state"] == "UpToDate");
+        let own = expected(Some(node as u64));
+        let own = devices.iter().all(|d| d["disk-state"] == own);
         let connected = connections
             .iter()
             .filter(|c| {
@@ -490,7 +567,7 @@ impl Cluster {
                     && c["peer_devices"].as_array().is_some_and(|p| {
                         !p.is_empty()
                             && p.iter().all(|p| {
-                                p["peer-disk-state"] == "UpToDate"
+                                p["peer-disk-state"] == expected(c["peer-node-id"].as_u64())
                                     && p["replication-state"] == "Established"
                             })
                     })
@@ -518,9 +595,30 @@ impl Cluster {
         self.wait_in_sync()
     }
 
+    /// Declares the (empty) disks equal, without any resync, and makes a node the first Primary.
+    pub fn primary_of_equal_disks(&self, node: usize) -> Result<()> {
+        let storage = (0..self.nodes.len()).find(|n| !self.shape.clients.contains(n));
+        let storage = storage.context("a node with a disk")?;
+        for node in 0..self.nodes.len() {
+            self.wait("connections", |c| c.is_connected(node))?;
+        }
+        self.adm(storage, &["new-current-uuid", "--clear-bitmap", "r0/0"])?;
+        self.wait_in_sync()?;
+        self.adm(node, &["primary", "r0"])?;
+        Ok(())
+    }
+
+    /// Every connection of a node is established.
+    pub fn is_connected(&self, node: usize) -> Result<bool> {
+        let status = self.status(node)?;
+        let all = status["connections"].as_array().context("connections")?;
+        let connected = |c: &serde_json::Value| c["connection-state"] == "Connected";
+        Ok(all.len() + 1 == self.nodes.len() && all.iter().all(connected))
+    }
+
     /// The block device of a volume on the node where it is Primary.
     pub fn device(&self, node: usize, test: u8, volume: usize) -> Result<PathBuf> {
-        let minor = u32::from(test) * 100 + node as u32 * 10 + volume as u32;
+        let minor = minor(test, node, volume);
         let link = self.nodes[node]
             .dir
             .join("dev")
@@ -563,8 +661,11 @@ impl Cluster {
     /// The data areas of a volume are the same on every node. Everything must be Secondary.
     pub fn check_same_data(&self, volume: usize, mib: u64) -> Result<()> {
         let mut first: Option<Vec<u8>> = None;
-        for node in &self.nodes {
-            let mut bytes = fs::read(node.dir.join(format!("disks/{volume}")))?;
+        for (index, node) in self.nodes.iter().enumerate() {
+            if self.shape.clients.contains(&index) {
+                continue;
+            }
+            let mut bytes = fs::read(node.dir.join(disk(0, volume)))?;
             // Behind that lies the metadata, which differs by node.
             bytes.truncate((mib << 20) as usize);
             match &first {
@@ -617,6 +718,18 @@ pub fn terminate(child: &mut Child) {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// The file of a volume, below its node's directory.
+fn disk(resource: usize, volume: usize) -> String {
+    match resource {
+        0 => format!("disks/{volume}"),
+        _ => format!("disks/r{resource}-{volume}"),
+    }
+}
+
+fn minor(test: u8, node: usize, volume: usize) -> u32 {
+    u32::from(test) * 100 + node as u32 * 10 + volume as u32
 }
 
 /// What is mounted at a place.

@@ -7,13 +7,16 @@
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, anyhow};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::run;
 use crate::wan::{self, Line, Wan};
+
+/// A hardware address that no interface here has.
+const NOBODY: &str = "02:00:00:00:00:01";
 
 /// How a node is cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +32,8 @@ pub enum Cut {
 pub struct Network {
     switch: OwnedFd,
     nodes: Vec<OwnedFd>,
+    /// Number of the last bridge that exists in `switch`.
+    switches: AtomicUsize,
     /// Instead of the switch.
     wan: Option<Wan>,
 }
@@ -39,6 +44,7 @@ impl Network {
         let network = Network {
             switch: namespace()?,
             nodes: (0..nodes).map(|_| namespace()).collect::<Result<_>>()?,
+            switches: AtomicUsize::new(0),
             wan: None,
         };
         inside(&network.switch, || {
@@ -68,6 +74,7 @@ impl Network {
         let mut network = Network {
             switch: namespace()?,
             nodes: vec![namespace()?, namespace()?],
+            switches: AtomicUsize::new(0),
             wan: None,
         };
         let mut ends = Vec::new();
@@ -123,6 +130,41 @@ impl Network {
             }
             Cut::Silent => self.switch(&format!("link set port{node} master bridge0")),
         }
+    }
+
+    /// Puts each group of nodes on a switch of its own; who is not named joins the first.
+    pub fn partition(&self, groups: &[&[usize]]) -> Result<()> {
+        for (number, group) in groups.iter().enumerate() {
+            if self.switches.fetch_max(number, Ordering::Relaxed) < number {
+                self.switch(&format!(
+                    "link add bridge{number} type bridge stp_state 0 mcast_snooping 0"
+                ))?;
+                self.switch(&format!("link set bridge{number} up"))?;
+            }
+            for node in *group {
+                self.switch(&format!("link set port{node} master bridge{number}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a node sends to another one goes to an address that nobody has.
+    pub fn mute(&self, node: usize, towards: usize) -> Result<()> {
+        inside(&self.nodes[node], || {
+            ip(&format!(
+                "neigh replace {} lladdr {NOBODY} dev eth0 nud permanent",
+                address(towards)
+            ))
+        })
+    }
+
+    /// Everybody on one switch again, and nobody muted.
+    pub fn heal(&self) -> Result<()> {
+        for (node, namespace) in self.nodes.iter().enumerate() {
+            self.switch(&format!("link set port{node} master bridge0"))?;
+            inside(namespace, || ip("neigh flush dev eth0 nud permanent"))?;
+        }
+        Ok(())
     }
 
     fn switch(&self, words: &str) -> Result<()> {
