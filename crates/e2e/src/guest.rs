@@ -180,6 +180,13 @@ impl Guest {
         ))
     }
 
+    /// Gives a disk another size; its file grows or shrinks.
+    pub fn resize_disk(&self, index: usize, bytes: u64) -> Result<()> {
+        self.qmp(&format!(
+            r#"{{"execute":"block_resize","arguments":{{"device":"disk{index}","size":{bytes}}}}}"#
+        ))
+    }
+
     /// Runs a shell script, which must end with status 0; answers with its output.
     pub fn sh(&self, script: &str) -> Result<String> {
         let (status, output) = self.sh_raw(script, COMMAND_LIMIT)?;

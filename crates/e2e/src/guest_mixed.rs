@@ -3,13 +3,13 @@
 use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::guest::{GUEST_ADDRESS, Guest, GuestSetup, HOST_IN_GUEST};
+use crate::guest::{GUEST_ADDRESS, Guest, GuestSetup, HOST_IN_GUEST, HostFiles};
 use crate::guest_drbd::{DRBD_LIMIT, DRBD_PORT, LOST_LINK, drbd_state, wait_state};
+use crate::guest_host::HostNode;
 
 /// Size of each disk.
 const DISK_MIB: u64 = 32;
@@ -53,13 +53,29 @@ pub struct MixedSetup {
     pub metadata: Metadata,
     /// Volumes, which take as many minors.
     pub volumes: u32,
+    /// Access of the guest to the host's files.
+    pub host_files: HostFiles,
+}
+
+impl MixedSetup {
+    /// One volume, metadata v09, no access to the host's files.
+    pub fn new(net: &str, minor: u32) -> MixedSetup {
+        MixedSetup {
+            net: net.to_string(),
+            minor,
+            metadata: Metadata::V09,
+            volumes: 1,
+            host_files: HostFiles::Hidden,
+        }
+    }
 }
 
 /// `alfa` is the Lockstep node, `bravo` the kernel's. The resource is `r0`.
 pub struct Mixed84 {
     /// The kernel's node.
     pub kernel: Guest,
-    daemon: Option<Child>,
+    /// The Lockstep node.
+    pub node: HostNode,
     setup: MixedSetup,
     own_port: u16,
     swapped: bool,
@@ -83,26 +99,19 @@ impl Mixed84 {
         let kernel = Guest::start(GuestSetup {
             disks,
             ports: vec![DRBD_PORT],
+            host_files: setup.host_files,
             ..GuestSetup::new("bravo")
         })?;
         let own_port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let node = HostNode::new(dir.path(), "alfa", setup.minor)?;
         let mut pair = Mixed84 {
             kernel,
-            daemon: None,
+            node,
             setup,
             own_port,
             swapped: false,
             dir,
         };
-        let node = pair.node_dir();
-        fs::create_dir(&node)?;
-        fs::write(node.join("node-name"), "alfa\n")?;
-        let bin = pair.dir.path().join("bin");
-        fs::create_dir(&bin)?;
-        let binary = crate::binary()?;
-        for name in ["lockstepd", "drbdadm", "drbdsetup", "drbdmeta"] {
-            std::os::unix::fs::symlink(&binary, bin.join(name))?;
-        }
         pair.write_own_configuration()?;
         pair.start_daemon()?;
         match pair.setup.metadata {
@@ -123,7 +132,7 @@ impl Mixed84 {
     fn create_v08(&self) -> Result<()> {
         let disk = self.disk("alfa", 0);
         let disk = disk.to_str().context("a path in ASCII")?;
-        let output = self.tool(
+        let output = self.node.tool(
             "drbdmeta",
             &["--force", "-", "v08", disk, "internal", "create-md"],
         )?;
@@ -208,11 +217,7 @@ impl Mixed84 {
             }
             text += " }\n";
         }
-        Ok(fs::write(self.node_dir().join("drbd.conf"), text + "}\n")?)
-    }
-
-    fn node_dir(&self) -> PathBuf {
-        self.dir.path().join("node")
+        self.node.write_configuration(&(text + "}\n"))
     }
 
     /// File of a node's disk.
@@ -222,93 +227,32 @@ impl Mixed84 {
 
     /// A volume's block device on the Lockstep node, while it is Primary.
     pub fn device(&self, volume: u32) -> Result<PathBuf> {
-        let link = self
-            .node_dir()
-            .join(format!("dev/drbd{}", self.setup.minor + volume));
-        self.wait("the block device", |_| Ok(link.exists()))?;
-        Ok(link.canonicalize()?)
+        self.node.device(volume)
     }
 
     /// Starts the daemon and waits until it answers.
     pub fn start_daemon(&mut self) -> Result<()> {
-        let log = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(self.node_dir().join("log"))?;
-        let child = Command::new(self.dir.path().join("bin/lockstepd"))
-            .env("LOCKSTEP_DIR", self.node_dir())
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .context("starting lockstepd")?;
-        self.daemon = Some(child);
-        self.wait("the daemon answers", |pair| {
-            Ok(pair.tool("drbdsetup", &["status"])?.status.success())
-        })
+        self.node.start_daemon()
     }
 
     /// SIGKILL to the daemon.
     pub fn kill_daemon(&mut self) -> Result<()> {
-        let mut child = self.daemon.take().context("the daemon does not run")?;
-        child.kill()?;
-        child.wait()?;
-        Ok(())
-    }
-
-    fn tool(&self, tool: &str, args: &[&str]) -> Result<Output> {
-        Command::new(self.dir.path().join("bin").join(tool))
-            .args(args)
-            .env("LOCKSTEP_DIR", self.node_dir())
-            .stdin(Stdio::null())
-            .output()
-            .with_context(|| format!("{tool} {args:?}"))
+        self.node.kill_daemon()
     }
 
     /// `drbdadm` of the Lockstep node, which must succeed.
     pub fn adm(&self, args: &[&str]) -> Result<()> {
-        let output = self.tool("drbdadm", args)?;
-        ensure!(
-            output.status.success(),
-            "drbdadm {}: {}\n{}{}",
-            args.join(" "),
-            output.status,
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        );
-        Ok(())
+        self.node.adm(args)
     }
 
-    /// `drbdsetup status` of the Lockstep node.
-    pub fn status(&self) -> Result<serde_json::Value> {
-        let output = self.tool("drbdsetup", &["status", "r0", "--json"])?;
-        let value: serde_json::Value = serde_json::from_slice(&output.stdout)
-            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-        Ok(value[0].clone())
-    }
-
-    /// The Lockstep node's words for the connection, and for a volume's disk, the peer's disk and
-    /// the replication.
+    /// [`HostNode::state`] of the Lockstep node.
     pub fn state(&self, volume: u32) -> Result<[String; 4]> {
-        let status = self.status()?;
-        let connection = &status["connections"][0];
-        let peer = &connection["peer_devices"][volume as usize];
-        let text = |value: &serde_json::Value| value.as_str().unwrap_or("").to_string();
-        Ok([
-            text(&connection["connection-state"]),
-            text(&status["devices"][volume as usize]["disk-state"]),
-            text(&peer["peer-disk-state"]),
-            text(&peer["replication-state"]),
-        ])
+        self.node.state(volume)
     }
 
     /// Blocks that the Lockstep node has marked, in KiB.
     pub fn out_of_sync_kib(&self, volume: u32) -> Result<u64> {
-        let status = self.status()?;
-        let peer = &status["connections"][0]["peer_devices"][volume as usize];
-        peer["out-of-sync"]
-            .as_u64()
-            .context("the status has no count of marks")
+        self.node.out_of_sync_kib(volume)
     }
 
     /// Waits for something of the Lockstep node; a failure shows both ends.
@@ -328,19 +272,11 @@ impl Mixed84 {
 
     /// State and last log lines of both nodes.
     pub fn report(&self) -> String {
-        let status = self.tool("drbdsetup", &["status", "--verbose", "--statistics"]);
-        let status = status.map_or_else(
-            |e| e.to_string(),
-            |o| String::from_utf8_lossy(&o.stdout).into_owned(),
-        );
-        let log = fs::read_to_string(self.node_dir().join("log")).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
-        let tail = lines[lines.len().saturating_sub(30)..].join("\n");
         let kernel = self
             .kernel
             .sh("cat /proc/drbd; dmesg | tail -30")
             .unwrap_or_else(|e| e.to_string());
-        format!("--- alfa\n{status}{tail}\n--- bravo\n{kernel}")
+        format!("--- alfa\n{}\n--- bravo\n{kernel}", self.node.report())
     }
 
     /// Waits until the two are connected, whatever their disks are.
@@ -354,10 +290,9 @@ impl Mixed84 {
 
     /// Waits until both see all disks UpToDate with nothing to resync.
     pub fn wait_in_sync(&self) -> Result<()> {
-        let good = ["Connected", "UpToDate", "UpToDate", "Established"];
         for volume in 0..self.setup.volumes {
             self.wait("everything UpToDate here", |pair| {
-                Ok(pair.state(volume)? == good && pair.out_of_sync_kib(volume)? == 0)
+                pair.node.is_in_sync(volume)
             })?;
             self.wait("everything UpToDate in the kernel", |pair| {
                 let s = drbd_state(&pair.kernel, volume)?;
@@ -434,23 +369,4 @@ impl Mixed84 {
 
 fn image_of(dir: &Path, node: &str, volume: u32) -> PathBuf {
     dir.join(format!("{node}{volume}"))
-}
-
-impl Drop for Mixed84 {
-    fn drop(&mut self) {
-        if let Some(mut child) = self.daemon.take() {
-            // A clean end takes the block device along.
-            let _ = self.tool("drbdadm", &["down", "r0"]);
-            let _ = Command::new("kill").arg(child.id().to_string()).status();
-            let begin = Instant::now();
-            while begin.elapsed().as_secs() < 10 {
-                if matches!(child.try_wait(), Ok(Some(_))) {
-                    return;
-                }
-                std::thread::sleep(std::time::Duration::from_millis(50));
-            }
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
 }

@@ -13,10 +13,12 @@ pub mod wan;
 pub mod guest;
 mod guest_base64;
 pub mod guest_drbd;
+pub mod guest_host;
 pub mod guest_image;
 pub mod guest_line;
 pub mod guest_mixed;
 pub mod guest_proxy;
+pub mod guest_writes;
 
 use std::fs;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};

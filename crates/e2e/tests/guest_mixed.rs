@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::can_emulate;
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, wait_state};
-use lockstep_e2e::guest_mixed::{Metadata, Mixed84, MixedSetup};
+use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup};
 
 /// Writes random blocks at random places, durably.
 fn scribble(device: &Path, blocks: u32) -> Result<()> {
@@ -28,12 +28,7 @@ const SCRIBBLE_IN_KERNEL: &str = "for n in $(seq 40); do dd if=/dev/urandom of=/
      count=3 conv=notrunc,fsync seek=$((n * 6997 % 8000)) || exit 1; done";
 
 fn run(net: &str, minor: u32) -> Result<()> {
-    let mut pair = Mixed84::start(MixedSetup {
-        net: net.to_string(),
-        minor,
-        metadata: Metadata::V09,
-        volumes: 1,
-    })?;
+    let mut pair = Mixed84::start(MixedSetup::new(net, minor))?;
     pair.wait_connected()?;
 
     // A full sync towards the kernel, with writes.
@@ -71,7 +66,8 @@ fn a_kernel_84_peer_syncs_both_ways_and_both_disks_end_equal() -> Result<()> {
         return Ok(());
     }
     run(
-        "protocol C; cram-hmac-alg sha1; shared-secret \"both know it\";",
+        "protocol C; cram-hmac-alg sha1; shared-secret \"both know it\"; connect-int 2; \
+         ping-timeout 30; socket-check-timeout 3;",
         8400,
     )
 }

@@ -55,11 +55,10 @@ fn a_disk_of_a_kernel_84_node_goes_to_lockstep_and_back_without_a_full_sync() ->
     if !can_emulate() || !can_mount() {
         return Ok(());
     }
+    let net = "protocol C; connect-int 1; ping-timeout 30; socket-check-timeout 3;";
     let mut pair = Mixed84::start(MixedSetup {
-        net: "protocol C; connect-int 3; ping-timeout 30;".to_string(),
-        minor: 8410,
         metadata: Metadata::V08,
-        volumes: 1,
+        ..MixedSetup::new(net, 8410)
     })?;
     pair.wait_connected()?;
     let mut resyncs = Resyncs::default();
