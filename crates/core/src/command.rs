@@ -360,6 +360,8 @@ codes! {
     ERR_DATA_NOT_CURRENT = 150;
     /// `ERR_CONNECTED`.
     ERR_CONNECTED = 151;
+    /// `ERR_CONG_NOT_PROTO_A`.
+    ERR_CONG_NOT_PROTO_A = 155;
     /// `ERR_PIC_AFTER_DEP`.
     ERR_PIC_AFTER_DEP = 156;
     /// `ERR_PIC_PEER_DEP`.

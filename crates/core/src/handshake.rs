@@ -944,8 +944,9 @@ impl Resource {
         } else if !source || theirs.disk < DiskState::Inconsistent {
             change = change.peer_disk(volume, peer, peer_disk);
         }
-        let mirrored = mirrored_start(theirs.repl);
-        if let (ReplState::Established, Some(repl)) = (mine.repl, mirrored) {
+        if own >= DiskState::Inconsistent
+            && let Some(repl) = self.mirrored_congestion(peer, mine.repl, theirs.repl)
+        {
             change = change.repl(volume, peer, repl);
         }
         // The driver sends its state when it is through; behind it nothing of the verify comes.
@@ -1174,13 +1175,5 @@ impl Resource {
                 self.hard_change(change);
             }
         }
-    }
-}
-
-/// What this node's state becomes when the peer starts something while Established.
-fn mirrored_start(repl: ReplState) -> Option<ReplState> {
-    match repl {
-        ReplState::Ahead => Some(ReplState::Behind),
-        _ => None,
     }
 }

@@ -18,6 +18,7 @@ pub mod change;
 pub mod command;
 pub mod compare;
 pub mod compare84;
+mod congestion;
 pub mod connection;
 pub mod data;
 pub mod device;

@@ -197,7 +197,7 @@ impl Resource {
 
 /// Combinations of net options that cannot work (semantics.md, 6.2).
 pub(crate) fn check_net(net: &NetOptions) -> Result<(), CommandError> {
-    use crate::options::Protocol;
+    use crate::options::{OnCongestion, Protocol};
     if net.allow_two_primaries {
         return fail(
             ErrorCode::NOT_SUPPORTED,
@@ -230,6 +230,13 @@ pub(crate) fn check_net(net: &NetOptions) -> Result<(), CommandError> {
         return fail(
             ErrorCode(154),
             "fencing resource-and-stonith does not go with protocol A",
+        );
+    }
+    if net.on_congestion != OnCongestion::Block && net.protocol != Protocol::A {
+        return fail(
+            ErrorCode::ERR_CONG_NOT_PROTO_A,
+            "on-congestion goes with protocol A only: with B and C a write waits for the peer \
+             anyway",
         );
     }
     if let Some(alg) = &net.cram_hmac_alg {

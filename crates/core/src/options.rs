@@ -110,6 +110,17 @@ pub enum ReadBalancing {
     Striping(u8),
 }
 
+/// `on-congestion`: what happens when a protocol A peer is too slow (semantics.md, 17).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnCongestion {
+    /// Writes go on being sent, and wait where the network stack lets them.
+    Block,
+    /// The peer is only told what it misses, and resynced later.
+    PullAhead,
+    /// The connection is given up.
+    Disconnect,
+}
+
 /// `net` section, one set per connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetOptions {
@@ -163,6 +174,12 @@ pub struct NetOptions {
     pub allow_remote_read: bool,
     /// `socket-check-timeout` in 0.1 s, default 0 (the ping timeout).
     pub socket_check_timeout_tenths: u32,
+    /// `on-congestion`, default block.
+    pub on_congestion: OnCongestion,
+    /// `congestion-fill` in sectors, default 0 (no limit).
+    pub congestion_fill_sectors: u64,
+    /// `congestion-extents`, default 1237.
+    pub congestion_extents: u32,
 }
 
 impl Default for NetOptions {
@@ -193,6 +210,9 @@ impl Default for NetOptions {
             peer_name: String::new(),
             allow_remote_read: true,
             socket_check_timeout_tenths: 0,
+            on_congestion: OnCongestion::Block,
+            congestion_fill_sectors: 0,
+            congestion_extents: 1237,
         }
     }
 }

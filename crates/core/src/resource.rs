@@ -276,6 +276,7 @@ impl Resource {
                 Timer::BitmapWrite(volume) => self.bitmap_write_timer(volume),
                 Timer::ResyncFlush(volume) => self.resync_flush_timer(volume),
                 Timer::LeftMarks(volume) => self.left_marks_timer(volume),
+                Timer::AheadEnd(peer) => self.ahead_end_timer(peer),
                 Timer::LookAgain(volume) => self.look_again_timer(volume),
             }
             self.settle();

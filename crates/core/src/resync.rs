@@ -308,6 +308,7 @@ impl Resource {
             self.legacy_source_ends(volume, peer);
         }
         self.hard_change(change);
+        self.ahead_is_over(peer);
         self.resync_over(volume, peer, false);
     }
 

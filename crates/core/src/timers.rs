@@ -45,6 +45,8 @@ pub enum Timer {
     ResyncFlush(VolumeNr),
     /// Ask third nodes about marks that a resync with them left behind.
     LeftMarks(VolumeNr),
+    /// The congestion towards the peer may be over.
+    AheadEnd(NodeId),
     /// Compare again with a peer that is not equal.
     LookAgain(VolumeNr),
 }
@@ -108,6 +110,7 @@ impl Timers {
             Timer::ConnectTwopc(peer),
             Timer::Ping(peer),
             Timer::RequestAge(peer),
+            Timer::AheadEnd(peer),
         ] {
             self.clear(timer);
         }

@@ -275,6 +275,9 @@ impl Resource {
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 self.resync_left(volume, *peer);
             }
+            if before.repl.is_sync_target() && p.repl == ReplState::Behind {
+                self.resync_left(volume, *peer);
+            }
             if before.repl.is_verify() && !p.repl.is_verify() {
                 self.verify_left(volume, *peer);
             }
@@ -629,7 +632,8 @@ impl Resource {
         conn.draining = false;
         // A request is completed only after the generation that leaves the dead peer out is on
         // disk; `settle_new_uuid` writes it before held completions go.
-        let unknown = self.unsettled_towards(peer) || self.verify_found(peer);
+        let ahead = self.was_ahead(peer);
+        let unknown = self.unsettled_towards(peer) || self.verify_found(peer) || ahead;
         self.lose_requests(peer);
         if unknown && self.last_was_kernel(peer) {
             // It cannot tell by marks alone that it misses something: the generation has to.

@@ -267,7 +267,11 @@ impl Resource {
                 let p = self.state.peer_device(volume, *node);
                 PeerView {
                     node: *node,
-                    disk: p.disk,
+                    // What this node writes from now on is not sent there.
+                    disk: match p.repl {
+                        ReplState::Ahead => p.disk.min(DiskState::Outdated),
+                        _ => p.disk,
+                    },
                     connected: p.repl > ReplState::Off,
                     has_bitmap: pd.options.bitmap,
                 }

@@ -131,6 +131,13 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
         peer_name: t.connection_name,
         allow_remote_read: t.allow_remote_read,
         socket_check_timeout_tenths: t.socket_check_timeout_tenths_s,
+        on_congestion: match t.on_congestion {
+            table::OnCongestion::Block => core::OnCongestion::Block,
+            table::OnCongestion::PullAhead => core::OnCongestion::PullAhead,
+            table::OnCongestion::Disconnect => core::OnCongestion::Disconnect,
+        },
+        congestion_fill_sectors: u64::from(t.congestion_fill_sectors),
+        congestion_extents: t.congestion_extents,
     })
 }
 

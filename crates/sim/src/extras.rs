@@ -1,10 +1,12 @@
 //! Options that planned worlds have only where the command line names them. Each draws from
 //! numbers of its own, so the worlds without them stay as they are.
 
+use lockstep_core::options::{OnCongestion, Protocol};
 use lockstep_format::wire::alg::DigestAlg;
 
 use crate::operator::Settings;
 use crate::rng::{Rng, mixed};
+use crate::world::Config;
 
 /// A part of the configuration that is off by default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,10 +15,16 @@ pub enum Extra {
     Integrity,
     /// `csums-alg`.
     Csums,
+    /// `on-congestion` with protocol A and a low limit.
+    Congestion,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 2] = [(Extra::Integrity, "integrity"), (Extra::Csums, "csums")];
+pub const EXTRAS: [(Extra, &str); 3] = [
+    (Extra::Integrity, "integrity"),
+    (Extra::Csums, "csums"),
+    (Extra::Congestion, "congestion"),
+];
 
 /// The word of one.
 pub fn word(extra: Extra) -> &'static str {
@@ -44,7 +52,7 @@ pub fn parse(list: &str) -> Result<Vec<Extra>, String> {
 }
 
 /// Switches one on in the configuration of a seed's world.
-pub(crate) fn apply(extra: Extra, seed: u64, settings: &mut Settings) {
+pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut Settings) {
     let mut rng = Rng::new(mixed(&[seed, 0x6578_7472_6173, extra as u64]));
     match extra {
         Extra::Integrity => {
@@ -55,6 +63,12 @@ pub(crate) fn apply(extra: Extra, seed: u64, settings: &mut Settings) {
             let alg = rng.pick(&DigestAlg::ALL);
             settings.net.csums_alg = Some(alg.name().into());
             settings.net.csums_after_crash_only = rng.permille(100);
+        }
+        Extra::Congestion => {
+            config.protocol = Protocol::A;
+            settings.net.protocol = Protocol::A;
+            settings.net.on_congestion = OnCongestion::PullAhead;
+            settings.net.congestion_fill_sectors = rng.pick(&[8, 32, 128]);
         }
     }
 }

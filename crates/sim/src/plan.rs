@@ -211,7 +211,7 @@ impl Plan {
             shape(seed, orders, part(Part::Nodes, 0), part(Part::Shape, 0));
         roles(orders, &mut config, &mut settings, part(Part::Roles, 0));
         for extra in &orders.extras {
-            extras::apply(*extra, seed, &mut settings);
+            extras::apply(*extra, seed, &mut config, &mut settings);
         }
         let mut pace = part(Part::Pace, 0);
         let count = if small { 20 } else { pace.range(0, 25) };

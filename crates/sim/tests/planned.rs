@@ -90,3 +90,16 @@ fn checksum_resyncs_leave_no_difference() {
         assert_eq!(played.violation, None, "{}", orders.command(seed));
     }
 }
+
+#[test]
+fn nodes_that_pull_ahead_lose_nothing() {
+    let orders = Orders {
+        nodes: Some(2),
+        extras: vec![Extra::Congestion],
+        ..orders("reset,stall,latelink,slowdisk,crash,powercut,invalidate,disconnect")
+    };
+    for seed in 0..12 {
+        let played = run(seed, &orders, Trace::Off);
+        assert_eq!(played.violation, None, "{}", orders.command(seed));
+    }
+}

@@ -209,6 +209,10 @@ pub struct ConnIo {
     pub(crate) flush_requests: VecDeque<write::FlushDue>,
     /// Application writes in flight, in sectors.
     pub ap_in_flight_sectors: u64,
+    /// Data of a resync on their way to the peer, in sectors.
+    pub(crate) resync_in_flight_sectors: u64,
+    /// On this link the peer was sent marks instead of writes.
+    pub(crate) was_ahead: bool,
 }
 
 /// The data path's part of a volume towards a peer.
@@ -253,6 +257,11 @@ pub enum DiskFault {
 }
 
 impl PeerIo {
+    /// Resync requests of the peer that are not answered and acknowledged.
+    pub(crate) fn source_requests(&self) -> usize {
+        self.source.len()
+    }
+
     /// Sectors of resync requests in flight.
     pub fn rs_in_flight_sectors(&self) -> u64 {
         self.target
@@ -641,6 +650,7 @@ impl Resource {
             && self.io.flushes.is_empty()
             && self.io.requests.keys().into_iter().all(all)
             && self.connections.values().all(stable)
+            && !self.is_ahead_of_legacy()
     }
 
     /// Requests sent to the peer without an answer.

@@ -343,7 +343,7 @@ impl Resource {
             let p = self.state.peer_device(volume, *peer);
             let usable = p.disk == DiskState::UpToDate
                 && p.repl > ReplState::Off
-                && p.repl != ReplState::Ahead
+                && !matches!(p.repl, ReplState::Ahead | ReplState::Behind)
                 && conn.net.allow_remote_read
                 && !tried.contains(*peer);
             if !usable {

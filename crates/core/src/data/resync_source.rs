@@ -28,6 +28,8 @@ pub(crate) struct SourceRead {
     payload: Option<Payload>,
     /// A resync wrote the block here since it was asked for: what the peer gets may be older.
     overtaken: bool,
+    /// The data were sent.
+    replied: bool,
 }
 
 impl Resource {
@@ -103,6 +105,7 @@ impl Resource {
             range: None,
             payload: None,
             overtaken: false,
+            replied: false,
         };
         let key = io.source.insert(read);
         io.source_by_sector.insert(request.sector, key);
@@ -218,6 +221,13 @@ impl Resource {
         };
         if let Some(io) = self.peer_io(volume, peer) {
             io.sent_sectors += u64::from(request.size_bytes) / Sector::SIZE;
+            let key = io.source_by_sector.get(&request.sector).copied();
+            if let Some(read) = key.and_then(|key| io.source.get_mut(key)) {
+                read.replied = true;
+            }
+        }
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.io.resync_in_flight_sectors += u64::from(request.size_bytes) / Sector::SIZE;
         }
         let packet = Packet::RsDataReply(data);
         self.send_payload(peer, Stream::Data, volume, packet, Some(payload), None);
@@ -333,6 +343,13 @@ impl Resource {
             return;
         };
         pd.io.source_by_sector.remove(&read.request.sector);
+        if read.replied
+            && let Some(conn) = self.connections.get_mut(&peer)
+        {
+            let sectors = u64::from(read.request.size_bytes) / Sector::SIZE;
+            let left = conn.io.resync_in_flight_sectors;
+            conn.io.resync_in_flight_sectors = left.saturating_sub(sectors);
+        }
         let mut ready = Vec::new();
         if let Some(range) = read.range {
             device.io.ranges.remove(range, &mut ready);

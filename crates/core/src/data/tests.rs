@@ -26,6 +26,7 @@ use crate::time::{Duration, Instant};
 
 mod balancing;
 mod chaos;
+mod congesting;
 mod csums;
 mod fencing;
 mod integrity;
@@ -152,6 +153,8 @@ struct World {
     next_link: u64,
     next_id: u64,
     cut: bool,
+    /// What is sent to this node on data streams waits.
+    stalled: Option<usize>,
     /// The next payload in a packet of this name is changed on its way.
     spoil: Option<&'static str>,
     packets: BTreeMap<&'static str, u64>,
@@ -223,6 +226,7 @@ impl World {
             next_link: 1,
             next_id: 1,
             cut: false,
+            stalled: None,
             spoil: None,
             packets: BTreeMap::new(),
             answers: BTreeMap::new(),
@@ -541,7 +545,7 @@ impl World {
         let wires: Vec<_> = self
             .wires
             .iter()
-            .filter(|(_, q)| !q.is_empty())
+            .filter(|(key, q)| !(q.is_empty() || key.3 && self.stalled == Some(key.1)))
             .map(|(key, _)| *key)
             .collect();
         let choices = self.todo.len() + wires.len();

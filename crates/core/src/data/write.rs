@@ -196,6 +196,10 @@ impl Resource {
         if takes_writes {
             req.al = Some(serial);
         }
+        if takes_writes && !self.requests_wait(volume) && !self.io_fails(volume) {
+            // What it changes may make this write wait.
+            self.relieve_congestion(volume);
+        }
         let no_data = !self.data_reachable(volume);
         if self.io_fails(volume) {
             self.abandon_write(key, RequestError::Io);
@@ -680,6 +684,33 @@ impl Resource {
         self.settle_log();
     }
 
+    /// The end of Ahead: what is not settled yet is marked and told now, so that the resync that
+    /// follows cannot miss it.
+    pub(crate) fn tell_marks(&mut self, volume: VolumeNr, peer: NodeId) {
+        let keys: Vec<Key> = self.io.log.iter().copied().collect();
+        for key in keys {
+            let Some(req) = self.io.requests.get_mut(key) else {
+                continue;
+            };
+            if req.volume != volume || !req.mark.contains(peer) {
+                continue;
+            }
+            req.mark.remove(peer);
+            req.accounted.insert(peer);
+            let (sector, size_bytes) = (req.sector, req.size_bytes);
+            let io = self.disk_io(volume);
+            let news = io.is_some_and(|io| {
+                io.slot(peer)
+                    .is_some_and(|slot| io.bitmap.set_range(slot, sector, size_bytes) > 0)
+            });
+            if news {
+                self.barrier_before(peer, self.io.epoch);
+                let desc = BlockDesc { sector, size_bytes };
+                self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
+            }
+        }
+    }
+
     /// Writes that still wait for somebody else were never sent to a peer that connects now: they
     /// differ already, and the comparison has to see it. Third nodes may have brought the peer to
     /// this node's generation meanwhile.
@@ -802,6 +833,7 @@ impl Resource {
         }
         self.settle_log();
         self.settle_flushes(peer);
+        self.ahead_progress(peer);
     }
 
     // A lost connection (semantics.md, 9.3 and 15.4).
@@ -822,6 +854,7 @@ impl Resource {
         conn.io.settled_count = 0;
         conn.io.mirror = None;
         conn.io.ap_in_flight_sectors = 0;
+        conn.io.resync_in_flight_sectors = 0;
         conn.io.flush_requests.clear();
         self.io.peer_ack.last.retain(|(node, _)| *node != peer);
         let mut missed = Vec::new();

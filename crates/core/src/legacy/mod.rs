@@ -88,7 +88,8 @@ fn is_spoken(packet: &Packet) -> bool {
 pub(crate) fn is_silent(before: ReplState, after: ReplState) -> bool {
     let running = |repl| matches!(repl, ReplState::SyncSource | ReplState::SyncTarget);
     let starting = !matches!(before, ReplState::PausedSyncS | ReplState::PausedSyncT);
-    after == ReplState::WfSyncUuid || (running(after) && starting && before != after)
+    matches!(after, ReplState::WfSyncUuid | ReplState::Behind)
+        || (running(after) && starting && before != after)
 }
 
 /// The packet of an 8.4 peer as one of 9. `me` is this node.

@@ -17,7 +17,7 @@ use lockstep_format::wire::packet::{
     BarrierAck, BlockId, CompressedBitmap, Data, PeerAck, RunKind, Trim,
 };
 use lockstep_format::wire::vli::RleDecoder;
-use lockstep_format::wire::{self, DataFlags, Packet, PeerState, UuidFlags};
+use lockstep_format::wire::{self, DataFlags, Packet, PeerState, ReplState, UuidFlags};
 
 use crate::capture::{Item, Seen, What};
 use crate::stand_in::{Sent, StandIn};
@@ -60,6 +60,10 @@ pub(crate) struct Replay<'a> {
     /// Requests with digests: block id by sector.
     hashed: BTreeMap<Sector, BlockId>,
     epochs: BTreeMap<NodeId, Epochs>,
+    /// The network is slow: the peer acks nothing before the core goes Ahead.
+    congested: bool,
+    /// The write that made it go Ahead was issued, and is the first that is only marked.
+    pulled_ahead: bool,
     /// Last peer ack of the kernel and of the core.
     peer_acks: [Option<PeerAck>; 2],
     /// What the kernel announced last, by kind of packet: it likes to repeat itself.
@@ -118,6 +122,8 @@ impl<'a> Replay<'a> {
             peer_disk: setup.peer_disk.clone(),
             hashed: BTreeMap::new(),
             epochs: BTreeMap::new(),
+            congested: false,
+            pulled_ahead: false,
             peer_acks: [None; 2],
             announced: BTreeMap::new(),
             challenge: None,
@@ -142,7 +148,10 @@ impl<'a> Replay<'a> {
                     }
                 }
                 What::Packet(seen) if seen.to == me => replay.feed(seen, &items[index..]),
-                What::Packet(seen) if seen.from == me => replay.expect(seen, now),
+                What::Packet(seen) if seen.from == me => {
+                    replay.congest(&items[index..]);
+                    replay.expect(seen, now);
+                }
                 _ => {}
             }
             replay.serve();
@@ -179,6 +188,47 @@ impl<'a> Replay<'a> {
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// The applications write on while the kernel sends marks. It went Ahead because two writes
+    /// were on their way.
+    fn congest(&mut self, ahead: &[Item]) {
+        let mut own = ahead.iter().filter_map(|item| match &item.what {
+            What::Packet(seen) if seen.from == self.me => Some(&seen.packet),
+            _ => None,
+        });
+        let goes_ahead = |packet: &&Packet| match packet {
+            Packet::State(state) => state.repl == ReplState::Ahead,
+            _ => false,
+        };
+        let marked = match own.next() {
+            Some(Packet::Data(_)) => {
+                let next = own.filter(|p| matches!(p, Packet::Data(_) | Packet::State(_)));
+                self.congested |= next.take(2).any(|p| goes_ahead(&p));
+                None
+            }
+            Some(state) if goes_ahead(&state) => {
+                self.pulled_ahead = true;
+                own.find_map(|packet| match packet {
+                    Packet::OutOfSync(mark) => Some(*mark),
+                    _ => None,
+                })
+            }
+            Some(Packet::OutOfSync(mark)) => {
+                self.congested = false;
+                for peer in self.peers.clone() {
+                    self.ack_epochs(peer);
+                }
+                let first = std::mem::take(&mut self.pulled_ahead);
+                (!first).then_some(*mark)
+            }
+            _ => None,
+        };
+        if let Some(mark) = marked {
+            let from = (mark.sector.0 * 512) as usize;
+            let bytes = self.node.data[from..from + mark.size_bytes as usize].to_vec();
+            self.node.write(mark.sector, bytes, false);
         }
     }
 
@@ -507,6 +557,9 @@ impl<'a> Replay<'a> {
     /// Acks the epochs whose writes all have their answers.
     fn ack_epochs(&mut self, peer: NodeId) -> bool {
         let mut any = false;
+        if self.congested {
+            return any;
+        }
         while let Some(epochs) = self.epochs.get_mut(&peer)
             && let Some((number, writes, unanswered)) = epochs.closed.front().cloned()
             && unanswered.is_empty()

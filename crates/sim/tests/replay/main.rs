@@ -10,7 +10,7 @@ mod stand_in;
 use std::path::{Path, PathBuf};
 
 use lockstep_core::options::{
-    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
+    DiskOptions, NetOptions, OnCongestion, PeerDeviceOptions, Protocol, ResourceOptions,
 };
 use lockstep_format::units::NodeId;
 
@@ -47,6 +47,13 @@ fn setup(path: &Path) -> Setup {
     }
     for pair in words.windows(2) {
         match *pair {
+            ["on-congestion", "pull-ahead"] => {
+                setup.net.on_congestion = OnCongestion::PullAhead;
+            }
+            ["congestion-fill", fill] => {
+                let kib: u64 = fill.trim_end_matches('k').parse().expect("a number of KiB");
+                setup.net.congestion_fill_sectors = kib * 2;
+            }
             ["protocol", "A"] => setup.net.protocol = Protocol::A,
             ["protocol", "B"] => setup.net.protocol = Protocol::B,
             ["c-plan-ahead", tenths] => {
@@ -93,9 +100,11 @@ fn replay_until(family: &str, name: &str, node: u8, end: Option<&str>, by_choice
     }
     let differences = Replay::run(&items, NodeId(node), &setup(&path));
     let chosen = |line: &String| {
-        by_choice
-            .iter()
-            .any(|c| line.trim_start()[6..].starts_with(c))
+        let text = line
+            .trim_start()
+            .split_once(' ')
+            .map_or("", |(_, text)| text);
+        by_choice.iter().any(|c| text.starts_with(c))
     };
     let other: Vec<&String> = differences.iter().filter(|line| !chosen(line)).collect();
     assert!(
@@ -174,6 +183,21 @@ fn drbd84_reconnect_with_bitmap_resync() {
     let to_nobody = ["missing Data Uuids(Uuids { current: Uuid(3FCB70F0BD772509)"];
     replay("84", "05-reconnect-bitmap-resync", 0, &to_nobody);
     replay("84", "05-reconnect-bitmap-resync", 1, &[]);
+}
+
+#[test]
+fn drbd84_congestion() {
+    replay("84", "20-congestion-pull-ahead", 0, &[]);
+    // Three writes come in the moment in which the resync ends; here they come after it.
+    let in_sync_or_not = [
+        "missing Control RsWriteAck(BlockAck { sector: Sector(8192)",
+        "missing Control RsWriteAck(BlockAck { sector: Sector(8200)",
+        "missing Control RsWriteAck(BlockAck { sector: Sector(8208)",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(8192)",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(8200)",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(8208)",
+    ];
+    replay("84", "20-congestion-pull-ahead", 1, &in_sync_or_not);
 }
 
 #[test]
