@@ -337,11 +337,11 @@ mod tests {
 
     #[test]
     fn what_the_holder_keeps_comes_back() {
-        let text = "1 3 1048576 4096 57 1;00000000000000ff";
+        let text = "2 3 1048576 4096 57 1;00000000000000ff";
         let ((resource, volume), state, uuid) = parse("a/b/7", text).unwrap();
         assert_eq!((resource.as_str(), volume, uuid), ("a/b", 7, 255));
         assert_eq!(state.number, LoopNumber(3));
-        assert!(parse("r0/0", "1 3 1048576 4096 57 1").is_none(), "no UUID");
+        assert!(parse("r0/0", "2 3 1048576 4096 57 1").is_none(), "no UUID");
         assert!(parse("r0", text).is_none(), "no volume");
     }
 }

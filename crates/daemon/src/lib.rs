@@ -25,3 +25,4 @@ pub mod protocol;
 pub mod report;
 mod resync_order;
 mod server;
+mod touched;

@@ -46,6 +46,7 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
     make_dir(place.dir())?;
     let _lock = take_lock(place)?;
     lock_memory();
+    serve_write_back();
     let (stop, stopped) = sync_channel(1);
     let mut signals = signal_hook::iterator::Signals::new([
         signal_hook::consts::SIGTERM,
@@ -150,6 +151,18 @@ fn lock_memory() {
             %error,
             "memory is not locked (root or a larger RLIMIT_MEMLOCK is needed); under memory \
              pressure the machine may wait for itself"
+        );
+    }
+}
+
+/// Tells the kernel that this process serves block devices: its own allocations then never wait for
+/// write-back, which may be what it has to serve. Threads inherit it, so it comes before all others.
+fn serve_write_back() {
+    if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
+        tracing::info!(
+            %error,
+            "the kernel does not know this process as a server of block devices (that needs \
+             CAP_SYS_RESOURCE); under memory pressure its allocations may wait for its own devices"
         );
     }
 }

@@ -1,13 +1,12 @@
 //! A node: its resources on their shards, and every command that changes them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lockstep_core::command::{Command, CommandError, ErrorCode};
-use lockstep_core::report::{Event, Level};
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_format::conf::options::Set;
 use lockstep_format::units::{NodeId, VolumeNr};
@@ -28,6 +27,7 @@ use crate::report::{
     ResourceReport,
 };
 use crate::resync_order::{self, ResyncOrder};
+use crate::touched::{self, Touched};
 
 /// How a node is made.
 #[derive(Clone, Debug)]
@@ -111,11 +111,7 @@ impl Node {
             handlers: Arc::new(Handlers::new(board.clone(), place.clone())),
         };
         let (wake, woken) = sync_channel(1);
-        let touched = Arc::new(Touched {
-            set: Mutex::default(),
-            wake,
-            names: Mutex::default(),
-        });
+        let touched = Arc::new(Touched::new(wake));
         let mut shards = Vec::new();
         for index in 0..config.shards {
             let shard = ShardConfig {
@@ -156,7 +152,7 @@ impl Node {
             .spawn(move || {
                 let mut elapsed = std::time::Instant::now();
                 loop {
-                    let tick = wait(&woken, &mut elapsed);
+                    let tick = touched::wait(&woken, &mut elapsed);
                     let Some(node) = weak.upgrade() else { return };
                     node.follow(tick);
                 }
@@ -327,11 +323,17 @@ impl Node {
         if state.gone {
             return;
         }
-        let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id) else {
+        let Ok(Some(view)) = self.shards[entry.shard].view(entry.id) else {
             return;
         };
         let now = lockstep_io::shard::now();
-        let mut report = ResourceReport::join(&state.configured, &snapshot, now);
+        let mut report = ResourceReport::join(&state.configured, &view.snapshot, now);
+        for connection in &mut report.connections {
+            let used = view.paths.get(&NodeId(connection.peer_node_id));
+            for p in &mut connection.paths {
+                p.established = used.is_some_and(|used| path(&p.local, &p.remote) == Ok(*used));
+            }
+        }
         state.progress.follow(&mut report, now);
         if self.board.publish(report) {
             drop(state);
@@ -341,7 +343,7 @@ impl Node {
 
     /// The thread that keeps reports fresh: what the cores touched, and with the clock what moves.
     fn follow(&self, tick: bool) {
-        let touched = std::mem::take(&mut *lock(&self.touched.set));
+        let touched = self.touched.take();
         let statistics = tick && self.board.wants_statistics();
         let names: Vec<String> = lock(&self.resources)
             .iter()
@@ -450,7 +452,7 @@ impl Node {
         let Ok(id) = self.shards[shard].add_resource(name, engine) else {
             return refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending");
         };
-        lock(&self.touched.names).insert((shard, id), name.to_owned());
+        self.touched.name(shard, id, name);
         let configured = Configured {
             name: name.to_owned(),
             options: texts,
@@ -541,7 +543,7 @@ impl Node {
         }
         resources.insert(new.to_owned(), entry.clone());
         new.clone_into(&mut state.configured.name);
-        lock(&self.touched.names).insert((entry.shard, entry.id), new.to_owned());
+        self.touched.name(entry.shard, entry.id, new);
         {
             let mut meters = lock(&self.meters);
             let all = std::mem::take(&mut *meters).into_iter();
@@ -569,7 +571,7 @@ impl Node {
         }
         lock(&self.resources).remove(name);
         lock(&self.meters).retain(|(resource, _), _| resource != name);
-        lock(&self.touched.names).remove(&(entry.shard, entry.id));
+        self.touched.forget(entry.shard, entry.id);
         self.devices().resume(name);
         match self.shards[entry.shard].remove_resource(entry.id) {
             Ok(_) => Ok(()),
@@ -1140,56 +1142,3 @@ fn random() -> std::io::Result<u64> {
     std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(u64::from_ne_bytes(bytes))
 }
-
-/// What cores touched since it was last looked at.
-struct Touched {
-    set: Mutex<BTreeSet<(usize, ResourceId)>>,
-    wake: SyncSender<()>,
-    /// For the log.
-    names: Mutex<BTreeMap<(usize, ResourceId), String>>,
-}
-
-impl Touched {
-    /// Called on a shard's thread.
-    fn event(&self, shard: usize, id: ResourceId, event: &Event) {
-        if let Event::Log {
-            level,
-            peer,
-            volume,
-            text,
-        } = event
-        {
-            let (peer, volume) = (peer.map(|p| p.0), volume.map(|v| v.0));
-            let names = lock(&self.names);
-            let resource = names.get(&(shard, id));
-            match level {
-                Level::Error => tracing::error!(resource, peer, volume, "{text}"),
-                Level::Warn => tracing::warn!(resource, peer, volume, "{text}"),
-                Level::Info => tracing::info!(resource, peer, volume, "{text}"),
-                Level::Debug => tracing::debug!(resource, peer, volume, "{text}"),
-            }
-            return;
-        }
-        if lock(&self.set).insert((shard, id)) {
-            // Full means that it is going to look anyway.
-            let _ = self.wake.try_send(());
-        }
-    }
-}
-
-/// Waits for something touched or the next second; `true` once a second.
-fn wait(woken: &Receiver<()>, last_tick: &mut std::time::Instant) -> bool {
-    let left = SECOND.saturating_sub(last_tick.elapsed());
-    match woken.recv_timeout(left) {
-        Ok(()) => {}
-        Err(RecvTimeoutError::Timeout) => {}
-        Err(RecvTimeoutError::Disconnected) => std::thread::sleep(left),
-    }
-    let tick = last_tick.elapsed() >= SECOND;
-    if tick {
-        *last_tick = std::time::Instant::now();
-    }
-    tick
-}
-
-const SECOND: Duration = Duration::from_secs(1);

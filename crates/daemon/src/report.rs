@@ -380,7 +380,8 @@ fn join_connection(
         tls: false,
         protocol_version: conn.protocol_version,
         options: configured.options.clone(),
-        paths: paths(configured, conn.state),
+        // Which one is in use is known to the shard alone.
+        paths: configured.paths.clone(),
         peer_devices: conn
             .peer_devices
             .iter()
@@ -410,16 +411,6 @@ fn join_connection(
             })
             .collect(),
     }
-}
-
-/// The link of a connection runs over the first path of the configuration that worked; which one
-/// that was is only known for sure when there is one.
-fn paths(configured: &ConfiguredPeer, state: ConnState) -> Vec<PathReport> {
-    let mut paths = configured.paths.clone();
-    if let Some(first) = paths.first_mut() {
-        first.established = state == ConnState::Connected;
-    }
-    paths
 }
 
 fn join_resync(

@@ -28,6 +28,8 @@ use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
 use crate::fuse::{Connection, abort_connection};
 use crate::loopdev::{self, BlockAccess, Detached, Discard, LoopNumber, Settings};
 
+/// What the names of all files begin with.
+const FILE_PREFIX: &str = "lockstep";
 /// Largest payload of one request in bytes.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
 /// Largest unit in which discards are announced, in bytes.
@@ -45,7 +47,7 @@ pub struct DeviceSpec {
     /// Names the node on this machine, so that nodes of several directories do not take each
     /// other's devices for their own: at most 16 bytes.
     pub owner: String,
-    /// `resource/volume`, for labels and messages.
+    /// `resource/volume`, for the file's name and messages.
     pub name: String,
     /// The volume's properties now.
     pub properties: VolumeProperties,
@@ -152,7 +154,7 @@ impl DeviceState {
             ..
         } = self;
         format!(
-            "1 {} {max_write} {block_bytes} {connection} {resend}",
+            "2 {} {max_write} {block_bytes} {connection} {resend}",
             number.0
         )
     }
@@ -161,7 +163,7 @@ impl DeviceState {
     pub fn from_line(line: &str) -> Option<DeviceState> {
         let numbers: Option<Vec<u32>> = line.split(' ').map(|word| word.parse().ok()).collect();
         match numbers?[..] {
-            [1, number, max_write, block_bytes, connection, resend] => Some(DeviceState {
+            [2, number, max_write, block_bytes, connection, resend] => Some(DeviceState {
                 number: LoopNumber(number),
                 max_write,
                 block_bytes,
@@ -176,7 +178,8 @@ impl DeviceState {
 /// A volume's block device while it is served.
 pub struct MountedDevice {
     name: String,
-    label: String,
+    /// The file's name, which tells whose loop device it is.
+    file: String,
     links: Vec<PathBuf>,
     state: DeviceState,
     fuse: Arc<OwnedFd>,
@@ -218,7 +221,7 @@ impl MountedDevice {
         let fuse = Arc::new(fuse);
         let stop = Arc::new(Stop::new().map_err(fuse_error)?);
         let mut device = MountedDevice {
-            label: label(&spec.owner, &name),
+            file: file_name(&spec.owner, &name),
             name,
             links: Vec::new(),
             state: DeviceState {
@@ -259,8 +262,8 @@ impl MountedDevice {
             device: state.number.path(),
             reason,
         };
-        let label = label(&spec.owner, &spec.name);
-        if !loopdev::label(state.number).is_ok_and(|found| found == label) {
+        let file = file_name(&spec.owner, &spec.name);
+        if !loopdev::file_name(state.number).is_ok_and(|found| found == file) {
             return Err(refuse("it is not bound to this volume any more".into()));
         }
         if !state.can_resend {
@@ -275,7 +278,7 @@ impl MountedDevice {
         let stop = Arc::new(Stop::new().map_err(|error| refuse(error.to_string()))?);
         let mut device = MountedDevice {
             name: spec.name.clone(),
-            label,
+            file,
             links: Vec::new(),
             state,
             fuse: Arc::new(fuse),
@@ -359,7 +362,7 @@ impl MountedDevice {
     /// error.
     pub fn detach(mut self) -> Result<(), (Box<MountedDevice>, DeviceError)> {
         let name = self.name.clone();
-        match loopdev::detach(self.state.number, &self.label) {
+        match loopdev::detach(self.state.number, &self.file) {
             Ok(Detached::Yes) => {}
             Ok(Detached::InUse) => {
                 let error = DeviceError::InUse {
@@ -397,10 +400,11 @@ impl MountedDevice {
 
     fn bind(&mut self, spec: &DeviceSpec, mount: &OwnedFd) -> Result<(), DeviceError> {
         let name = || self.name.clone();
-        let file = crate::fuse::open_file(mount).map_err(|source| DeviceError::Fuse {
-            name: name(),
-            source,
-        })?;
+        let file =
+            crate::fuse::open_file(mount, &self.file).map_err(|source| DeviceError::Fuse {
+                name: name(),
+                source,
+            })?;
         let metadata = file.metadata().map_err(|source| DeviceError::Fuse {
             name: name(),
             source,
@@ -417,7 +421,7 @@ impl MountedDevice {
             access: spec.access,
         };
         self.state.number =
-            loopdev::attach(file.as_fd(), &self.label, settings).map_err(|source| {
+            loopdev::attach(file.as_fd(), &self.file, settings).map_err(|source| {
                 DeviceError::Loop {
                     name: name(),
                     source,
@@ -428,7 +432,7 @@ impl MountedDevice {
         let made = self.make_links(&spec.links);
         if made.is_err() {
             self.remove_links();
-            if let Err(error) = loopdev::detach(self.state.number, &self.label) {
+            if let Err(error) = loopdev::detach(self.state.number, &self.file) {
                 tracing::warn!(%error, "the loop device could not be detached");
             }
         }
@@ -524,7 +528,7 @@ impl Drop for MountedDevice {
 pub struct Leftover {
     /// Its loop device.
     pub number: LoopNumber,
-    /// Its volume, cut if it was long.
+    /// Its volume.
     pub name: String,
     /// `None` if it is gone now, else who still uses it. It goes with its last user.
     pub in_use: Option<Vec<String>>,
@@ -533,16 +537,16 @@ pub struct Leftover {
 /// Takes away the devices that dead servers of this node left, except those to be resumed. Call it
 /// at the start, when no server of the node runs.
 pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<Leftover>> {
-    let prefix = label(owner, "");
+    let prefix = format!("{FILE_PREFIX}:{owner}:");
     let mut found = Vec::new();
-    for (number, label) in loopdev::bound()? {
-        let Some(name) = label.strip_prefix(&prefix) else {
+    for (number, file) in loopdev::bound()? {
+        let Some(name) = file.strip_prefix(&prefix) else {
             continue;
         };
         if keep.contains(&number) {
             continue;
         }
-        let in_use = match loopdev::detach(number, &label)? {
+        let in_use = match loopdev::detach(number, &file)? {
             Detached::Yes => None,
             Detached::InUse => {
                 let users = loopdev::users(number)?;
@@ -552,20 +556,16 @@ pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<
         };
         found.push(Leftover {
             number,
-            name: name.to_string(),
+            name: name.replace(':', "/"),
             in_use,
         });
     }
     Ok(found)
 }
 
-/// The label of a volume's loop device; the kernel keeps 63 bytes of it.
-fn label(owner: &str, name: &str) -> String {
-    let mut label = format!("lockstep:{owner}:{name}");
-    while label.len() > loopdev::MAX_LABEL_LEN {
-        label.pop();
-    }
-    label
+/// The name of a volume's file. Names of resources have neither slashes nor colons.
+fn file_name(owner: &str, name: &str) -> String {
+    format!("{FILE_PREFIX}:{owner}:{}", name.replace('/', ":"))
 }
 
 fn granularity(properties: &VolumeProperties) -> u32 {
@@ -611,7 +611,7 @@ mod tests {
             can_resend: true,
         };
         assert_eq!(DeviceState::from_line(&state.to_line()), Some(state));
-        assert_eq!(DeviceState::from_line("2 3 4 5 6 1"), None);
+        assert_eq!(DeviceState::from_line("1 3 4 5 6 1"), None);
         assert_eq!(DeviceState::from_line(""), None);
     }
 
@@ -629,8 +629,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_fit_the_kernel_and_keep_owner_and_volume() {
-        assert_eq!(label("ab", "r0/0"), "lockstep:ab:r0/0");
-        assert_eq!(label("ab", &"x".repeat(100)).len(), 63);
+    fn files_are_named_by_owner_and_volume() {
+        assert_eq!(file_name("ab", "r0/0"), "lockstep:ab:r0:0");
     }
 }

@@ -18,8 +18,8 @@ const ATTACH_ATTEMPTS: u32 = 64;
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long somebody may look at a device that is to be detached.
 const PASSING_USER_TIMEOUT: Duration = Duration::from_millis(500);
-/// Longest label of a loop device in bytes; the kernel keeps 64 with the final zero.
-pub(crate) const MAX_LABEL_LEN: usize = 63;
+/// Longest label of a loop device in bytes, for old tools; the kernel keeps 64 with the final zero.
+const MAX_LABEL_LEN: usize = 63;
 /// The block layer's major number of loop devices.
 const LOOP_MAJOR: u32 = 7;
 
@@ -101,10 +101,10 @@ impl LoopNumber {
     }
 }
 
-/// Binds a free loop device to the file, with direct I/O.
+/// Binds a free loop device to the file of that name, with direct I/O.
 pub(crate) fn attach(
     file: BorrowedFd<'_>,
-    label: &str,
+    name: &str,
     settings: Settings,
 ) -> io::Result<LoopNumber> {
     let control_file = File::options()
@@ -114,7 +114,7 @@ pub(crate) fn attach(
     let mut config = [0u8; 304];
     config[..4].copy_from_slice(&(file.as_raw_fd() as u32).to_ne_bytes());
     config[4..8].copy_from_slice(&settings.logical_block_bytes.to_ne_bytes());
-    put_label(&mut config[8..8 + info::LEN], label);
+    put_label(&mut config[8..8 + info::LEN], name);
     put_flags(&mut config[8..8 + info::LEN], FLAG_DIRECT_IO);
     for _ in 0..ATTACH_ATTEMPTS {
         let number = LoopNumber(control(&control_file, NumberRequest::GetFreeLoop)?);
@@ -135,13 +135,13 @@ pub(crate) fn attach(
                 if let Err(error) = finish_attach(number, &device, settings) {
                     drop(device);
                     // The first error is the one to tell.
-                    let _ = detach(number, label);
+                    let _ = detach(number, name);
                     return Err(error);
                 }
                 if settings.discard == Discard::Passed && discards_forbidden(number) {
                     drop(device);
                     // The kernel makes a new one without limits when it is needed.
-                    if detach(number, label)? == Detached::Yes
+                    if detach(number, name)? == Detached::Yes
                         && control(&control_file, NumberRequest::RemoveLoop(number.0)).is_ok()
                     {
                         continue;
@@ -219,7 +219,7 @@ pub(crate) fn update_size(number: LoopNumber) -> io::Result<()> {
     control(number.open()?, NumberRequest::LoopSetCapacity).map(drop)
 }
 
-/// Unbinds the device with this label, unless somebody uses it. Programs that look at every block
+/// Unbinds the device of the file with this name, unless somebody uses it. Programs that look at every block
 /// device for a moment (udev's, `losetup -a`) are waited for.
 pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     let deadline = Instant::now() + PASSING_USER_TIMEOUT;
@@ -253,7 +253,7 @@ fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     drop(device);
     let deadline = Instant::now() + DETACH_TIMEOUT;
     // Another process may bind the number to something else at once.
-    while label(number).is_ok_and(|now| now == expected) {
+    while file_name(number).is_ok_and(|now| now == expected) {
         if Instant::now() > deadline {
             return Ok(Detached::InUse);
         }
@@ -270,33 +270,32 @@ pub(crate) fn detach_on_last_close(number: LoopNumber) -> io::Result<()> {
     }
 }
 
-/// All bound loop devices with their labels.
+/// All bound loop devices with the names of their files. It opens none: opening a device waits for
+/// whoever holds it, for instance for I/O that another daemon does not answer.
 pub(crate) fn bound() -> io::Result<Vec<(LoopNumber, String)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/sys/block")? {
-        let entry = entry?;
-        let name = entry.file_name();
+        let name = entry?.file_name();
         let number = name
             .to_str()
             .and_then(|name| name.strip_prefix("loop")?.parse().ok());
-        let Some(number) = number.map(LoopNumber) else {
-            continue;
-        };
-        if !entry.path().join("loop").exists() {
-            continue;
-        }
-        // It may have gone meanwhile.
-        if let Ok(status) = number.open().and_then(|device| status_of(&device)) {
-            found.push((number, label_of(&status)));
+        // One that is not bound, or goes meanwhile, has no file.
+        if let Some(number) = number.map(LoopNumber)
+            && let Ok(name) = file_name(number)
+        {
+            found.push((number, name));
         }
     }
     found.sort();
     Ok(found)
 }
 
-/// The label of a bound device.
-pub(crate) fn label(number: LoopNumber) -> io::Result<String> {
-    Ok(label_of(&status_of(&number.open()?)?))
+/// The last part of the path of the file that the device is bound to. It does not open the device.
+pub(crate) fn file_name(number: LoopNumber) -> io::Result<String> {
+    let text = fs::read(number.sysfs().join("loop/backing_file"))?;
+    let text = String::from_utf8_lossy(&text);
+    let path = text.strip_suffix('\n').unwrap_or(&text);
+    Ok(path.rsplit('/').next().unwrap_or(path).to_owned())
 }
 
 /// Somebody has claimed the device: a mounted file system, device mapper, swap.
@@ -403,15 +402,6 @@ fn flags_of(status: &[u8]) -> u32 {
 
 fn put_flags(status: &mut [u8], flags: u32) {
     status[info::FLAGS..info::FLAGS + 4].copy_from_slice(&flags.to_ne_bytes());
-}
-
-fn label_of(status: &[u8]) -> String {
-    let bytes = &status[info::FILE_NAME..info::FILE_NAME + MAX_LABEL_LEN + 1];
-    let len = bytes
-        .iter()
-        .position(|byte| *byte == 0)
-        .unwrap_or(bytes.len());
-    String::from_utf8_lossy(&bytes[..len]).into_owned()
 }
 
 fn put_label(status: &mut [u8], label: &str) {

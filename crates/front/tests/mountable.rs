@@ -372,6 +372,39 @@ fn a_bad_link_undoes_everything() {
 }
 
 #[test]
+fn cleaning_up_does_not_open_devices_of_others() {
+    use rustix::fs::inotify;
+    let Some(_guard) = can_mount() else { return };
+    if !have_programs(&["losetup"]) {
+        return;
+    }
+    struct Foreign(String);
+    impl Drop for Foreign {
+        fn drop(&mut self) {
+            run("losetup", &["--detach", &self.0]);
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("disk");
+    std::fs::write(&file, vec![0; MIB as usize]).unwrap();
+    let out = run(
+        "losetup",
+        &["--find", "--show", "--read-only", file.to_str().unwrap()],
+    );
+    let foreign = Foreign(out.trim().to_owned());
+    // Anybody may look at a new device, so one attempt without an open is enough: if cleaning up
+    // opened the device, there would be none.
+    assert!(becomes(|| {
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        let watch = inotify::init(flags).unwrap();
+        inotify::add_watch(&watch, &foreign.0, inotify::WatchFlags::OPEN).unwrap();
+        assert!(clean_leftovers(&owner("others"), &[]).unwrap().is_empty());
+        let opened = rustix::io::read(&watch, &mut [0u8; 256][..]);
+        opened == Err(rustix::io::Errno::AGAIN)
+    }));
+}
+
+#[test]
 fn a_limit_on_discards_that_somebody_left_on_the_loop_device_is_lifted() {
     let Some(_guard) = can_mount() else { return };
     let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();

@@ -1,5 +1,5 @@
-//! The numbers and layouts of the kernel's FUSE protocol that one regular file needs. Pure encode
-//! and decode over slices, in the machine's byte order, as the protocol wants it.
+//! The numbers and layouts of the kernel's FUSE protocol that a directory with one regular file
+//! needs. Pure encode and decode over slices, in the machine's byte order, as the protocol wants it.
 
 /// Length of a request's header.
 pub(crate) const IN_HEADER_LEN: usize = 40;
@@ -11,15 +11,24 @@ pub(crate) const WRITE_HEAD_LEN: usize = IN_HEADER_LEN + 40;
 const MAJOR: u32 = 7;
 /// The newest minor version whose structures are used here.
 const MINOR_MAX: u32 = 40;
+/// Length of the attributes of a node.
+const ATTR_LEN: usize = 88;
 /// The oldest kernel protocol that has all that is needed (64-byte INIT replies).
 const MINOR_MIN: u32 = 31;
 /// Bit of a request's number: the kernel repeats it after `notify_resend`.
 pub(crate) const UNIQUE_RESEND: u64 = 1 << 63;
-/// The node of the mount's root, which is the file.
-const ROOT_NODE: u64 = 1;
+/// The node of the mount's root, a directory.
+pub(crate) const ROOT_NODE: u64 = 1;
+/// The node of the file in it.
+const FILE_NODE: u64 = 2;
+/// How long the kernel may believe in the file's name, in seconds: it never changes.
+const NAME_VALID_S: u64 = 1 << 31;
+/// How long the attributes are valid, in seconds; a resize says so by a notification.
+const ATTRIBUTES_VALID_S: u64 = 3600;
 
 /// Operations.
 pub(crate) mod opcode {
+    pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
     pub(crate) const GETATTR: u32 = 3;
     pub(crate) const OPEN: u32 = 14;
@@ -65,6 +74,7 @@ pub(crate) struct InHeader {
     pub(crate) len: u32,
     pub(crate) opcode: u32,
     pub(crate) unique: u64,
+    pub(crate) node: u64,
 }
 
 impl InHeader {
@@ -74,6 +84,7 @@ impl InHeader {
             len: u32_at(bytes, 0)?,
             opcode: u32_at(bytes, 4)?,
             unique: u64_at(bytes, 8)?,
+            node: u64_at(bytes, 16)?,
         })
     }
 }
@@ -163,17 +174,43 @@ pub(crate) fn out_header(unique: u64, error: i32, body_len: usize) -> [u8; OUT_H
     bytes
 }
 
-/// The reply to GETATTR: a regular file that nobody but its owner may use.
-pub(crate) fn attr_out(size_bytes: u64, block_bytes: u32) -> [u8; 104] {
-    let mut bytes = [0; 104];
-    // How long the attributes are valid: an hour; a resize says so by a notification.
-    put_u64(&mut bytes, 0, 3600);
+/// The reply to GETATTR of the file.
+pub(crate) fn attr_out(size_bytes: u64, block_bytes: u32) -> [u8; 16 + ATTR_LEN] {
+    let mut bytes = [0; 16 + ATTR_LEN];
+    put_u64(&mut bytes, 0, ATTRIBUTES_VALID_S);
+    bytes[16..].copy_from_slice(&file_attr(size_bytes, block_bytes));
+    bytes
+}
+
+/// The reply to GETATTR of the directory: nobody but its owner may use it.
+pub(crate) fn root_attr_out() -> [u8; 16 + ATTR_LEN] {
+    let mut bytes = [0; 16 + ATTR_LEN];
+    put_u64(&mut bytes, 0, ATTRIBUTES_VALID_S);
     put_u64(&mut bytes, 16, ROOT_NODE);
-    put_u64(&mut bytes, 24, size_bytes);
-    put_u64(&mut bytes, 32, size_bytes.div_ceil(512));
-    put_u32(&mut bytes, 16 + 60, 0o100_600);
-    put_u32(&mut bytes, 16 + 64, 1);
-    put_u32(&mut bytes, 16 + 80, block_bytes);
+    put_u32(&mut bytes, 16 + 60, 0o040_700);
+    put_u32(&mut bytes, 16 + 64, 2);
+    bytes
+}
+
+/// The reply to LOOKUP of the file, by whatever name.
+pub(crate) fn entry_out(size_bytes: u64, block_bytes: u32) -> [u8; 40 + ATTR_LEN] {
+    let mut bytes = [0; 40 + ATTR_LEN];
+    put_u64(&mut bytes, 0, FILE_NODE);
+    put_u64(&mut bytes, 16, NAME_VALID_S);
+    put_u64(&mut bytes, 24, ATTRIBUTES_VALID_S);
+    bytes[40..].copy_from_slice(&file_attr(size_bytes, block_bytes));
+    bytes
+}
+
+/// A regular file that nobody but its owner may use.
+fn file_attr(size_bytes: u64, block_bytes: u32) -> [u8; ATTR_LEN] {
+    let mut bytes = [0; ATTR_LEN];
+    put_u64(&mut bytes, 0, FILE_NODE);
+    put_u64(&mut bytes, 8, size_bytes);
+    put_u64(&mut bytes, 16, size_bytes.div_ceil(512));
+    put_u32(&mut bytes, 60, 0o100_600);
+    put_u32(&mut bytes, 64, 1);
+    put_u32(&mut bytes, 80, block_bytes);
     bytes
 }
 
@@ -219,7 +256,7 @@ pub(crate) fn notify_attributes_changed() -> [u8; OUT_HEADER_LEN + 24] {
     let mut bytes = [0; OUT_HEADER_LEN + 24];
     put_u32(&mut bytes, 0, (OUT_HEADER_LEN + 24) as u32);
     put_u32(&mut bytes, 4, 2);
-    put_u64(&mut bytes, 16, ROOT_NODE);
+    put_u64(&mut bytes, 16, FILE_NODE);
     // A negative offset: attributes only.
     put_u64(&mut bytes, 24, u64::MAX);
     bytes

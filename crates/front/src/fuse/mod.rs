@@ -1,7 +1,8 @@
 //! A volume as one regular file of a FUSE file system that speaks `/dev/fuse` itself.
 //!
-//! The file system is never attached to a directory: the mount lives only as a descriptor, and its
-//! root is the file. So no other process can reach it, no mount namespace copies it, a killed
+//! The file system is never attached to a directory: the mount lives only as a descriptor. Its root
+//! is a directory with the one file in it, whose name the kernel shows as the backing file of the
+//! loop device: so devices are told apart without opening any. No other process can reach it, no mount namespace copies it, a killed
 //! server leaves no dead mount point, and closing the last descriptor unmounts it.
 
 pub(crate) mod abi;
@@ -49,7 +50,7 @@ impl Connection {
             ("source", format!("lockstep:{name}")),
             ("subtype", "lockstep".into()),
             ("fd", fuse.as_raw_fd().to_string()),
-            ("rootmode", "100600".into()),
+            ("rootmode", "40700".into()),
             ("user_id", uid),
             ("group_id", gid),
             ("max_read", max_write.to_string()),
@@ -70,10 +71,10 @@ impl Connection {
     }
 }
 
-/// Opens the file of a mount. A server must be answering already.
-pub(crate) fn open_file(mount: &OwnedFd) -> std::io::Result<File> {
+/// Opens the file of a mount by the name that it is to have. A server must be answering already.
+pub(crate) fn open_file(mount: &OwnedFd, name: &str) -> std::io::Result<File> {
     // The mount has no path but this one.
-    let path = format!("/proc/self/fd/{}", mount.as_raw_fd());
+    let path = format!("/proc/self/fd/{}/{name}", mount.as_raw_fd());
     File::options()
         .read(true)
         .write(true)

@@ -408,6 +408,13 @@ impl Reader {
                 Some((range, mode)) => self.fallocate(unique, range, mode, size),
                 None => invalid(self),
             },
+            opcode::LOOKUP => {
+                let entry = abi::entry_out(size, self.shape.block_bytes);
+                self.shared.reply(unique, 0, &entry);
+            }
+            opcode::GETATTR if header.node == abi::ROOT_NODE => {
+                self.shared.reply(unique, 0, &abi::root_attr_out());
+            }
             opcode::GETATTR => {
                 self.shared
                     .reply(unique, 0, &abi::attr_out(size, self.shape.block_bytes));

@@ -95,11 +95,13 @@ impl<E: Engine> Shard<E> {
         }
     }
 
-    /// The peer's paths or options changed; attempts start anew, links stay.
+    /// The peer's paths or options changed; attempts start anew, and a link stays unless its path
+    /// is gone.
     pub(super) fn set_peer(&mut self, resource: Key, peer: NodeId, net: PeerNet) {
         let Some(slot) = self.resources.get_mut(resource) else {
             return;
         };
+        let paths = net.paths.clone();
         slot.nets.insert(peer, net);
         if let Some(connecting) = slot.connecting.get_mut(&peer) {
             if let Some(key) = connecting.take() {
@@ -107,6 +109,7 @@ impl<E: Engine> Shard<E> {
             }
             self.begin_connecting(resource, peer);
         }
+        self.leave_removed_path(resource, peer, &paths);
     }
 
     fn begin_connecting(&mut self, resource: Key, peer: NodeId) {
@@ -210,10 +213,10 @@ impl<E: Engine> Shard<E> {
                 Action::Established {
                     data,
                     control,
-                    path: _,
+                    path,
                     resolve_conflicts,
                 } => {
-                    return self.established(key, data, control, resolve_conflicts);
+                    return self.established(key, path, [data, control], resolve_conflicts);
                 }
             }
         }
@@ -378,11 +381,11 @@ impl<E: Engine> Shard<E> {
         self.act(key);
     }
 
-    fn established(&mut self, key: Key, data: SocketId, control: SocketId, resolve: bool) {
+    fn established(&mut self, key: Key, path: usize, streams: [SocketId; 2], resolve: bool) {
         let Some(mut connecting) = self.take_connecting(key) else {
             return;
         };
-        let streams = [data, control].map(|id| connecting.sockets.remove(&id));
+        let streams = streams.map(|id| connecting.sockets.remove(&id));
         let [Some(data), Some(control)] = streams else {
             return;
         };
@@ -391,9 +394,10 @@ impl<E: Engine> Shard<E> {
             slot.connecting.remove(&peer);
         }
         let net = connecting.net.clone();
+        let path = net.paths[path];
         // Dropping it closes the listeners: further attempts of the peer are refused.
         drop(connecting);
-        self.link_up(resource, peer, [data, control], net, resolve);
+        self.link_up(resource, peer, [data, control], (net, path), resolve);
     }
 
     pub(super) fn remove_connecting(&mut self, key: Key) {

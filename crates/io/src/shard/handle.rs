@@ -20,7 +20,7 @@ use crate::arena::Key;
 use crate::pool::BufferPool;
 use crate::port::PortSink;
 use crate::ring::RingKind;
-use crate::tcp::PeerNet;
+use crate::tcp::{Path, PeerNet};
 use crate::timers::Armed;
 
 /// Takes a command's result, on the shard's thread.
@@ -30,6 +30,15 @@ pub type CommandReply = Box<dyn FnOnce(Result<Answer, CommandError>) + Send>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the shard has ended")]
 pub struct ShardGone;
+
+/// A resource as its shard sees it.
+#[derive(Clone, Debug)]
+pub struct ResourceView {
+    /// The core's report.
+    pub snapshot: Snapshot,
+    /// The paths of the links that stand.
+    pub paths: BTreeMap<NodeId, Path>,
+}
 
 /// A running shard. Clones name the same shard.
 ///
@@ -141,6 +150,17 @@ impl<E: Engine> ShardHandle<E> {
     /// A report of a resource; `None` if there is none.
     pub fn snapshot(&self, resource: ResourceId) -> Result<Option<Snapshot>, ShardGone> {
         self.ask(move |shard| Some(shard.resources.get(Key(resource.0))?.engine.snapshot()))
+    }
+
+    /// The same, and the paths that its links run over.
+    pub fn view(&self, resource: ResourceId) -> Result<Option<ResourceView>, ShardGone> {
+        self.ask(move |shard| {
+            let key = Key(resource.0);
+            Some(ResourceView {
+                snapshot: shard.resources.get(key)?.engine.snapshot(),
+                paths: shard.used_paths(key),
+            })
+        })
     }
 
     /// Bytes that wait in this node for being sent to a peer.

@@ -1,6 +1,9 @@
 //! Established links: bytes in and out, progress, and the end.
 
+use std::collections::BTreeMap;
+
 use lockstep_core::event::{Input, LinkDownReason, LinkId, Payload, Stream, Tag};
+use lockstep_core::report::Event;
 use lockstep_core::time::{Duration, Instant};
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
@@ -13,7 +16,7 @@ use crate::digest::digest_by;
 use crate::pool::{Claim, IoBuf};
 use crate::receive::{Parsed, Receiver, Target};
 use crate::ring::{Done, Fd, Op, OpKey};
-use crate::tcp::{PeerNet, socket};
+use crate::tcp::{Path, PeerNet, socket};
 use crate::timers::Armed;
 use crate::transmit::Transmitter;
 
@@ -24,6 +27,7 @@ pub(super) struct Link {
     data: Half,
     control: Half,
     net: PeerNet,
+    path: Path,
     armed: Armed,
     /// It is in `Shard::dirty_links`.
     dirty: bool,
@@ -122,7 +126,7 @@ impl<E: Engine> Shard<E> {
         resource: Key,
         peer: NodeId,
         [data, control]: [Fd; 2],
-        net: PeerNet,
+        (net, path): (PeerNet, Path),
         resolve_conflicts: bool,
     ) {
         for (fd, stream) in [(&data, Stream::Data), (&control, Stream::Control)] {
@@ -137,6 +141,7 @@ impl<E: Engine> Shard<E> {
             data: Half::new(data, Stream::Data),
             control: Half::new(control, Stream::Control),
             net,
+            path,
             armed: Armed::default(),
             dirty: false,
             draining: None,
@@ -155,6 +160,33 @@ impl<E: Engine> Shard<E> {
         STREAMS
             .into_iter()
             .for_each(|stream| self.start_receive(key, stream));
+        // The path is in use now, whatever the handshake will say.
+        self.event(resource, &Event::Connection(peer));
+    }
+
+    /// The paths that links of a resource run over.
+    pub(super) fn used_paths(&self, resource: Key) -> BTreeMap<NodeId, Path> {
+        let links = self.resources.get(resource).map(|slot| &slot.links[..]);
+        let links = links.unwrap_or_default().iter();
+        links
+            .filter_map(|key| self.links.get(*key))
+            .filter(|link| link.draining.is_none())
+            .map(|link| (link.peer, link.path))
+            .collect()
+    }
+
+    /// Ends the link to a peer if its path is none of these any more.
+    pub(super) fn leave_removed_path(&mut self, resource: Key, peer: NodeId, paths: &[Path]) {
+        let links = self.resources.get(resource).map(|slot| slot.links.clone());
+        for key in links.unwrap_or_default() {
+            let removed = self.links.get(key).is_some_and(|link| {
+                link.peer == peer && link.draining.is_none() && !paths.contains(&link.path)
+            });
+            if removed {
+                tracing::info!(peer = peer.0, "the path in use was removed");
+                self.link_down(key, LinkDownReason::Closed);
+            }
+        }
     }
 
     pub(super) fn send(&mut self, resource: Key, peer: NodeId, key: Key, what: Outgoing) {
@@ -445,8 +477,8 @@ impl<E: Engine> Shard<E> {
         let Some(link) = self.links.get(key) else {
             return;
         };
+        let (resource, peer) = (link.resource, link.peer);
         if link.draining.is_none() {
-            let (resource, peer) = (link.resource, link.peer);
             let input = Input::LinkDown {
                 peer,
                 link: LinkId(key.0),
@@ -455,6 +487,7 @@ impl<E: Engine> Shard<E> {
             self.inputs.push_back((resource, input));
         }
         self.remove_link(key);
+        self.event(resource, &Event::Connection(peer));
     }
 
     pub(super) fn close_link(&mut self, resource: Key, key: Key, flush: bool) {

@@ -27,7 +27,7 @@ use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, VolumeNr};
 
 pub use engine::{Engine, HandlerCall, HandlerDone, HandlerExecutor};
-pub use handle::{CommandReply, ShardGone, ShardHandle};
+pub use handle::{CommandReply, ResourceView, ShardGone, ShardHandle};
 pub use ports::ShardPort;
 pub use service::{Service, ServiceCx, ServiceId, ServiceWaker};
 

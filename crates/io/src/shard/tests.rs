@@ -29,6 +29,7 @@ use crate::ring::{Done, Errno, RingKind};
 use crate::tcp::test_address::unique;
 use crate::tcp::{Acceptor, Path, PeerNet};
 
+mod paths;
 mod services;
 
 const VOLUME: VolumeNr = VolumeNr(3);

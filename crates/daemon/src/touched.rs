@@ -1,0 +1,90 @@
+//! What the cores of a node touched, from the shards' threads to the one that keeps reports fresh.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use lockstep_core::report::{Event, Level};
+use lockstep_io::shard::ResourceId;
+
+/// What cores touched since it was last looked at.
+pub(crate) struct Touched {
+    set: Mutex<BTreeSet<(usize, ResourceId)>>,
+    wake: SyncSender<()>,
+    /// For the log.
+    names: Mutex<BTreeMap<(usize, ResourceId), String>>,
+}
+
+impl Touched {
+    /// `wake` is told when something new is in it.
+    pub(crate) fn new(wake: SyncSender<()>) -> Touched {
+        Touched {
+            set: Mutex::default(),
+            wake,
+            names: Mutex::default(),
+        }
+    }
+
+    /// What was touched since the last call.
+    pub(crate) fn take(&self) -> BTreeSet<(usize, ResourceId)> {
+        std::mem::take(&mut *lock(&self.set))
+    }
+
+    /// The resource's name in the log.
+    pub(crate) fn name(&self, shard: usize, id: ResourceId, name: &str) {
+        lock(&self.names).insert((shard, id), name.to_owned());
+    }
+
+    /// The resource has gone.
+    pub(crate) fn forget(&self, shard: usize, id: ResourceId) {
+        lock(&self.names).remove(&(shard, id));
+    }
+
+    /// Called on a shard's thread.
+    pub(crate) fn event(&self, shard: usize, id: ResourceId, event: &Event) {
+        if let Event::Log {
+            level,
+            peer,
+            volume,
+            text,
+        } = event
+        {
+            let (peer, volume) = (peer.map(|p| p.0), volume.map(|v| v.0));
+            let names = lock(&self.names);
+            let resource = names.get(&(shard, id));
+            match level {
+                Level::Error => tracing::error!(resource, peer, volume, "{text}"),
+                Level::Warn => tracing::warn!(resource, peer, volume, "{text}"),
+                Level::Info => tracing::info!(resource, peer, volume, "{text}"),
+                Level::Debug => tracing::debug!(resource, peer, volume, "{text}"),
+            }
+            return;
+        }
+        if lock(&self.set).insert((shard, id)) {
+            // Full means that it is going to look anyway.
+            let _ = self.wake.try_send(());
+        }
+    }
+}
+
+/// Waits for something touched or the next second; `true` once a second.
+pub(crate) fn wait(woken: &Receiver<()>, last_tick: &mut Instant) -> bool {
+    let left = SECOND.saturating_sub(last_tick.elapsed());
+    match woken.recv_timeout(left) {
+        Ok(()) => {}
+        Err(RecvTimeoutError::Timeout) => {}
+        Err(RecvTimeoutError::Disconnected) => std::thread::sleep(left),
+    }
+    let tick = last_tick.elapsed() >= SECOND;
+    if tick {
+        *last_tick = Instant::now();
+    }
+    tick
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
