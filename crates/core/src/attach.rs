@@ -916,18 +916,21 @@ impl Resource {
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        let exposed = device
-            .disk
-            .as_ref()
-            .map_or(Uuid::ZERO, |d| d.generations.current);
+        let sets = device.disk.as_ref().map(|d| &d.generations);
+        let exposed = sets.map_or(Uuid::ZERO, |s| s.current);
         if device.exposed_uuid.is_zero() && exposed != Uuid::JUST_CREATED {
             device.exposed_uuid = exposed;
+        }
+        if let Some(sets) = sets.filter(|s| s.current.same_generation(device.exposed_uuid)) {
+            device.left_behind = sets.ancestors().collect();
         }
         let command = device.disk.take().and_then(|d| match d.phase {
             DiskPhase::Closing { command } => command,
             _ => None,
         });
         self.hard_change(Change::new().disk(volume, DiskState::Diskless));
+        // While it was there, peers were told its generation.
+        self.vouch_for_all(volume);
         if let Some(command) = command {
             let text = format!("volume {volume}: the disk failed while it was being attached");
             self.answer(command, Err(error(ErrorCode::ERR_IO_MD_DISK, text)));

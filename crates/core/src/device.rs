@@ -35,6 +35,9 @@ pub struct Device {
     /// own disk has to know them when it comes back: somebody may go by one of them although no
     /// write was made in it.
     pub announced: Vec<Uuid>,
+    /// Generations before the one that the last disk had when it went: who is still at one of them
+    /// has older data than this node has shown.
+    pub left_behind: Vec<Uuid>,
     /// A new current UUID is due (semantics.md, 12.4).
     pub new_uuid_pending: bool,
     /// It became Primary: what it writes gets a generation of its own in any case, because the
@@ -331,6 +334,7 @@ impl Device {
             size_sectors: 0,
             disk: None,
             exposed_uuid: Uuid::ZERO,
+            left_behind: Vec::new(),
             announced: Vec::new(),
             new_uuid_pending: false,
             new_uuid_forced: false,

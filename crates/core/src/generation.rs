@@ -140,6 +140,13 @@ impl Generations {
         }
     }
 
+    /// Generations from which the current one descends, as far as the set knows.
+    pub fn ancestors(&self) -> impl Iterator<Item = Uuid> + '_ {
+        let slots = self.slots.iter().map(|slot| slot.bitmap_uuid);
+        let known = self.history.iter().copied().chain(slots);
+        known.filter(|uuid| is_real(*uuid) && !uuid.same_generation(self.current))
+    }
+
     /// Puts the set into a superblock that will be written.
     pub fn store(&self, block: &mut SuperBlock) {
         block.node_id = Some(self.node);

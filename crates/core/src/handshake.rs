@@ -688,7 +688,7 @@ impl Resource {
                             .any(|slot| slot.same_generation(uuids.current))
                 })
         });
-        if older {
+        if older || self.is_left_behind(volume, peer) {
             verdict.peer_disk = DiskState::Outdated;
         } else if self.state.role == Role::Primary {
             verdict.refusal.get_or_insert(Refusal {

@@ -214,8 +214,15 @@ impl Resource {
         if !self.state.peer_device(volume, peer).repl.is_sync_target() {
             return;
         }
+        let attached = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.attached().is_some());
         if self.is_legacy(peer) {
             self.legacy_await_acks(volume, peer);
+        } else if attached && !self.same_current(volume, peer) {
+            // The source has made a new generation meanwhile. Its writes came here, too.
+            self.resync_finished(volume, peer, 0);
         } else {
             self.tell_resync_end(volume, peer);
         }
@@ -325,6 +332,8 @@ impl Resource {
         if again && (was_target || !lockstep) {
             self.compare_now(peer, volume);
         }
+        // A new generation of the source may have crossed the target's last packet.
+        self.watch_generation(volume, peer);
         self.reconcile_settled();
     }
 

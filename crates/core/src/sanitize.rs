@@ -135,6 +135,12 @@ impl Resource {
                 if before.repl >= ReplState::Established {
                     p.resync_active = false;
                 }
+            } else if own <= DiskState::Failed
+                && p.disk == DiskState::UpToDate
+                && self.is_left_behind(volume, *peer)
+            {
+                // Rule 13 of 4.3: applications have seen newer data than the peer's.
+                p.disk = DiskState::Outdated;
             }
             let conn = connections.get(peer).copied().unwrap_or_default();
             if conn.conn == ConnState::StandAlone

@@ -945,6 +945,16 @@ impl Resource {
         }
     }
 
+    pub(crate) fn vouch_for_all(&mut self, volume: VolumeNr) {
+        for peer in self.established_peers().iter() {
+            if let Some(current) = self.peer_uuids(volume, peer).map(|set| set.current)
+                && self.state.peer_device(volume, peer).disk >= DiskState::Inconsistent
+            {
+                self.vouch_for(peer, volume, current);
+            }
+        }
+    }
+
     /// `P_CURRENT_UUID`: a diskless node's generation, or a survivor's before a reconciliation.
     pub(crate) fn current_uuid_received(
         &mut self,

@@ -132,12 +132,27 @@ impl Resource {
         })
     }
 
-    /// A diskless Primary serves another generation than this disk's.
+    /// A Primary without a disk in use, which may be just coming back, serves another generation
+    /// than this disk's.
     pub(crate) fn diskless_primary_of_other_generation(&self, volume: VolumeNr) -> bool {
         self.state.connections.iter().any(|(peer, c)| {
             c.peer_role == Role::Primary
-                && self.state.peer_device(volume, *peer).disk == DiskState::Diskless
+                && self.state.peer_device(volume, *peer).disk <= DiskState::Failed
                 && !self.same_current(volume, *peer)
+        })
+    }
+
+    /// The peer's data are older than what this node, which lost its disk, has shown.
+    pub(crate) fn is_left_behind(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let Some(device) = self.devices.get(&volume).filter(|d| d.attached().is_none()) else {
+            return false;
+        };
+        self.peer_uuids(volume, peer).is_some_and(|set| {
+            !set.current.same_generation(device.exposed_uuid)
+                && device
+                    .left_behind
+                    .iter()
+                    .any(|old| old.same_generation(set.current))
         })
     }
 

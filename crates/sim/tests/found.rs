@@ -1,0 +1,44 @@
+//! Planned worlds of two nodes that failed once, shrunk, and what was wrong.
+
+use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::plan::{Numbers, Orders, Size};
+use lockstep_sim::swarm::{self, Limits};
+
+/// Only these faults and requests of a seed's plan.
+fn holds(seed: u64, size: Size, faults: &str, requests: &str) {
+    let orders = Orders {
+        size,
+        nodes: Some(2),
+        only_faults: Some(Numbers::parse(faults).unwrap()),
+        only_requests: Some(Numbers::parse(requests).unwrap()),
+        ..Orders::default()
+    };
+    let played = run(seed, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(seed));
+}
+
+/// A world of the first design.
+fn first_design_holds(seed: u64) {
+    let limits = Limits {
+        nodes: Some(2),
+        ..Limits::default()
+    };
+    let outcome = swarm::run(seed, &limits);
+    assert_eq!(outcome.violation, None, "seed {seed}: {}", outcome.shape);
+}
+
+#[test]
+fn two_disks_that_come_back_at_once_are_compared() {
+    // The Primary's own disk, on its way back, has the newer generation.
+    holds(511, Size::Small, "8-9,14,16", "1125,1701,1743");
+}
+
+#[test]
+fn a_node_that_lost_its_disk_does_not_serve_an_ancestor_of_what_it_has_shown() {
+    first_design_holds(6166);
+}
+
+#[test]
+fn a_generation_that_its_source_makes_at_the_end_of_a_resync_reaches_the_target() {
+    holds(20150, Size::Any, "1,4", "11");
+}
