@@ -26,6 +26,7 @@ use crate::transition::Change;
 
 /// Feature bits that this node offers to every peer.
 pub const FEATURES: Features = Features::TRIM
+    .union(Features::THIN_RESYNC)
     .union(Features::WSAME)
     .union(Features::WZEROES)
     .union(Features::RESYNC_DAGTAG)

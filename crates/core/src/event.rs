@@ -23,6 +23,10 @@ use lockstep_format::wire::packet::Packet;
 use crate::command::{Answer, Command, CommandError};
 use crate::report::Event;
 
+/// Not a digest: asks whether all bytes are zero. The answer is one byte, 1 if they are and 0 if
+/// they are not.
+pub const ALL_ZERO: &str = "all-zero";
+
 /// Names one output of the core that will complete. Never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(pub u64);
@@ -453,7 +457,7 @@ pub enum Output {
     Digest {
         /// Completes with `DigestDone`.
         tag: Tag,
-        /// The algorithm's name as configured (`crc32c`, `sha1`, …).
+        /// The algorithm's name as configured (`crc32c`, `sha1`, …), or [`ALL_ZERO`].
         algorithm: String,
         /// The bytes.
         payload: Payload,

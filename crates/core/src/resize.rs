@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
-    BlockRequest, Digest, TwopcHead, TwopcOutcome, TwopcPrepare, TwopcResize,
+    BlockRequest, TwopcHead, TwopcOutcome, TwopcPrepare, TwopcResize,
 };
 use lockstep_format::wire::{
     ConnState, DeviceDescFlags, DiskState, Packet, ReplState, Role, StateChange, UuidFlags,
@@ -18,6 +18,7 @@ use lockstep_format::wire::{
 
 use crate::admin::no_volume;
 use crate::command::{Answer, ErrorCode};
+use crate::data::Wanted;
 use crate::device::{DiskPhase, PeerSizes};
 use crate::event::{CommandId, DiskInfo, LinkId, Output, Stream};
 use crate::report::Level;
@@ -127,7 +128,7 @@ struct EarlyRequest {
     link: LinkId,
     request: BlockRequest,
     after: (NodeId, Dagtag),
-    digest: Option<Digest>,
+    wanted: Wanted,
 }
 
 /// The part of a two-phase commit that only a resize has.
@@ -706,7 +707,7 @@ impl Resource {
         };
         for item in early {
             if self.link(item.peer) == Some(item.link) {
-                self.source_request(item.peer, volume, item.request, item.after, item.digest);
+                self.source_request(item.peer, volume, item.request, item.after, item.wanted);
             }
         }
     }
@@ -754,7 +755,7 @@ impl Resource {
         volume: VolumeNr,
         request: BlockRequest,
         after: (NodeId, Dagtag),
-        digest: Option<Digest>,
+        wanted: Wanted,
     ) -> bool {
         let link = self.link(peer);
         let repl = self.state.peer_device(volume, peer).repl;
@@ -774,7 +775,7 @@ impl Resource {
             link,
             request,
             after,
-            digest,
+            wanted,
         });
         true
     }

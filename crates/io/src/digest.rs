@@ -1,11 +1,16 @@
 //! Digests of payload: data integrity, checksum resync, online verify.
 
+use lockstep_core::event::ALL_ZERO;
 use lockstep_format::wire::Digest;
 use lockstep_format::wire::alg::DigestAlg;
 use sha1::Digest as _;
 
-/// The digest of `bytes` by an algorithm as the configuration names it; `None` if it is unknown.
+/// The digest of `bytes` by an algorithm as the configuration names it, or what [`ALL_ZERO`] asks
+/// for; `None` if it is unknown.
 pub fn digest(algorithm: &str, bytes: &[u8]) -> Option<Vec<u8>> {
+    if algorithm == ALL_ZERO {
+        return Some(vec![u8::from(is_zero(bytes))]);
+    }
     let alg = DigestAlg::from_name(algorithm)?;
     Some(digest_by(alg, bytes).as_bytes().to_vec())
 }
@@ -25,6 +30,13 @@ pub fn digest_by(alg: DigestAlg, bytes: &[u8]) -> Digest {
     digest.expect("no algorithm has more than 64 bytes")
 }
 
+/// All bytes are zero. In pieces: most blocks with data show it at their beginning.
+fn is_zero(bytes: &[u8]) -> bool {
+    bytes
+        .chunks(512)
+        .all(|piece| piece.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
 /// Bytes of a digest of this algorithm; `None` if it is unknown.
 pub fn digest_len(algorithm: &str) -> Option<usize> {
     digest(algorithm, &[]).map(|digest| digest.len())
@@ -37,6 +49,17 @@ mod tests {
     fn hex(algorithm: &str) -> String {
         let digest = digest(algorithm, b"123456789").unwrap();
         digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    #[test]
+    fn one_byte_that_is_not_zero_is_seen_wherever_it_is() {
+        let zero = |bytes: &[u8]| digest("all-zero", bytes) == Some(vec![1]);
+        assert!(zero(&[0; 4097]) && zero(&[]));
+        for at in [0, 511, 512, 4095, 4096] {
+            let mut bytes = [0; 4097];
+            bytes[at] = 0x80;
+            assert!(!zero(&bytes), "{at}");
+        }
     }
 
     #[test]

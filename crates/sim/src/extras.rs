@@ -15,14 +15,17 @@ pub enum Extra {
     Integrity,
     /// `csums-alg`.
     Csums,
+    /// `rs-discard-granularity`.
+    Thin,
     /// `on-congestion` with protocol A and a low limit.
     Congestion,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 3] = [
+pub const EXTRAS: [(Extra, &str); 4] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
+    (Extra::Thin, "thin"),
     (Extra::Congestion, "congestion"),
 ];
 
@@ -63,6 +66,9 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             let alg = rng.pick(&DigestAlg::ALL);
             settings.net.csums_alg = Some(alg.name().into());
             settings.net.csums_after_crash_only = rng.permille(100);
+        }
+        Extra::Thin => {
+            settings.disk.rs_discard_granularity_bytes = rng.pick(&[4096, 65536, 1 << 20]);
         }
         Extra::Congestion => {
             config.protocol = Protocol::A;

@@ -99,7 +99,7 @@ struct OrderArgs {
     /// Only these kinds of faults, separated by commas; `all` is every kind.
     #[arg(long)]
     faults: Option<String>,
-    /// Options that worlds have only by name, separated by commas: integrity, csums, congestion.
+    /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion.
     #[arg(long)]
     with: Option<String>,
 }

@@ -103,3 +103,16 @@ fn nodes_that_pull_ahead_lose_nothing() {
         assert_eq!(played.violation, None, "{}", orders.command(seed));
     }
 }
+
+#[test]
+fn thin_resyncs_leave_no_difference() {
+    let orders = Orders {
+        nodes: Some(2),
+        extras: vec![Extra::Thin],
+        ..orders("invalidate,reset,crash,powercut,disconnect")
+    };
+    for seed in 0..12 {
+        let played = run(seed, &orders, Trace::Off);
+        assert_eq!(played.violation, None, "{}", orders.command(seed));
+    }
+}

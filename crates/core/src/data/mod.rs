@@ -40,6 +40,7 @@ use crate::resource::{Pending, Resource};
 use disk::FlushWaiter;
 use peer_write::{PeerWrite, ReceivedEpoch};
 use resync_source::SourceRead;
+pub(crate) use resync_source::Wanted;
 use resync_target::TargetSync;
 use slab::{Key, Slab};
 use write::{AppRequest, PeerAckQueue};
@@ -398,6 +399,7 @@ impl Resource {
         packet: Packet,
         payload: Option<Payload>,
     ) {
+        let nowhere = (NodeId(0), Dagtag(0));
         match packet {
             Packet::Data(data) => self.peer_data(peer, volume, &data, payload),
             Packet::Trim(trim) => self.peer_trim(peer, volume, &trim, false),
@@ -429,19 +431,27 @@ impl Resource {
             Packet::Bitmap(words) => self.bitmap_words(peer, volume, &words),
             Packet::CompressedBitmap(code) => self.bitmap_code(peer, volume, &code),
             Packet::RsDataRequest(r) => {
-                self.source_request(peer, volume, r, (NodeId(0), Dagtag(0)), None);
+                self.source_request(peer, volume, r, nowhere, Wanted::Data);
             }
             Packet::CsumRsRequest(r) => {
-                let after = (NodeId(0), Dagtag(0));
-                self.source_request(peer, volume, r.block(), after, Some(r.digest));
+                let wanted = Wanted::DataUnless(r.digest);
+                self.source_request(peer, volume, r.block(), nowhere, wanted);
+            }
+            Packet::RsThinReq(r) => {
+                self.source_request(peer, volume, r, nowhere, Wanted::DataUnlessZero);
             }
             Packet::RsDagtagReq(r) => {
                 let after = (r.dagtag_node_id, r.dagtag);
-                self.source_request(peer, volume, r.block(), after, None);
+                self.source_request(peer, volume, r.block(), after, Wanted::Data);
+            }
+            Packet::RsThinDagtagReq(r) => {
+                let after = (r.dagtag_node_id, r.dagtag);
+                self.source_request(peer, volume, r.block(), after, Wanted::DataUnlessZero);
             }
             Packet::RsCsumDagtagReq(r) => {
                 let after = (r.dagtag_node_id, r.dagtag);
-                self.source_request(peer, volume, r.block(), after, Some(r.digest));
+                let wanted = Wanted::DataUnless(r.digest);
+                self.source_request(peer, volume, r.block(), after, wanted);
             }
             Packet::OvRequest(r) => self.verify_asked(peer, volume, r, (NodeId(0), Dagtag(0))),
             Packet::OvDagtagReq(r) => {
@@ -467,6 +477,12 @@ impl Resource {
             Packet::RsNegAck(ack) => self.source_ack(peer, volume, &ack, false),
             Packet::RsIsInSync(ack) => self.target_equal(peer, volume, &ack),
             Packet::RsDataReply(data) => self.target_reply(peer, volume, &data, payload),
+            Packet::RsDeallocated(desc) => {
+                self.target_deallocated(peer, volume, desc.sector, desc.size_bytes);
+            }
+            Packet::RsDeallocatedId(ack) => {
+                self.target_deallocated(peer, volume, ack.sector, ack.size_bytes);
+            }
             Packet::NegRsDreply(ack) => {
                 if !self.verify_refused(volume, peer, &ack, true) {
                     self.target_refused(peer, volume, &ack, true);

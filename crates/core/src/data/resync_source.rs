@@ -4,17 +4,30 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
-use lockstep_format::wire::packet::{BlockAck, BlockRequest, Data};
+use lockstep_format::wire::packet::{BlockAck, BlockDesc, BlockRequest, Data};
 use lockstep_format::wire::{Digest, DiskState, Packet, ReplState};
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
-use crate::event::{DiskError, DiskOp, Output, Payload, Stream};
+use crate::event::{ALL_ZERO, DiskError, DiskOp, Output, Payload, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::resource::{Pending, Resource};
 
 /// Most requests of one peer device at a time; a target keeps far below.
 const MOST_REQUESTS: usize = 8192;
+/// First protocol version whose answers name their request.
+const FIRST_WITH_BLOCK_IDS: u32 = 122;
+
+/// What a resync target wants of a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Wanted {
+    /// Its data.
+    Data,
+    /// Its data, unless they have this digest.
+    DataUnless(Digest),
+    /// Its data, unless they are all zero.
+    DataUnlessZero,
+}
 
 /// A resync request of a peer.
 #[derive(Debug)]
@@ -22,8 +35,7 @@ pub(crate) struct SourceRead {
     request: BlockRequest,
     /// Write of a third node that has to be here before.
     after: Option<(NodeId, Dagtag)>,
-    /// Digest of the peer's block, if it wants data only when they differ.
-    digest: Option<Digest>,
+    wanted: Wanted,
     range: Option<RangeId>,
     payload: Option<Payload>,
     /// A resync wrote the block here since it was asked for: what the peer gets may be older.
@@ -40,9 +52,9 @@ impl Resource {
         volume: VolumeNr,
         request: BlockRequest,
         (node, dagtag): (NodeId, Dagtag),
-        digest: Option<Digest>,
+        wanted: Wanted,
     ) {
-        if self.keep_early_request(peer, volume, request, (node, dagtag), digest) {
+        if self.keep_early_request(peer, volume, request, (node, dagtag), wanted) {
             return;
         }
         if !self.is_block_of(volume, &request) {
@@ -101,7 +113,7 @@ impl Resource {
         let read = SourceRead {
             request,
             after,
-            digest,
+            wanted,
             range: None,
             payload: None,
             overtaken: false,
@@ -192,7 +204,12 @@ impl Resource {
             }
             return;
         };
-        if let (Some(_), Some(algorithm)) = (read.digest, algorithm) {
+        let algorithm = match read.wanted {
+            Wanted::Data => None,
+            Wanted::DataUnless(_) => algorithm,
+            Wanted::DataUnlessZero => Some(ALL_ZERO.into()),
+        };
+        if let Some(algorithm) = algorithm {
             read.payload = Some(payload);
             let op = DataOp::SourceDigest(volume, peer, key);
             let tag = self.tags.insert(Pending::Data(op));
@@ -251,12 +268,21 @@ impl Resource {
             return;
         };
         let request = read.request;
-        let equal = read.digest.is_some_and(|d| d.as_bytes() == digest);
-        if !equal {
+        let needless = match read.wanted {
+            Wanted::Data => false,
+            Wanted::DataUnless(theirs) => theirs.as_bytes() == digest,
+            Wanted::DataUnlessZero => digest == [1],
+        };
+        let zero = matches!(read.wanted, Wanted::DataUnlessZero);
+        if !needless {
             self.source_reply(volume, peer, &request, payload);
             return;
         }
         self.release(payload.buf);
+        if zero {
+            self.source_deallocated(volume, peer, &request);
+            return;
+        }
         if let Some(io) = self.peer_io(volume, peer) {
             io.resync_same_sectors += u64::from(request.size_bytes) / Sector::SIZE;
         }
@@ -264,6 +290,27 @@ impl Resource {
         self.source_end(volume, peer, key);
         let ack = self.source_answer(volume, peer, &request);
         self.send(peer, Stream::Control, volume, Packet::RsIsInSync(ack));
+    }
+
+    /// The block is all zero: the target discards its own, and acknowledges that like data.
+    fn source_deallocated(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        let with_id = self
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.protocol() >= FIRST_WITH_BLOCK_IDS);
+        let packet = match with_id {
+            true => Packet::RsDeallocatedId(BlockAck {
+                sector: request.sector,
+                block_id: request.block_id,
+                size_bytes: request.size_bytes,
+                seq_num: 0,
+            }),
+            false => Packet::RsDeallocated(BlockDesc {
+                sector: request.sector,
+                size_bytes: request.size_bytes,
+            }),
+        };
+        self.send(peer, Stream::Data, volume, packet);
     }
 
     /// The target has written a block, or could not.

@@ -18,7 +18,7 @@ use super::disk::FlushWaiter;
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault, Owner};
 use crate::connection::Connection;
-use crate::event::{DiskError, DiskOp, Payload, Stream};
+use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId, WatchId};
 use crate::rate::{Pace, RateInput, STEP};
 use crate::resource::Resource;
@@ -27,6 +27,7 @@ use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 
 mod csum;
+mod thin;
 
 /// Longest time that written data wait for the flush that they share with others.
 const FLUSH_DELAY: Duration = Duration::from_millis(10);
@@ -80,6 +81,9 @@ struct TargetRequest {
     /// Sees writes of the block from before its digest on.
     watch: Option<WatchId>,
     stage: Stage,
+    /// The source may answer that the block is all zero, and did so.
+    thin: bool,
+    zero: bool,
     /// The source marked the block again: what it sent may be older than the mark.
     marked_again: bool,
 }
@@ -323,6 +327,7 @@ impl Resource {
         if self.state.peer_device(volume, peer).repl != ReplState::SyncTarget {
             return;
         }
+        let thin_sectors = self.thin_sectors(volume, peer);
         loop {
             let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
             let Some(device) = self.devices.get_mut(&volume) else {
@@ -350,9 +355,10 @@ impl Resource {
                 return;
             }
             let block = disk.bitmap.shape().block().sectors();
-            let (start, end) = request_bits(disk.bitmap.next_clear(slot, bit), bit, block, {
-                sync.pace.grant_sectors
-            });
+            let unit = thin_sectors / block;
+            let granted = sync.pace.grant_sectors.max(thin_sectors);
+            let clear = disk.bitmap.next_clear(slot, bit);
+            let (start, end) = request_bits(clear, bit, block, granted, unit);
             let sector = Sector(start * block);
             let end_sector = (end * block).min(size);
             sync.cursor = end;
@@ -374,6 +380,8 @@ impl Resource {
                 digest: None,
                 watch: None,
                 stage: Stage::Waiting,
+                thin: false,
+                zero: false,
                 marked_again: false,
             });
             sync.by_sector.insert(sector, key);
@@ -486,11 +494,17 @@ impl Resource {
             self.send(peer, Stream::Data, volume, packet);
             return;
         }
+        let sectors = u64::from(size_bytes) / Sector::SIZE;
+        let thin = sectors == self.thin_sectors(volume, peer);
         let features = self
             .connections
             .get(&peer)
             .map_or(Features::empty(), |c| c.features());
         let block_id = BlockId(key.0);
+        if thin {
+            self.target_send_thin(volume, peer, key);
+            return;
+        }
         let packet = if features.contains(Features::RESYNC_DAGTAG) {
             let (dagtag_node_id, dagtag) = self.followed_primary();
             Packet::RsDagtagReq(DagtagRequest {
@@ -533,13 +547,8 @@ impl Resource {
         data: &Data,
         payload: Option<Payload>,
     ) {
-        let found = self.target(volume, peer).and_then(|sync| {
-            let key = *sync.by_sector.get(&data.sector)?;
-            let request = sync.requests.get_mut(key)?;
-            let fits = request.stage == Stage::Sent && request.size_bytes == data.payload_len;
-            fits.then_some((key, request.size_bytes, sync.over))
-        });
-        let (Some((key, size, over)), Some(payload)) = (found, payload) else {
+        let found = self.target_asked(volume, peer, data.sector, data.payload_len);
+        let (Some((key, over)), Some(payload)) = (found, payload) else {
             if let Some(payload) = payload {
                 self.release(payload.buf);
             }
@@ -551,19 +560,49 @@ impl Resource {
             return;
         };
         if let Some(io) = self.peer_io(volume, peer) {
-            io.received_sectors += u64::from(size) / Sector::SIZE;
+            io.received_sectors += u64::from(data.payload_len) / Sector::SIZE;
         }
         if over || !self.takes_writes(volume) {
             self.release(payload.buf);
             self.target_failed(volume, peer, key);
             return;
         }
+        self.target_answered(volume, peer, key, Some(payload));
+    }
+
+    /// A request that was sent and not answered; says whether its resync is over.
+    fn target_asked(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+    ) -> Option<(Key, bool)> {
+        let sync = self.target(volume, peer)?;
+        let key = *sync.by_sector.get(&sector)?;
+        let request = sync.requests.get(key)?;
+        let fits = request.stage == Stage::Sent && request.size_bytes == size_bytes;
+        fits.then_some((key, sync.over))
+    }
+
+    /// The source's block is here, or known to be all zero: it is written when nothing overlaps.
+    fn target_answered(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        key: Key,
+        payload: Option<Payload>,
+    ) {
+        let Some(request) = self.target(volume, peer).and_then(|s| s.requests.get(key)) else {
+            return;
+        };
+        let (sector, size) = (request.sector, request.size_bytes);
         // How other nodes stand to this block is not known from here on.
-        self.set_out_of_sync(volume, data.sector, size, NodeMask::EMPTY);
+        self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
         let primary = self.state.primary_peer();
-        self.overtake_peer_writes(volume, data.sector, size, primary);
-        self.overtake_source_reads(volume, data.sector, size);
-        self.forward_marks(volume, peer, NodeMask::EMPTY, data.sector, size);
+        self.overtake_peer_writes(volume, sector, size, primary);
+        self.overtake_source_reads(volume, sector, size);
+        self.forward_marks(volume, peer, NodeMask::EMPTY, sector, size);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
@@ -577,7 +616,8 @@ impl Resource {
         let Some(request) = sync.requests.get_mut(key) else {
             return;
         };
-        request.payload = Some(payload);
+        request.zero = payload.is_none();
+        request.payload = payload;
         request.stage = Stage::Replied;
         let clear = request
             .range
@@ -595,19 +635,21 @@ impl Resource {
         let Some(request) = sync.requests.get_mut(key) else {
             return;
         };
-        let Some(payload) = request.payload else {
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
+        let (payload, zero) = (request.payload, request.zero);
+        if payload.is_none() && !zero {
             return;
-        };
+        }
         if !takes_writes {
             self.target_failed(volume, peer, key);
             return;
         }
         request.stage = Stage::Writing;
-        let op = DiskOp::Write {
-            sector: request.sector,
-            payload,
-            fua: false,
+        let kind = match zero {
+            true => RequestKind::Discard,
+            false => RequestKind::Write { fua: false },
         };
+        let op = self.disk_write(volume, kind, sector, size_bytes, payload);
         self.disk_op(volume, op, DataOp::TargetWrite(volume, peer, key));
     }
 
@@ -1102,8 +1144,19 @@ impl Resource {
 
 /// The bits of one request that starts at set bit `bit`, where `clear` is the next clear one:
 /// aligned power-of-two pieces, so that long areas end up in few large requests.
-fn request_bits(clear: u64, bit: u64, block_sectors: u64, grant_sectors: u64) -> (u64, u64) {
-    let most = (MOST_SECTORS / block_sectors).max(1);
+///
+/// `unit` is the number of blocks that may be answered without data, or 0.
+fn request_bits(
+    clear: u64,
+    bit: u64,
+    block_sectors: u64,
+    grant_sectors: u64,
+    unit: u64,
+) -> (u64, u64) {
+    let most = match unit {
+        0 => (MOST_SECTORS / block_sectors).max(1),
+        _ => unit,
+    };
     let aligned = if bit == 0 {
         most
     } else {
@@ -1122,12 +1175,16 @@ mod tests {
 
     #[test]
     fn requests_grow_to_aligned_powers_of_two() {
-        assert_eq!(request_bits(1000, 0, 8, 4096), (0, 256));
-        assert_eq!(request_bits(1000, 3, 8, 4096), (3, 4));
-        assert_eq!(request_bits(1000, 4, 8, 4096), (4, 8));
-        assert_eq!(request_bits(5, 4, 8, 4096), (4, 5));
-        assert_eq!(request_bits(1000, 256, 8, 4096), (256, 512));
-        assert_eq!(request_bits(1000, 256, 8, 64), (256, 264));
-        assert_eq!(request_bits(1000, 1, 2048, 8), (1, 2));
+        assert_eq!(request_bits(1000, 0, 8, 4096, 0), (0, 256));
+        assert_eq!(request_bits(1000, 3, 8, 4096, 0), (3, 4));
+        assert_eq!(request_bits(1000, 4, 8, 4096, 0), (4, 8));
+        assert_eq!(request_bits(5, 4, 8, 4096, 0), (4, 5));
+        assert_eq!(request_bits(1000, 256, 8, 4096, 0), (256, 512));
+        assert_eq!(request_bits(1000, 256, 8, 64, 0), (256, 264));
+        assert_eq!(request_bits(1000, 1, 2048, 8, 0), (1, 2));
+        // 64 KiB may be answered without data.
+        assert_eq!(request_bits(1000, 32, 8, 4096, 16), (32, 48));
+        assert_eq!(request_bits(1000, 8, 8, 4096, 16), (8, 16));
+        assert_eq!(request_bits(40, 32, 8, 4096, 16), (32, 40));
     }
 }

@@ -16,8 +16,8 @@ use lockstep_format::wire::{Digest, DiskState, Packet, ReplState};
 
 use crate::command::{Answer, Command, CommandError, MetaIndex};
 use crate::event::{
-    BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output, Payload,
-    Request, RequestError, RequestId, RequestKind, Stream, Tag,
+    ALL_ZERO, BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output,
+    Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
 };
 use crate::options::{DiskOptions, NetOptions, Protocol, ResourceOptions};
 use crate::report::Event;
@@ -34,6 +34,7 @@ mod opening;
 mod options;
 mod ordering;
 mod resizing;
+mod thinning;
 mod verifying;
 
 const VOLUME: VolumeNr = VolumeNr(0);
@@ -120,6 +121,7 @@ enum Todo {
 struct Setup {
     size: u64,
     net: NetOptions,
+    disk: DiskOptions,
     options: ResourceOptions,
     /// The node without a disk.
     diskless: Option<usize>,
@@ -134,6 +136,10 @@ impl Default for Setup {
             net: NetOptions {
                 max_buffers: 256,
                 ..NetOptions::default()
+            },
+            disk: DiskOptions {
+                al_extents: 67,
+                ..DiskOptions::default()
             },
             options: ResourceOptions::default(),
             diskless: None,
@@ -276,10 +282,7 @@ impl World {
                     data_path: "data".into(),
                     meta_path: (self.setup.index != MetaIndex::Internal).then(|| "meta".into()),
                     index: self.setup.index,
-                    options: DiskOptions {
-                        al_extents: 67,
-                        ..DiskOptions::default()
-                    },
+                    options: self.setup.disk.clone(),
                 },
             );
         }
@@ -438,6 +441,16 @@ impl World {
                     self.log
                         .push(alloc::format!("{index} answer {id:?} {error:?}"));
                 }
+            }
+            Output::Digest {
+                tag,
+                payload,
+                algorithm,
+            } if algorithm == ALL_ZERO => {
+                let bytes = self.bytes(index, payload);
+                let digest = vec![u8::from(bytes.iter().all(|byte| *byte == 0))];
+                self.todo
+                    .push(Todo::Input(index, Input::DigestDone { tag, digest }));
             }
             Output::Digest { tag, payload, .. } => {
                 let sum = self.bytes(index, payload).iter().fold(7u32, |sum, byte| {
@@ -843,6 +856,8 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::WriteAck(_) => "write ack",
         Packet::PeerAck(_) => "peer ack",
         Packet::RsDagtagReq(_) | Packet::RsDataRequest(_) => "resync request",
+        Packet::RsThinDagtagReq(_) | Packet::RsThinReq(_) => "thin request",
+        Packet::RsDeallocated(_) | Packet::RsDeallocatedId(_) => "deallocated",
         Packet::RsCsumDagtagReq(_) | Packet::CsumRsRequest(_) => "csum request",
         Packet::OutOfSync(_) => "out of sync",
         Packet::DataRequest(_) => "data request",

@@ -21,6 +21,7 @@ pub(crate) const PROTOCOL_MIN: u32 = 100;
 
 /// Features that 8.4 knows. Without the others its packets have no counterpart of 9.
 pub(crate) const FEATURES: Features = Features::TRIM
+    .union(Features::THIN_RESYNC)
     .union(Features::WSAME)
     .union(Features::WZEROES);
 
@@ -47,6 +48,10 @@ pub(crate) fn outgoing(packet: Packet, peer: NodeId) -> Option<Packet> {
         Packet::RsDataRequest(mut request) => {
             request.block_id = BlockId::SYNCER;
             Packet::RsDataRequest(request)
+        }
+        Packet::RsThinReq(mut request) => {
+            request.block_id = BlockId::SYNCER;
+            Packet::RsThinReq(request)
         }
         Packet::CsumRsRequest(mut request) => {
             request.block_id = BlockId::SYNCER;

@@ -408,6 +408,12 @@ impl<'a> Replay<'a> {
                         let at = ((bit * 8 - data.sector.0) * 512) as usize;
                         Some(seen.payload[at..at + 4096].to_vec())
                     }
+                    Packet::RsDeallocated(desc)
+                        if desc.sector.0 <= bit * 8
+                            && bit * 8 < desc.sector.end_of(desc.size_bytes).0 =>
+                    {
+                        Some(vec![0; 4096])
+                    }
                     _ => None,
                 },
                 _ => None,
@@ -590,6 +596,13 @@ impl<'a> Replay<'a> {
                     data.block_id = id;
                 }
                 self.served.push((data.sector, data.payload_len));
+            }
+            Packet::RsDeallocated(desc) => self.served.push((desc.sector, desc.size_bytes)),
+            Packet::RsDeallocatedId(ack) => {
+                if let Some(id) = self.hashed.remove(&ack.sector) {
+                    ack.block_id = id;
+                }
+                self.served.push((ack.sector, ack.size_bytes));
             }
             Packet::RsDataReply(data) => {
                 self.credit += u64::from(data.payload_len);
@@ -799,6 +812,11 @@ impl<'a> Replay<'a> {
                         == (b.sender_node_id, b.receiver_node_id)
             }
             (Packet::AuthChallenge(_), Packet::AuthChallenge(_)) => true,
+            (Packet::RsThinDagtagReq(a), Packet::RsThinDagtagReq(b)) => {
+                let mut a = *a;
+                a.block_id = b.block_id;
+                a == *b
+            }
             (Packet::RsCsumDagtagReq(a), Packet::RsCsumDagtagReq(b)) => {
                 let mut a = *a;
                 a.block_id = b.block_id;
@@ -927,6 +945,12 @@ impl<'a> Replay<'a> {
                 (a.history[0], b.history[0]),
                 (a.history[1], b.history[1]),
             ]),
+            (Packet::RsThinReq(_), Packet::RsThinReq(b)) => {
+                self.hashed.insert(b.sector, b.block_id);
+            }
+            (Packet::RsThinDagtagReq(_), Packet::RsThinDagtagReq(b)) => {
+                self.hashed.insert(b.sector, b.block_id);
+            }
             (Packet::RsCsumDagtagReq(_), Packet::RsCsumDagtagReq(b)) => {
                 self.hashed.insert(b.sector, b.block_id);
             }

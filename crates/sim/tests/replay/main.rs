@@ -50,6 +50,10 @@ fn setup(path: &Path) -> Setup {
             ["on-congestion", "pull-ahead"] => {
                 setup.net.on_congestion = OnCongestion::PullAhead;
             }
+            ["rs-discard-granularity", bytes] => {
+                let bytes = bytes.parse().expect("a number of bytes");
+                setup.disk.rs_discard_granularity_bytes = bytes;
+            }
             ["congestion-fill", fill] => {
                 let kib: u64 = fill.trim_end_matches('k').parse().expect("a number of KiB");
                 setup.net.congestion_fill_sectors = kib * 2;
@@ -198,6 +202,14 @@ fn drbd84_congestion() {
         "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(8208)",
     ];
     replay("84", "20-congestion-pull-ahead", 1, &in_sync_or_not);
+}
+
+#[test]
+fn drbd84_thin_resync() {
+    // The kernel tells its next generation to a peer that is leaving.
+    let to_nobody = ["missing Data Uuids(Uuids { current: Uuid(691CC460FE18EC61)"];
+    replay("84", "25-thin-resync", 0, &to_nobody);
+    replay("84", "25-thin-resync", 1, &[]);
 }
 
 #[test]

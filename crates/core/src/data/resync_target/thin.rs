@@ -1,0 +1,90 @@
+//! Thin resync as target: a request of `rs-discard-granularity` bytes may be answered without
+//! data if the source's block is all zero; this node's is discarded then (wire.md, 7.5 and 7.6).
+
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::packet::{BlockId, BlockRequest, DagtagRequest};
+use lockstep_format::wire::{BIO_LEN_MAX, Features, Packet};
+
+use super::super::slab::Key;
+use crate::event::Stream;
+use crate::resource::Resource;
+
+impl Resource {
+    /// Size of the requests that may be answered without data, in sectors; 0 for none.
+    pub(super) fn thin_sectors(&self, volume: VolumeNr, peer: NodeId) -> u64 {
+        let offered = self
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.features().contains(Features::THIN_RESYNC));
+        let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
+            return 0;
+        };
+        let bytes = disk.options.rs_discard_granularity_bytes.min(BIO_LEN_MAX);
+        let block = disk.io.bitmap.shape().block().bytes();
+        match offered && bytes > 0 && bytes.is_multiple_of(block) {
+            true => u64::from(bytes) / Sector::SIZE,
+            false => 0,
+        }
+    }
+
+    /// Sends a request whose answer may be that the block is all zero.
+    pub(super) fn target_send_thin(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
+        let request = self
+            .target(volume, peer)
+            .and_then(|sync| sync.requests.get_mut(key));
+        let Some(request) = request else {
+            return;
+        };
+        request.thin = true;
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
+        let block_id = BlockId(key.0);
+        let with_dagtag = self
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.features().contains(Features::RESYNC_DAGTAG));
+        let packet = if with_dagtag {
+            let (dagtag_node_id, dagtag) = self.followed_primary();
+            Packet::RsThinDagtagReq(DagtagRequest {
+                sector,
+                block_id,
+                size_bytes,
+                dagtag_node_id,
+                dagtag,
+            })
+        } else {
+            Packet::RsThinReq(BlockRequest {
+                sector,
+                block_id,
+                size_bytes,
+            })
+        };
+        self.send(peer, Stream::Data, volume, packet);
+    }
+
+    /// `P_RS_DEALLOCATED` and its successor: the source's block is all zero.
+    pub(crate) fn target_deallocated(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        let asked = self.target_asked(volume, peer, sector, size_bytes);
+        let thin = |resource: &mut Self, key: Key| {
+            let sync = resource.target(volume, peer)?;
+            sync.requests.get(key).map(|request| request.thin)
+        };
+        let Some((key, over)) = asked.filter(|(key, _)| thin(self, *key) == Some(true)) else {
+            let text = alloc::format!(
+                "{size_bytes} bytes at sector {sector} are said to be zero, which was not asked for"
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        };
+        if over || !self.takes_writes(volume) {
+            self.target_failed(volume, peer, key);
+            return;
+        }
+        self.target_answered(volume, peer, key, None);
+    }
+}
