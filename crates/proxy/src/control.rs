@@ -10,8 +10,8 @@ const HELP: &str = "\
 add connection NAME INSIDE PEER_OUTSIDE MY_OUTSIDE LOCAL_DRBD [--OPTION=VALUE ...]
 del connection NAME
 set memlimit NAME VALUE            raise or lower, while it runs
-set OPTION NAME VALUE              bwlimit, schedule, carriers, max-lag, session-hold, wan-timeout,
-                                   ping-timeout, sndbuf-size, rcvbuf-size, dial
+set OPTION NAME VALUE              bwlimit, schedule, carriers, max-lag, session-hold, ping-hold,
+                                   wan-timeout, ping-timeout, sndbuf-size, rcvbuf-size, dial
 set plugin NAME INDEX PLUGIN [KEY VALUE ...]
 set plugin NAME INDEX END
 show                               the connections as commands

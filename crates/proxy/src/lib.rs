@@ -18,7 +18,7 @@ mod tls;
 mod wall;
 mod workers;
 
-pub use bench::bench;
+pub use bench::{BenchOptions, REPLAY_BYTES, Report, bench};
 pub use daemon::{Answer, Daemon, Options, Request, Security, request};
 
 /// A new private key and its public key, both in hex, for `Security::Keys`.

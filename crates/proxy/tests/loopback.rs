@@ -497,6 +497,103 @@ fn wrong_secret_garbage_and_plain_text_leave_the_others_alone() {
     receive(&mut data_b, b"still here");
 }
 
+/// A frame as another build might send it.
+fn frame(version: u8, kind: u8, payload: &[u8]) -> Vec<u8> {
+    let mut out = vec![0; 32];
+    (out[0], out[1]) = (version, kind);
+    out[20..24].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    let crc = crc32c::crc32c(&out[..28]);
+    out[28..].copy_from_slice(&crc.to_le_bytes());
+    out.extend_from_slice(payload);
+    out
+}
+
+#[test]
+fn another_version_is_told_so_and_the_others_are_untouched() {
+    let pair = Pair::up(options(Security::Insecure), options(Security::Insecure), "");
+    let (mut near, mut far) = pair.open(DATA);
+    let outside_b = connection(&pair.b)["my_outside"].clone();
+    let outside_b: SocketAddr = outside_b.as_str().unwrap().parse().unwrap();
+    let say = |bytes: &[u8]| {
+        let mut socket = TcpStream::connect(outside_b).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.write_all(bytes).unwrap();
+        let mut answer = Vec::new();
+        // Closed by FIN, or by RST when bytes were left unread.
+        let _ = socket.read_to_end(&mut answer);
+        String::from_utf8_lossy(&answer).into_owned()
+    };
+    // HELLO of a later protocol: 1 byte each for the oldest and newest version that it speaks.
+    let mut hello = vec![7, 9];
+    hello.extend([1; 16 + 16 + 32 + 8]);
+    for text in ["r0-a-b", "192.0.2.1:1", "192.0.2.2:2"] {
+        hello.extend((text.len() as u16).to_le_bytes());
+        hello.extend(text.as_bytes());
+    }
+    hello.extend([0; 4 + 8]);
+    let answer = say(&frame(1, 1, &hello));
+    let told = "protocol versions 7 to 9 are offered, 1 is spoken here";
+    assert!(answer.contains(told), "{answer:?}");
+    // Other frames, unknown types, and a first frame that is no HELLO.
+    for bytes in [
+        frame(2, 1, &hello),
+        frame(1, 77, b""),
+        frame(1, 7, &[0; 100]),
+        b"GET / HTTP/1.1\r\nHost: proxy\r\n\r\n".to_vec(),
+    ] {
+        assert!(!say(&bytes).contains("session"));
+    }
+    // The same towards a proxy that dials: what answers is no proxy, and the reason is shown.
+    let listener = TcpListener::bind((fresh_ip(), 7715)).unwrap();
+    let stranger = listener.local_addr().unwrap();
+    spawn(move || {
+        for socket in listener.incoming().flatten() {
+            let _ = (&socket).write_all(&frame(2, 2, b"from the future"));
+            std::mem::forget(socket);
+        }
+    });
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    let add = format!("add connection r1 {} {stranger} {} {}", at(1), at(2), at(3));
+    ok(&pair.a, &format!("{add} --dial=always"));
+    wait("the reason", || {
+        let error = pair.a.state()["connections"][1]["last_error"].clone();
+        let error = error.as_str().unwrap_or_default().to_string();
+        error.contains("frame version 2, this proxy speaks version 1; upgrade the older one")
+    });
+    near.write_all(b"still here").unwrap();
+    receive(&mut far, b"still here");
+    assert_eq!(connection(&pair.a)["counters"]["streams_reset"], 0);
+}
+
+#[test]
+fn addresses_that_lead_back_are_seen_and_named() {
+    let pair = Pair::up(options(secret()), options(secret()), "");
+    let (mut near, mut far) = pair.open(DATA);
+    // The peer's outside address is a line that comes back to the own one.
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    let outside = at(7716);
+    let line = Line::to(outside);
+    let add = format!(
+        "add connection r1 {} {} {outside} {}",
+        at(1),
+        line.addr,
+        at(3)
+    );
+    ok(&pair.a, &format!("{add} --dial=always"));
+    wait("the reason", || {
+        let error = pair.a.state()["connections"][1]["last_error"].clone();
+        let error = error.as_str().unwrap_or_default().to_string();
+        error.contains("connected to itself")
+    });
+    // DRBD's address of one connection may not be the inside of another.
+    let inside_a = pair.inside_a;
+    let circle = format!("add connection r2 {} {} {} {inside_a}", at(1), at(2), at(3));
+    let error = err(&pair.a, &circle);
+    assert!(error.contains("circle"), "{error}");
+    near.write_all(b"still here").unwrap();
+    receive(&mut far, b"still here");
+}
+
 #[test]
 fn bad_commands_are_refused_with_a_reason_and_change_nothing() {
     let daemon = Daemon::start(options(secret())).unwrap();

@@ -7,6 +7,7 @@ mod top;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use lockstep_proxy::BenchOptions;
 use lockstep_proxy::plan::{self, Plan};
 
 const USAGE: &str = "\
@@ -23,8 +24,18 @@ Options of plan:
   --max-lag SECONDS    accepted lag (20)     --outage SECONDS     tolerated interruption (20)
 
 Options of bench:
+  --only LIST          of codecs,fill,replay,latency,connections,cut,spill
+                       (all; spill only with --spill-dir)
   --file FILE          sample data (default: made-up text, noise and zeros)
   --bytes SIZE         how much of it (64M)
+  --fill SIZE          written into the buffer (1G)
+  --replay SIZE        size of the published example (3712983040); its times shrink with it
+  --line SIZE          bytes per second of its line (220000000)
+  --seconds N          how long codecs and control latency are measured (10)
+  --connections N      that share one pool (100)
+  --cut SECONDS        length of the cut (20)
+  --spill-dir DIR      --spill SIZE          goes through the spill disk (1G)
+  --json               for programs
 
 'lockstep proxy run --help' and 'lockstep proxy ctl help' list the rest.";
 
@@ -38,7 +49,7 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
         "ctl" => ctl::run(rest),
         "top" => top::run(rest),
         "plan" => report(make_plan(rest)),
-        "bench" => report(bench(rest)),
+        "bench" => bench(rest),
         "keygen" => report(keygen(rest)),
         "--help" | "-h" | "help" => {
             println!("{USAGE}");
@@ -124,16 +135,46 @@ fn make_plan(args: &[String]) -> Result<String, String> {
     Ok(plan.text())
 }
 
-fn bench(args: &[String]) -> Result<String, String> {
-    let (mut file, mut bytes) = (None, 64 << 20);
-    for (name, value) in options(args, &[])? {
+fn bench(args: &[String]) -> ExitCode {
+    let (options, json) = match bench_options(args) {
+        Ok(found) => found,
+        Err(error) => return usage_error(&format!("lockstep proxy bench: {error}")),
+    };
+    match lockstep_proxy::bench(&options) {
+        Ok(found) if json => print!("{}", found.json()),
+        Ok(found) => print!("{}", found.text()),
+        Err(error) => {
+            eprintln!("lockstep proxy bench: {error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn bench_options(args: &[String]) -> Result<(BenchOptions, bool), String> {
+    let (mut found, mut json) = (BenchOptions::default(), false);
+    for (name, value) in options(args, &["json"])? {
+        let number = || {
+            let number = value.parse::<u16>();
+            number.map_err(|_| format!("--{name} '{value}' is not a number"))
+        };
         match name.as_str() {
-            "file" => file = Some(PathBuf::from(value)),
-            "bytes" => bytes = plan::parse_size(&value)?,
+            "only" => found.only = value.split(',').map(String::from).collect(),
+            "file" => found.file = Some(PathBuf::from(&value)),
+            "bytes" => found.sample_bytes = plan::parse_size(&value)?,
+            "fill" => found.fill_bytes = plan::parse_size(&value)?,
+            "replay" => found.replay_bytes = plan::parse_size(&value)?,
+            "line" => found.link_bytes_s = plan::parse_size(&value)?.max(1),
+            "seconds" => found.seconds = f64::from(number()?),
+            "connections" => found.connections = number()?,
+            "cut" => found.cut_s = u64::from(number()?),
+            "spill-dir" => found.spill_directory = Some(PathBuf::from(&value)),
+            "spill" => found.spill_bytes = plan::parse_size(&value)?,
+            "json" => json = true,
             _ => return Err(format!("unknown option --{name}")),
         }
     }
-    lockstep_proxy::bench(file.as_deref(), bytes)
+    Ok((found, json))
 }
 
 fn keygen(args: &[String]) -> Result<String, String> {

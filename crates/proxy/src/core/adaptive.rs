@@ -61,6 +61,8 @@ pub(crate) struct Conditions {
     pub(crate) decode_rate: Option<f64>,
     /// More is buffered than the link takes in a blink.
     pub(crate) backlog: bool,
+    /// The link waited for the codec, and never the codec for the link.
+    pub(crate) starved: bool,
     pub(crate) max_level: i32,
     pub(crate) policy: Policy,
 }
@@ -107,7 +109,7 @@ impl Adaptive {
     /// A chunk was coded on `rung`: learn. `wire_len` includes the frame header.
     pub(crate) fn observe(&mut self, rung: usize, raw_len: usize, wire_len: usize, took: Duration) {
         let slot = &mut self.rungs[rung];
-        let weight = if slot.seen { 0.1 } else { 1.0 };
+        let weight = if slot.seen { 0.2 } else { 1.0 };
         let ratio = raw_len as f64 / wire_len.max(1) as f64;
         slot.ratio += (ratio.min(10_000.0) - slot.ratio) * weight;
         if rung > 0 {
@@ -164,8 +166,17 @@ impl Adaptive {
         self.switches += 1;
     }
 
+    /// Raw bytes per second that the rung in use codes.
+    pub(crate) fn current_speed(&self, workers: usize) -> f64 {
+        self.known_speed(self.current) * workers.max(1) as f64
+    }
+
     fn best(&self, wire_rate: f64, at: &Conditions) -> usize {
-        let rungs = 0..=top(at.max_level);
+        let mut rungs = 0..=top(at.max_level);
+        if at.starved && at.backlog {
+            // While the link waits for the codec, a more thorough one can only make it worse.
+            rungs = 0..=self.current.min(top(at.max_level));
+        }
         let by = |a: f64, b: f64| a.total_cmp(&b);
         if at.backlog {
             return rungs
@@ -207,12 +218,29 @@ impl Adaptive {
     }
 
     fn speed(&self, rung: usize, at: &Conditions) -> f64 {
-        let own = self.rungs[rung].speed * at.workers.max(1) as f64;
+        let own = self.known_speed(rung) * at.workers.max(1) as f64;
         if rung == 0 {
             own
         } else {
             own.min(at.decode_rate.unwrap_or(f64::INFINITY))
         }
+    }
+
+    /// The measured speed of one worker, or a guess from the nearest rung that was measured: the
+    /// first guesses are of another machine, which perhaps had nothing else to do.
+    fn known_speed(&self, rung: usize) -> f64 {
+        let prior = |rung: usize| PRIOR[rung].0 * 1e6;
+        match self.nearest(rung) {
+            Some(known) if rung > 0 => prior(rung) * self.rungs[known].speed / prior(known),
+            _ => self.rungs[rung].speed,
+        }
+    }
+
+    /// The measured rung that is nearest to this one, if any but `none` was measured.
+    fn nearest(&self, rung: usize) -> Option<usize> {
+        (1..RUNGS)
+            .filter(|other| self.rungs[*other].seen)
+            .min_by_key(|other| other.abs_diff(rung))
     }
 
     /// The measured ratio, or a guess from the nearest rung that was measured.
@@ -223,10 +251,7 @@ impl Adaptive {
         if self.rungs[rung].seen {
             return self.rungs[rung].ratio;
         }
-        let nearest = (1..RUNGS)
-            .filter(|other| self.rungs[*other].seen)
-            .min_by_key(|other| other.abs_diff(rung));
-        let Some(known) = nearest else {
+        let Some(known) = self.nearest(rung) else {
             return PRIOR[rung].1;
         };
         let scale = (self.rungs[known].ratio - 1.0) / (PRIOR[known].1 - 1.0);
@@ -280,6 +305,7 @@ mod tests {
             workers: 2,
             decode_rate: None,
             backlog: true,
+            starved: false,
             max_level: 19,
             policy: Policy::Speed,
         }
@@ -293,6 +319,34 @@ mod tests {
             CodecSpec::Zstd { level: 1 }
         );
         assert!(settle(1.0, at(1.0)) >= 5);
+    }
+
+    #[test]
+    fn a_link_that_waits_for_a_slow_codec_gets_a_faster_one_or_none() {
+        // A tenth of the expected speed, as on a machine with other work, and a line that is far
+        // from full: nothing more thorough is tried, and once the line is believed to take more
+        // than the codec gives, it is left alone.
+        let mut choice = Adaptive::default();
+        let mut now = Instant(1);
+        let mut wire = 20e6;
+        for _ in 0..40 {
+            now = now.after(Duration::from_millis(260));
+            let rung = choice.current();
+            if rung > 0 {
+                let took = Duration::from_secs_f64(1e6 / (PRIOR[rung].0 * 1e5));
+                choice.observe(rung, 1_000_000, 500_000, took);
+                wire = f64::min(wire * 2.0, 2.0 * choice.current_speed(2)).max(wire);
+            }
+            let starved = Conditions {
+                wire_rate: Some(wire),
+                starved: rung > 0,
+                ..at(0.0)
+            };
+            let before = choice.current();
+            choice.decide(now, &starved);
+            assert!(choice.current() <= before.max(1), "a slower one was chosen");
+        }
+        assert_eq!(choice.current(), 0);
     }
 
     #[test]

@@ -629,11 +629,14 @@ impl Engine {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        if std::mem::take(&mut link.codec_bound) && !std::mem::take(&mut link.wire_bound) {
-            // The line waited for the codec: it can take more than was seen.
-            link.wire_rate.raise(1.5);
+        let starved = link.is_starved();
+        (link.codec_bound, link.wire_bound) = (false, false);
+        if starved {
+            // The line can take more than was seen. How much does not matter beyond what makes a
+            // faster codec worth a trial.
+            let enough = 2.0 * link.adaptive.current_speed(workers);
+            link.wire_rate.raise(2.0, enough);
         }
-        link.wire_bound = false;
         let Choice::Auto { max_level, policy } = link.config.options.choice() else {
             return;
         };
@@ -646,6 +649,7 @@ impl Engine {
             workers,
             decode_rate: link.peer_decode_rate,
             backlog: unsent > low_water,
+            starved,
             max_level,
             policy,
         };

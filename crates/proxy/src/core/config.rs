@@ -39,6 +39,8 @@ pub(crate) struct LinkOptions {
     pub(crate) session_hold: Duration,
     /// Longest wait in the buffer that is accepted before reading slows down; zero is no bound.
     pub(crate) max_lag: Duration,
+    /// How long DRBD's pings are answered here while the line is cut; zero is never.
+    pub(crate) ping_hold: Duration,
     pub(crate) bulk_carriers: u32,
     pub(crate) dial: Dial,
     pub(crate) plugins: Vec<Plugin>,
@@ -85,7 +87,7 @@ pub(crate) enum ConfigError {
     },
     #[error(
         "unknown option '{0}'; known are memlimit, bwlimit, sndbuf-size, rcvbuf-size, \
-             ping-timeout, read-loops, compression, wan-timeout, session-hold, max-lag, carriers, \
+             ping-timeout, read-loops, compression, wan-timeout, session-hold, ping-hold, max-lag, carriers, \
              dial, schedule"
     )]
     Option(String),
@@ -95,6 +97,17 @@ pub(crate) enum ConfigError {
         a: &'static str,
         b: &'static str,
         addr: SocketAddr,
+    },
+    #[error(
+        "connection {name}: its {a} and the {b} address of connection {other} are both {addr}; \
+         the traffic would run in a circle"
+    )]
+    Circle {
+        name: String,
+        a: &'static str,
+        b: &'static str,
+        addr: SocketAddr,
+        other: String,
     },
     #[error("connection {name}: {what} {addr} is already used by connection {other}")]
     Taken {
@@ -133,6 +146,7 @@ impl Default for LinkOptions {
             wan_timeout: Duration::from_secs(5),
             session_hold: Duration::from_secs(25),
             max_lag: Duration::from_secs(20),
+            ping_hold: Duration::ZERO,
             bulk_carriers: 1,
             dial: Dial::Auto,
             plugins: Vec::new(),
@@ -201,6 +215,14 @@ impl LinkOptions {
             "ping-timeout" => self.wan_timeout = tenths(1, 300)?,
             "wan-timeout" => self.wan_timeout = seconds(1, 300)?,
             "session-hold" => self.session_hold = seconds(1, 86_400)?,
+            "ping-hold" => {
+                self.ping_hold = seconds(0, super::ping::PING_HOLD_MAX_S)?;
+                return Ok(Some(
+                    "ping-hold works for DRBD connections that open from now on, with protocol A \
+                     and without fencing only"
+                        .into(),
+                ));
+            }
             "max-lag" => self.max_lag = seconds(0, 864_000)?,
             "carriers" => {
                 self.bulk_carriers = value

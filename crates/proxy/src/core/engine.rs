@@ -155,6 +155,43 @@ impl Engine {
             if config.inside == other.my_outside || config.my_outside == other.inside {
                 return Err(taken("listening address", config.inside));
             }
+            // What comes for DRBD must not enter a proxy again.
+            for (a, addr, b, listener) in [
+                (
+                    "local DRBD address",
+                    config.local_drbd,
+                    "inside",
+                    other.inside,
+                ),
+                (
+                    "local DRBD address",
+                    config.local_drbd,
+                    "outside",
+                    other.my_outside,
+                ),
+                (
+                    "inside address",
+                    config.inside,
+                    "local DRBD",
+                    other.local_drbd,
+                ),
+                (
+                    "own outside address",
+                    config.my_outside,
+                    "local DRBD",
+                    other.local_drbd,
+                ),
+            ] {
+                if addr == listener {
+                    return Err(ConfigError::Circle {
+                        name: config.name.clone(),
+                        a,
+                        b,
+                        addr,
+                        other: other.name.clone(),
+                    });
+                }
+            }
             if other.my_outside == config.my_outside && other.peer_outside == config.peer_outside {
                 return Err(taken(
                     "pair of outside addresses with own address",
@@ -630,7 +667,8 @@ impl Engine {
     /// lowered towards the drain rate, so that DRBD's sender always makes some progress.
     fn bulk_allowance(&mut self, now: Instant, id: LinkId) -> Result<u64, Blocked> {
         let floor = self.options.memlimit_min_bytes;
-        let max = self.options.memory_max_bytes;
+        // The rest is for what arrives for the local DRBD.
+        let max = self.options.memory_max_bytes / 4 * 3;
         let Some(link) = self.links.get(&id) else {
             return Err(Blocked::Memory);
         };
@@ -642,7 +680,9 @@ impl Engine {
             return Err(Blocked::Memory);
         }
         let mut room = cap - used;
-        if used >= floor {
+        // What is left of a guaranteed floor, unless it is too little to be worth a read.
+        let own = floor.saturating_sub(used);
+        if own < READ_MIN {
             // What the others have not used of their guaranteed floors stays free for them.
             let reserve: u64 = self
                 .links
@@ -662,7 +702,7 @@ impl Engine {
             }
             room = room.min(max - total - reserve);
         } else {
-            room = room.min(floor);
+            room = room.min(own);
         }
         if room < READ_MIN.min(cap / 16) {
             return Err(Blocked::Memory);

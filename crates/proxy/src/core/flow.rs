@@ -4,10 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::config::LinkOptions;
 use super::engine::{Engine, Job, is_live};
 use super::frame::{Bytes, FLAG_BEGIN, FLAG_FIN, Frame, Header, Kind};
 use super::link::{Link, Phase, Pre, Stream, StreamPhase};
 use super::message::{Ack, Malformed, Open};
+use super::ping::PingHold;
 use super::plugin::{CODEC_HISTORY, CODEC_NONE, CODEC_ZERO};
 use super::session::Violation;
 use super::stream::{Body, Class, Verdict};
@@ -49,6 +51,11 @@ fn reason_text(code: u8) -> &'static str {
         RST_TIMEOUT => "timeout",
         _ => "unknown reason",
     }
+}
+
+/// Only where it was asked for, and never for data.
+fn held_pings(options: &LinkOptions, class: Class) -> Option<PingHold> {
+    (class == Class::Control && !options.ping_hold.is_zero()).then(PingHold::default)
 }
 
 impl Engine {
@@ -105,7 +112,11 @@ impl Engine {
                 link.share.charge(data.len());
             }
             link.smooth.charge(data.len());
+            if let Some(hold) = &mut stream.ping_hold {
+                hold.sent(&data);
+            }
             stream.tx.push(now, data, limit);
+            self.answer_pings(now, id);
         }
         self.settle(now, id);
     }
@@ -213,6 +224,7 @@ impl Engine {
         }
         stream.phase = StreamPhase::Open;
         stream.opened = now;
+        stream.ping_hold = held_pings(&link.config.options, stream.class);
         link.counters.streams_opened += 1;
         let grant = stream.rx.granted;
         pair_up(link, stream_id);
@@ -235,6 +247,7 @@ impl Engine {
         }
         stream.phase = StreamPhase::Open;
         stream.opened = now;
+        stream.ping_hold = held_pings(&link.config.options, stream.class);
         stream.tx.window_end = frame.header.offset;
         let local = stream.local;
         link.counters.streams_opened += 1;
@@ -483,6 +496,9 @@ impl Engine {
             return;
         };
         while let Some(raw) = stream.rx.take() {
+            if let Some(hold) = &mut stream.ping_hold {
+                hold.given(&raw);
+            }
             if stream.rx.sink {
                 stream.rx.written(raw.len() as u64);
             } else {
@@ -514,6 +530,28 @@ impl Engine {
             payload: due.payload,
             prefix,
         });
+    }
+
+    /// While the line is cut, and not for longer than was allowed.
+    pub(crate) fn answer_pings(&mut self, now: Instant, id: LinkId) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        let (Phase::Suspended { since } | Phase::Resuming { since }) = link.phase else {
+            return;
+        };
+        if now.since(since) >= link.config.options.ping_hold {
+            return;
+        }
+        for stream in link.streams.values_mut() {
+            let answers = stream.ping_hold.as_mut().and_then(PingHold::answers);
+            if let Some(answers) = answers.filter(|_| !stream.local_gone) {
+                link.counters.pings_answered += 1;
+                stream.uncounted += answers.len();
+                self.out
+                    .push_back(Output::WriteLocal(stream.local, Arc::new(answers)));
+            }
+        }
     }
 
     pub(crate) fn on_ack(&mut self, now: Instant, id: LinkId, ack: &Ack) {

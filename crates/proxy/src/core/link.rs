@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::adaptive::Adaptive;
 use super::config::LinkConfig;
 use super::frame::CHUNK_MAX;
+use super::ping::PingHold;
 use super::plugin::{Choice, CodecSpec};
 use super::shaper::Bucket;
 use super::stats::{Counters, Rate};
@@ -122,6 +123,8 @@ pub(crate) struct Stream {
     /// The first eight bytes that this end wrote itself and that must not be counted.
     pub(crate) uncounted: usize,
     pub(crate) local_gone: bool,
+    /// For a control socket, if its pings may be answered here.
+    pub(crate) ping_hold: Option<PingHold>,
     /// The shell does not read until it is told.
     pub(crate) paused: Option<(Option<Blocked>, Instant)>,
 }
@@ -294,6 +297,11 @@ impl Link {
         Some(self.backlog_bytes() as f64 / rate)
     }
 
+    /// Since the last measurement the line waited for the codec, and never the codec for the line.
+    pub(crate) fn is_starved(&self) -> bool {
+        self.codec_bound && !self.wire_bound
+    }
+
     /// The codec for the next chunk, and the rung if it was chosen automatically.
     pub(crate) fn codec(&self) -> (CodecSpec, Option<usize>) {
         match self.config.options.choice() {
@@ -349,6 +357,7 @@ impl Stream {
             end_orderly: false,
             uncounted: 0,
             local_gone: false,
+            ping_hold: None,
             paused: Some((None, now)),
         }
     }

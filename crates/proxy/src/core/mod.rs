@@ -13,6 +13,7 @@ pub(crate) mod history;
 pub(crate) mod latency;
 mod link;
 pub(crate) mod message;
+pub(crate) mod ping;
 pub(crate) mod plugin;
 pub(crate) mod rng;
 mod session;

@@ -728,6 +728,7 @@ impl Engine {
         if was_live {
             self.log(Level::Warn, id, format!("session suspended: {reason}"));
         }
+        self.answer_pings(now, id);
     }
 
     /// Ends the session and resets DRBD's sockets.
@@ -840,7 +841,8 @@ impl Engine {
 
     /// Measures rates and tells the peer what was received.
     pub(crate) fn measure(&mut self, now: Instant, id: LinkId) {
-        let workers = self.options.jobs_max;
+        // Jobs also wait in the pool's queue; this many are worked on at once.
+        let workers = self.options.jobs_max.div_ceil(2);
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
@@ -867,7 +869,9 @@ impl Engine {
         if full || link.drain_rate.is_below(drained, passed) {
             link.drain_rate.sample(drained, passed);
         }
-        if full || link.wire_rate.is_below(wired, passed) {
+        // A line that waited for the codec shows the codec.
+        let shown = full && (!link.is_starved() || link.wire_rate.get().is_none());
+        if shown || link.wire_rate.is_below(wired, passed) {
             link.wire_rate.sample(wired, passed);
         }
         link.busy_since = busy.then(|| link.busy_since.unwrap_or(now));

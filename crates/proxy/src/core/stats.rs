@@ -32,6 +32,9 @@ pub(crate) struct Counters {
     pub(crate) checksum_errors: u64,
     pub(crate) protocol_errors: u64,
     pub(crate) duplicate_chunks: u64,
+    /// Times that DRBD's pings were answered here, with `ping-hold`.
+    #[serde(default)]
+    pub(crate) pings_answered: u64,
     pub(crate) spill_written_bytes: u64,
     pub(crate) spill_errors: u64,
     /// Time in which reading from DRBD was held back, by reason.
@@ -142,9 +145,9 @@ impl Rate {
         self.known && amount as f64 > self.per_second * time.as_secs_f64()
     }
 
-    /// The truth is known to be higher than what was seen.
-    pub(crate) fn raise(&mut self, factor: f64) {
-        self.per_second *= factor;
+    /// The truth is known to be higher than what was seen; beyond `enough` it does not matter.
+    pub(crate) fn raise(&mut self, factor: f64, enough: f64) {
+        self.per_second = self.per_second.max((self.per_second * factor).min(enough));
     }
 
     /// Units per second, once known.

@@ -43,7 +43,8 @@ const CODECS: [&str; 8] = [
     "zstd level 1 history 1M",
     "zstd level 2 history 4M",
 ];
-const CHANGES: [(&str, &str); 11] = [
+const CHANGES: [(&str, &str); 12] = [
+    ("ping-hold", "30"),
     ("carriers", "1"),
     ("carriers", "4"),
     ("memlimit", "1M"),
@@ -456,6 +457,60 @@ fn after_ten_minutes_without_a_line_a_new_session_stands_within_seconds() {
             .is_some_and(|socket| socket.got == data)
     });
     world.check(done, "not all bytes arrived");
+}
+
+#[test]
+fn with_ping_hold_pings_are_answered_while_the_line_is_cut_but_not_for_longer() {
+    const PING: [u8; 8] = *b"\x83\x74\x02\x67\0\x13\0\0";
+    const ACK: [u8; 8] = *b"\x83\x74\x02\x67\0\x14\0\0";
+    let mut world = up(24, &DaemonOptions::default());
+    world.options(|options| {
+        options.set("ping-hold", "40").unwrap();
+        options.set("session-hold", "60").unwrap();
+    });
+    world.drbd_opens(0, DATA_FIRST, 0, b"");
+    let meta = world.drbd_opens(0, META_FIRST, 0, &PING);
+    let got = |w: &World, count: usize| w.sockets[0][&meta].got == ACK.repeat(count);
+    let ask = |w: &mut World| {
+        w.sockets[0].get_mut(&meta).unwrap().to_send.extend(PING);
+        w.at(
+            0,
+            Event::Read {
+                node: 0,
+                local: meta,
+            },
+        );
+    };
+    let arrived = |w: &World| {
+        w.received(1, META_FIRST)
+            .map_or(0, |socket| socket.got.len())
+    };
+    assert!(world.run(5000, |w| arrived(w) == 8));
+    assert!(got(&world, 0), "not while the line is there");
+    world.down = true;
+    world.at(0, Event::Cut);
+    assert!(
+        world.run(1000, |w| got(w, 1)),
+        "the ping that was under way"
+    );
+    world.run(10_000, |_| false);
+    ask(&mut world);
+    assert!(world.run(1000, |w| got(w, 2)));
+    world.run(35_000, |_| false);
+    ask(&mut world);
+    world.run(2000, |_| false);
+    assert!(got(&world, 2), "longer than ping-hold");
+    world.down = false;
+    let done = world.run(10_000, |w| arrived(w) == 24);
+    world.check(
+        done,
+        "each ping arrives once, also those that were answered",
+    );
+    let far = world.received(1, META_FIRST).unwrap();
+    assert_eq!(far.got, PING.repeat(3));
+    assert!(!world.sockets[0][&meta].reset && !far.reset);
+    let link = &world.engines[0].links[&world.links[0]];
+    assert_eq!(link.counters.pings_answered, 2);
 }
 
 #[test]

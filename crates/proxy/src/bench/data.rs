@@ -1,0 +1,153 @@
+//! Sample data, and a stream of it that is checked to the last byte at the other end.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{JoinHandle, spawn};
+use std::time::{Duration, Instant};
+
+use super::pair::text;
+use crate::core::rng::Rng;
+
+/// Bytes written or read at once.
+const BLOCK: usize = 1 << 20;
+const PAGE: usize = 4096;
+
+pub(super) fn read_sample(path: &Path, len: usize) -> Result<Vec<u8>, String> {
+    let named = |error: std::io::Error| format!("{}: {error}", path.display());
+    let mut data = Vec::new();
+    std::fs::File::open(path)
+        .map_err(named)?
+        .take(len as u64)
+        .read_to_end(&mut data)
+        .map_err(named)?;
+    if data.is_empty() {
+        return Err(format!("{} is empty", path.display()));
+    }
+    Ok(data)
+}
+
+/// Half text of small vocabulary, a quarter noise, a quarter zeros.
+pub(super) fn made_up(len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(42);
+    let words: Vec<Vec<u8>> = (0..2000)
+        .map(|_| {
+            (0..2 + rng.below(9))
+                .map(|_| b'a' + rng.below(26) as u8)
+                .collect()
+        })
+        .collect();
+    let mut data = Vec::with_capacity(len + (64 << 10));
+    while data.len() < len {
+        let end = data.len() + (16 << 10);
+        match rng.below(4) {
+            0 => data.extend((0..16 << 10).map(|_| rng.next() as u8)),
+            1 => data.resize(end, 0),
+            _ => {
+                while data.len() < end {
+                    data.extend_from_slice(&words[rng.below(2000) as usize]);
+                    data.push(b' ');
+                }
+            }
+        }
+    }
+    data.truncate(len);
+    data
+}
+
+pub(super) fn noise(len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(43);
+    let mut data = Vec::with_capacity(len + 8);
+    while data.len() < len {
+        data.extend_from_slice(&rng.next().to_le_bytes());
+    }
+    data.truncate(len);
+    data
+}
+
+/// `total` bytes, made of a sample again and again; each page carries its number, so that no byte
+/// can come from another place unseen.
+pub(super) struct Flow {
+    sample: Arc<Vec<u8>>,
+    total: u64,
+    got: Arc<AtomicU64>,
+}
+
+impl Flow {
+    pub(super) fn new(sample: Arc<Vec<u8>>, total: u64) -> Flow {
+        Flow {
+            sample,
+            total,
+            got: Arc::default(),
+        }
+    }
+
+    /// Bytes that have arrived.
+    pub(super) fn received(&self) -> u64 {
+        self.got.load(Ordering::Relaxed)
+    }
+
+    /// Writes everything; answers with the time that it took.
+    pub(super) fn send(&self, mut socket: TcpStream) -> JoinHandle<Result<Duration, String>> {
+        let (sample, total) = (Arc::clone(&self.sample), self.total);
+        spawn(move || {
+            let begun = Instant::now();
+            let mut block = Vec::with_capacity(BLOCK);
+            let mut at = 0;
+            while at < total {
+                fill(&sample, at, total, &mut block);
+                socket.write_all(&block).map_err(text)?;
+                at += block.len() as u64;
+            }
+            Ok(begun.elapsed())
+        })
+    }
+
+    /// Reads and compares everything; answers with the moment of the last byte.
+    pub(super) fn receive(&self, mut socket: TcpStream) -> JoinHandle<Result<Instant, String>> {
+        let (sample, total) = (Arc::clone(&self.sample), self.total);
+        let got = Arc::clone(&self.got);
+        spawn(move || {
+            let (mut want, mut room) = (Vec::with_capacity(BLOCK), vec![0; BLOCK]);
+            let mut at = 0;
+            while at < total {
+                fill(&sample, at, total, &mut want);
+                let mut done = 0;
+                while done < want.len() {
+                    let len = socket
+                        .read(&mut room[done..want.len()])
+                        .map_err(|error| format!("after {at} bytes: {error}"))?;
+                    if len == 0 {
+                        return Err(format!("only {} of {total} bytes came", at + done as u64));
+                    }
+                    done += len;
+                    got.fetch_add(len as u64, Ordering::Relaxed);
+                }
+                if room[..want.len()] != want {
+                    return Err(format!("wrong bytes after {at}"));
+                }
+                at += want.len() as u64;
+            }
+            Ok(Instant::now())
+        })
+    }
+}
+
+/// The block of the flow that begins at `at`.
+fn fill(sample: &[u8], at: u64, total: u64, block: &mut Vec<u8>) {
+    block.clear();
+    let begin = (at as usize / BLOCK * BLOCK) % sample.len().max(1);
+    let len = (total - at).min(BLOCK as u64) as usize;
+    while block.len() < len {
+        let from = (begin + block.len()) % sample.len();
+        let take = (len - block.len()).min(sample.len() - from);
+        block.extend_from_slice(&sample[from..from + take]);
+    }
+    for (number, page) in block.chunks_mut(PAGE).enumerate() {
+        if let Some(head) = page.first_chunk_mut::<8>() {
+            *head = (at + (number * PAGE) as u64).to_le_bytes();
+        }
+    }
+}
