@@ -2,6 +2,8 @@
 
 #[path = "tools/console.rs"]
 mod console;
+#[path = "tools/corpus.rs"]
+mod corpus;
 #[path = "tools/lines.rs"]
 mod lines;
 #[path = "tools/metadata.rs"]
@@ -20,5 +22,7 @@ mod package;
 mod reactor;
 #[path = "tools/stock.rs"]
 mod stock;
+#[path = "tools/units.rs"]
+mod units;
 #[path = "tools/wrong.rs"]
 mod wrong;

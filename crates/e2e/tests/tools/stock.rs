@@ -1,6 +1,6 @@
 //! Debian's drbdadm, unchanged, drives our drbdsetup and drbdmeta.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::nodes::{Nodes, Setup, can_run_stock_tools, output};
 
@@ -153,5 +153,53 @@ fn what_the_core_refuses_is_refused_with_exit_code_and_name() -> Result<()> {
     ensure!(text.contains("is configured!"), "{text}");
     ensure!(nodes.asked(0, &["role", "r0"])?.trim() == "Secondary");
     nodes.stock(0, &["down", "r0"])?;
+    Ok(())
+}
+
+#[test]
+fn debians_drbdadm_verifies_and_resizes_a_volume_in_use() -> Result<()> {
+    if !can_run_stock_tools() {
+        return Ok(());
+    }
+    let nodes = Nodes::new(&Setup {
+        nodes: 2,
+        lines: "net { protocol C; verify-alg crc32c; }",
+        test: 12,
+        daemon: &["--no-device"],
+    })?;
+    nodes.bring_up()?;
+    nodes.stock(0, &["verify", "r0"])?;
+    nodes.stock(0, &["wait-sync", "r0"])?;
+    nodes.stock(1, &["wait-sync", "r0"])?;
+    let size_kib = |node: usize| -> Result<u64> {
+        let status = nodes.status(node)?;
+        let size = status["devices"][0]["size"].as_u64();
+        size.context("a size")
+    };
+    let before = size_kib(0)?;
+    for node in 0..2 {
+        let image = nodes.node_dir(node).join("image");
+        std::fs::File::options()
+            .write(true)
+            .open(image)?
+            .set_len(64 << 20)?;
+        output(
+            std::process::Command::new("losetup")
+                .arg("-c")
+                .arg(nodes.disk(node)),
+        )?;
+    }
+    // There is no /sys/block/drbdMINOR whose size could be watched, and drbdadm does not mind.
+    nodes.stock(0, &["resize", "r0"])?;
+    let grown = size_kib(0)?;
+    ensure!(
+        grown > before + (15 << 10),
+        "{before} KiB became {grown} KiB"
+    );
+    nodes.wait("the peer has grown", |_| Ok(size_kib(1)? == grown))?;
+    nodes.wait_in_sync()?;
+    nodes.stock(0, &["resize", "--size=40M", "r0"])?;
+    ensure!(size_kib(0)? == 40 << 10, "{} KiB", size_kib(0)?);
+    nodes.wait("the peer has shrunk", |_| Ok(size_kib(1)? == 40 << 10))?;
     Ok(())
 }

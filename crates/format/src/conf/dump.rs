@@ -5,6 +5,7 @@
 
 use alloc::format;
 use alloc::string::{String, ToString};
+use alloc::vec::Vec;
 
 use super::lex::needs_quotes;
 use super::model::{
@@ -19,9 +20,12 @@ pub fn head(config: &Config) -> String {
     if let Some(file) = config.files.first() {
         out.line(&format!("# {}", file.path));
     }
-    if config.global != Global::default() {
+    let lines = global_lines(&config.global);
+    if !lines.is_empty() {
         out.open("global");
-        global(&mut out, &config.global);
+        for line in &lines {
+            out.line(line);
+        }
         out.close();
         out.line("");
     }
@@ -84,28 +88,33 @@ pub fn resource(config: &Config, resource: &Resource, node_name: &str) -> String
     out.text
 }
 
-fn global(out: &mut Writer, global: &Global) {
+/// What the original shows of `global`: these four, where they are not the default.
+fn global_lines(global: &Global) -> Vec<String> {
+    let mut lines = Vec::new();
     if global.disable_ip_verification {
-        out.line("disable-ip-verification;");
+        lines.push("disable-ip-verification;".into());
     }
-    if global.udev_always_use_vnr {
-        out.line("udev-always-use-vnr;");
+    if let Some(count) = shown_minor_count(global) {
+        lines.push(format!("minor-count {count};"));
     }
-    let numbers = [
-        ("minor-count", global.minor_count),
-        ("dialog-refresh", global.dialog_refresh_s),
-        ("cmd-timeout-short", global.cmd_timeout_short_s),
-        ("cmd-timeout-medium", global.cmd_timeout_medium_s),
-        ("cmd-timeout-long", global.cmd_timeout_long_s),
-    ];
-    for (name, number) in numbers {
-        if let Some(number) = number {
-            out.line(&format!("{name} {number};"));
-        }
+    if let Some(seconds) = shown_dialog_refresh_s(global) {
+        lines.push(format!("dialog-refresh {seconds};"));
     }
-    if let Some(answer) = &global.usage_count {
-        out.line(&format!("usage-count {answer};"));
+    let answer = global.usage_count.as_deref();
+    if let Some(answer) = answer.filter(|answer| *answer != "ask") {
+        lines.push(format!("usage-count {answer};"));
     }
+    lines
+}
+
+/// `minor-count`, where it is not left to be computed.
+pub(super) fn shown_minor_count(global: &Global) -> Option<u32> {
+    global.minor_count.filter(|count| *count != 0)
+}
+
+/// `dialog-refresh`, where it is not the default of one second.
+pub(super) fn shown_dialog_refresh_s(global: &Global) -> Option<u32> {
+    global.dialog_refresh_s.filter(|seconds| *seconds != 1)
 }
 
 fn sections(out: &mut Writer, sections: &Sections) {
@@ -163,14 +172,14 @@ fn print_volume(out: &mut Writer, volume: &Volume, settings: &DiskSettings) {
     match &volume.disk {
         None => {}
         Some(Disk::None) => out.named("disk", "none"),
-        Some(Disk::Path(path)) => out.named("disk", &path_text(path)),
+        Some(Disk::Path(path)) => out.named("disk", &text(path)),
     }
     match &volume.meta_disk {
         None => {}
         Some(MetaDisk::Internal) => out.named("meta-disk", "internal"),
-        Some(MetaDisk::Flexible(path)) => out.external_meta_disk(&path_text(path)),
+        Some(MetaDisk::Flexible(path)) => out.external_meta_disk(&text(path)),
         Some(MetaDisk::Indexed(path, index)) => {
-            out.external_meta_disk(&format!("{} [{index}]", path_text(path)));
+            out.external_meta_disk(&format!("{} [{index}]", text(path)));
         }
     }
     if let Some(tiebreaker) = volume.tiebreaker {
@@ -216,9 +225,15 @@ fn print_host(out: &mut Writer, host: &Host) {
         out.line(&format!("node-id {id};"));
     }
     out.section("options", &host.options);
-    for volume in &host.volumes {
+    let mut volumes: Vec<&Volume> = host.volumes.iter().collect();
+    volumes.sort_by_key(|volume| volume.number);
+    for volume in volumes {
         let effective = host.volume(volume.number).unwrap_or(volume);
         let mut volume = volume.clone();
+        if volume.disk.is_none() && !volume.settings.is_empty() {
+            // The original shows the disk of the resource where a host has options for it.
+            volume.disk.clone_from(&effective.disk);
+        }
         if volume.device.is_some() {
             // Inheriting has completed its name.
             volume.device.clone_from(&effective.device);
@@ -319,15 +334,6 @@ fn text(text: &str) -> String {
         quoted(text)
     } else {
         text.into()
-    }
-}
-
-/// A path, with quotes also when it is the word that means no path.
-fn path_text(path: &str) -> String {
-    if matches!(path, "none" | "internal") {
-        quoted(path)
-    } else {
-        text(path)
     }
 }
 

@@ -3,6 +3,7 @@
 use alloc::format;
 use alloc::string::String;
 
+use super::dump::{shown_dialog_refresh_s, shown_minor_count};
 use super::model::{
     Address, Config, Connection, Disk, DiskSettings, Endpoint, Host, HostKind, MetaDisk, Path,
     Proxy, Resource, Sections, Settings, Volume,
@@ -15,15 +16,17 @@ pub fn config(config: &Config) -> String {
     let file = config.files.first().map_or("", |file| file.path.as_str());
     out.open("config", &[("file", file)]);
     let global = &config.global;
-    if *global != Default::default() {
+    let minor_count = shown_minor_count(global);
+    let refresh_s = shown_dialog_refresh_s(global);
+    if global.disable_ip_verification || minor_count.is_some() || refresh_s.is_some() {
         out.open("global", &[]);
         if global.disable_ip_verification {
             out.empty("disable-ip-verification", &[]);
         }
-        if let Some(count) = global.minor_count {
+        if let Some(count) = minor_count {
             out.empty("minor-count", &[("count", &format!("{count}"))]);
         }
-        if let Some(refresh) = global.dialog_refresh_s {
+        if let Some(refresh) = refresh_s {
             out.empty("dialog-refresh", &[("refresh", &format!("{refresh}"))]);
         }
         out.close("global");
@@ -72,6 +75,7 @@ fn print_host(out: &mut Writer, host: &Host) {
         HostKind::Floating => out.open("host", &[("floating", "1")]),
         _ => out.open("host", &[("name", &host.names.join(" "))]),
     }
+    out.settings_section("options", &host.options);
     for volume in &host.effective {
         print_volume(out, volume);
     }

@@ -132,6 +132,7 @@ pub fn parse(
         options,
         read: options.excluded.iter().cloned().collect(),
         unique: BTreeMap::new(),
+        repeated: Vec::new(),
     };
     for (file, text) in sources {
         if state.parse_file(file.clone(), text, 0).is_err() {
@@ -166,6 +167,8 @@ struct State<'a> {
     options: &'a ParseOptions,
     read: BTreeSet<String>,
     unique: BTreeMap<(&'static str, String), Pos>,
+    /// Keys of sections that were there before.
+    repeated: Vec<String>,
 }
 
 impl State<'_> {
@@ -214,18 +217,30 @@ impl State<'_> {
         if self.options.dialect == Dialect::Show {
             return;
         }
+        let is_within = |outer: &String| {
+            let rest = key.strip_prefix(outer.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
+        };
+        if self.repeated.iter().any(is_within) {
+            return;
+        }
         match self.unique.get(&(what, key.clone())) {
             None => {
                 self.unique.insert((what, key), pos);
             }
             Some(&first) => {
-                let here = format!("conflicting use of {what} '{key}' ...");
+                let shown = what.trim_end_matches(" of resource");
+                let here = format!("conflicting use of {shown} '{key}' ...");
                 self.report(Severity::Error, Some(pos), here);
                 self.report(
                     Severity::Error,
                     Some(first),
-                    format!("{what} '{key}' first used here."),
+                    format!("{shown} '{key}' first used here."),
                 );
+                if what.ends_with(" section") {
+                    // What is inside a repeated section is repeated too; that is said once.
+                    self.repeated.push(key.replace(": on ", ":"));
+                }
             }
         }
     }
@@ -408,19 +423,19 @@ impl<'p, 'a, 't> Parser<'p, 'a, 't> {
             self.state.report(Severity::Error, Some(pos), text.into());
             return Ok(());
         };
-        let holds = match comparison {
-            "eq" => found == wanted_version,
-            "ne" => found != wanted_version,
-            "gt" => found > wanted_version,
-            "ge" => found >= wanted_version,
-            "lt" => found < wanted_version,
-            "le" => found <= wanted_version,
+        let (holds, sign) = match comparison {
+            "eq" => (found == wanted_version, "=="),
+            "ne" => (found != wanted_version, "!="),
+            "gt" => (found > wanted_version, ">"),
+            "ge" => (found >= wanted_version, ">="),
+            "lt" => (found < wanted_version, "<"),
+            "le" => (found <= wanted_version, "<="),
             _ => return Err(self.wrong(token, TOP)),
         };
         if !holds {
             let [major, minor, patch] = found;
             let text = format!(
-                "Validation error: drbd-module-version {major}.{minor}.{patch} {comparison} {} \
+                "Validation error: drbd-module-version {major}.{minor}.{patch} {sign} {} \
                  not true",
                 wanted.text
             );

@@ -305,8 +305,15 @@ fn double_use_is_reported_with_both_places() {
 fn host_sections_are_checked() {
     let host = |body: &str| format!("resource r {{ on a {{ node-id 0; {body} }} }}");
     assert_eq!(
-        resolve_errors(&host("device minor 1; address 10.0.0.1:1;")),
+        resolve_errors(&host(
+            "device minor 1; meta-disk internal; address 10.0.0.1:1;"
+        )),
         "/etc/drbd.conf:1: in resource r, on a { ... }: 'disk' keyword missing.\n"
+    );
+    // With neither it is a client, as with the original.
+    assert_eq!(
+        resolve_errors(&host("device minor 1; address 10.0.0.1:1;")),
+        ""
     );
     assert_eq!(
         resolve_errors(&host("disk /d; address 10.0.0.1:1;")),
@@ -473,7 +480,7 @@ fn module_version_is_compared() {
     assert_eq!(with(Some([9, 2, 0])), None);
     assert_eq!(
         with(Some([9, 0, 9])).unwrap(),
-        "c:1: Validation error: drbd-module-version 9.0.9 ge 9.1.0 not true"
+        "c:1: Validation error: drbd-module-version 9.0.9 >= 9.1.0 not true"
     );
     assert!(
         with(None)

@@ -57,7 +57,7 @@ impl App<'_> {
             let _ = writeln!(self.err, "no resources defined!");
             return EXIT_USAGE;
         }
-        if self.args.objects.iter().any(|word| word == "all") && self.nothing_here() {
+        if self.means_all() && self.nothing_here() {
             return EXIT_USAGE;
         }
         let objects = self.objects();
@@ -84,10 +84,15 @@ impl App<'_> {
         let mut code = objects.code;
         for target in &objects.targets {
             let found = self.on_target(target);
-            if found >= EXIT_EXEC {
+            if found >= EXIT_EXEC || self.ended {
                 return found;
             }
             code = code.max(found);
+        }
+        let is_proxy = matches!(self.command.action, Action::ProxyUp | Action::ProxyDown);
+        if is_proxy && self.means_all() && !self.has_proxy(&objects.targets) {
+            self.say_nothing_here();
+            return EXIT_USAGE;
         }
         code
     }
@@ -104,8 +109,13 @@ impl App<'_> {
         {
             return false;
         }
+        self.say_nothing_here();
+        true
+    }
+
+    fn say_nothing_here(&mut self) {
         let node = &self.node_name;
-        let _ = match stacked {
+        let _ = match self.args.stacked {
             true => writeln!(
                 self.err,
                 "WARN: nothing stacked for this host ({node}), nothing to do in stacked mode!"
@@ -116,17 +126,32 @@ impl App<'_> {
                  Misspelled name of the local machine with the 'on' keyword ?"
             ),
         };
-        true
+    }
+
+    /// Whether the objects are `all`; what else may stand there does not count then.
+    pub(super) fn means_all(&self) -> bool {
+        self.args.objects.first().is_some_and(|word| word == "all")
+    }
+
+    fn has_proxy(&self, targets: &[Target]) -> bool {
+        targets.iter().any(|target| {
+            let views = target.connections(&self.config);
+            let mut own = views
+                .iter()
+                .filter_map(|view| proxy::own_path(view, &self.node_name));
+            own.next().is_some()
+        })
     }
 
     /// Objects that the command cannot work on.
-    fn refuse(&mut self, targets: &[Target]) -> Option<u8> {
+    pub(super) fn refuse(&mut self, targets: &[Target]) -> Option<u8> {
         let name = self.command.name;
-        let whole = matches!(
-            self.command.action,
-            Action::SetupResource | Action::Up | Action::Adjust | Action::Role | Action::Status
-        );
+        let whole = self.command.is_for_whole_resources();
+        let must_choose = self.command.one_volume && !self.means_all();
         for target in targets {
+            if target.is_sole_volume(&self.config) {
+                continue;
+            }
             let resource = &target.resource(&self.config).name;
             if whole && target.volume.is_some() {
                 let _ = writeln!(
@@ -135,7 +160,7 @@ impl App<'_> {
                 );
                 return Some(EXIT_USAGE);
             }
-            if self.command.one_volume && target.volume.is_none() {
+            if must_choose && target.volume.is_none() {
                 let _ = writeln!(
                     self.err,
                     "{name} requires a specific volume id, but none is specified.\n\
@@ -150,19 +175,6 @@ impl App<'_> {
     fn on_target(&mut self, target: &Target) -> u8 {
         let config = Rc::clone(&self.config);
         let resource = target.resource(&config);
-        let has_disk = target
-            .volumes(&config)
-            .iter()
-            .any(|volume| volume.disk_path().is_some());
-        let is_named = !self.args.objects.iter().any(|word| word == "all");
-        if self.command.needs_disk() && !has_disk && is_named {
-            let _ = writeln!(
-                self.err,
-                "The {} command requires a local disk, but the configuration gives none.",
-                self.command.name
-            );
-            return EXIT_CONFIG;
-        }
         match self.command.action {
             Action::SetupResource => self.setup_resource(&config, resource),
             Action::Role => self.role(&config, target),
@@ -184,7 +196,9 @@ impl App<'_> {
         for (index, volume) in target.volumes(config).into_iter().enumerate() {
             let code = match self.command.action {
                 Action::ShVolume if self.command.name == "sh-resource" && index > 0 => 0,
-                _ if self.command.needs_disk() && volume.disk_path().is_none() => 0,
+                _ if self.command.needs_disk() && volume.disk_path().is_none() => {
+                    self.end_for_lack_of_a_disk()
+                }
                 Action::SetupPeerDevice | Action::Generations | Action::SetGenerations => {
                     self.each_peer_device(config, target, volume)
                 }
@@ -196,6 +210,17 @@ impl App<'_> {
             }
         }
         0
+    }
+
+    /// As with the original nothing more is done, not even for the other resources.
+    fn end_for_lack_of_a_disk(&mut self) -> u8 {
+        let _ = writeln!(
+            self.err,
+            "The {} command requires a local disk, but the configuration gives none.",
+            self.command.name
+        );
+        self.ended = true;
+        EXIT_CONFIG
     }
 
     fn on_volume(
@@ -439,7 +464,7 @@ impl App<'_> {
         let call = Call::setup([command, name, peer, &volume.number.to_string()]);
         let code = self.call_with(name, &call, TimeClass::Short, ErrorOutput::Hidden);
         let done = (code == 0 && !self.executor.dry_run) || matches!(code, 11 | 17);
-        if done || volume.disk_path().is_none() {
+        if done {
             return code;
         }
         self.call(
@@ -458,12 +483,13 @@ impl App<'_> {
             return code;
         }
         for volume in target.volumes(config) {
-            if volume.disk_path().is_some() {
-                let node = format!("--node-id={id}");
-                let code = self.call(name, &Call::meta(volume, [&node, "forget-peer"]));
-                if code != 0 {
-                    return code;
-                }
+            if volume.disk_path().is_none() {
+                return self.end_for_lack_of_a_disk();
+            }
+            let node = format!("--node-id={id}");
+            let code = self.call(name, &Call::meta(volume, [&node, "forget-peer"]));
+            if code != 0 {
+                return code;
             }
         }
         0
@@ -518,7 +544,9 @@ impl App<'_> {
     fn check_resize(&mut self, resource: &Resource, volume: &Volume) -> u8 {
         let name = &resource.name;
         let minor = volume.minor().unwrap_or_default().to_string();
-        let resize = Call::setup(["resize", &minor]);
+        let size = volume.settings.disk.get("size");
+        let size = size.map(|size| format!("--size={size}"));
+        let resize = Call::setup(["resize", &minor]).with(size);
         match self.call_with(name, &resize, TimeClass::Medium, ErrorOutput::Hidden) {
             0 => self.call(name, &Call::setup(["check-resize", &minor])),
             _ if volume.disk_path().is_none() => 0,
@@ -686,7 +714,7 @@ impl App<'_> {
                 }
             }
         }
-        if !found && !self.args.objects.iter().any(|word| word == "all") {
+        if !found && !self.means_all() {
             let name = &resource.name;
             let _ = writeln!(
                 self.err,

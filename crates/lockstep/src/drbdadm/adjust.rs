@@ -90,10 +90,12 @@ impl Run<'_> {
     fn volumes(&mut self, target: &Target, running: Option<&Resource>) {
         let mut numbers: BTreeMap<u32, (Option<&Volume>, Option<&Volume>)> = BTreeMap::new();
         let host = running.and_then(|running| running.hosts.first());
-        for volume in host.into_iter().flat_map(|host| &host.volumes) {
+        let is_meant = |volume: &&Volume| target.volume.is_none_or(|only| only == volume.number);
+        let known = host.into_iter().flat_map(|host| &host.volumes);
+        for volume in known.filter(is_meant) {
             numbers.entry(volume.number).or_default().0 = Some(volume);
         }
-        for volume in Target::whole(target.resource).volumes(self.config) {
+        for volume in target.volumes(self.config) {
             numbers.entry(volume.number).or_default().1 = Some(volume);
         }
         for (running, wanted) in numbers.into_values() {

@@ -86,21 +86,45 @@ pub(super) struct Command {
     extra: &'static [&'static str],
     /// Whether own addresses must exist on this machine.
     pub(super) checks_addresses: bool,
-    /// Whether exactly one volume must be named.
+    /// Whether one volume must be named, unless all resources are meant or there is no other.
     pub(super) one_volume: bool,
 }
 
 impl Command {
-    /// Whether volumes without a disk are nothing for it.
+    /// Whether it ends with an error at a volume without a disk.
     pub(super) fn needs_disk(&self) -> bool {
-        let action = self.action;
+        use Action::{
+            Attach, CreateMd, Generations, Invalidate, Meta, Resize, SetGenerations, SetupDisk,
+        };
         matches!(
-            action,
-            Action::SetupDisk | Action::Attach | Action::Meta | Action::CreateMd
-        ) || matches!(
-            action,
-            Action::Resize | Action::Invalidate | Action::SetGenerations
-        ) || self.name == "disk-options"
+            self.action,
+            Attach
+                | CreateMd
+                | Generations
+                | Invalidate
+                | Meta
+                | Resize
+                | SetGenerations
+                | SetupDisk
+        ) || matches!(self.name, "disk-options" | "sh-md-dev" | "sh-md-idx")
+    }
+
+    /// Whether it refuses an object that is one volume among others.
+    pub(super) fn is_for_whole_resources(&self) -> bool {
+        use Action::{
+            Dump, DumpXml, ForgetPeer, Role, SetupConnection, SetupPath, SetupResource, Status, Up,
+        };
+        matches!(
+            self.action,
+            Dump | DumpXml
+                | ForgetPeer
+                | Role
+                | SetupConnection
+                | SetupPath
+                | SetupResource
+                | Status
+                | Up
+        )
     }
 
     /// Names of all options of the command with what follows them.

@@ -22,7 +22,7 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::rc::Rc;
 
-use lockstep_format::conf::model::{Config, SourceFile};
+use lockstep_format::conf::model::{Config, Resource, Settings, SourceFile};
 use lockstep_format::conf::options;
 use lockstep_format::conf::parse::{Diagnostic, ParseOptions, Severity, parse};
 use lockstep_format::conf::resolve::{Node, inherit, resolve, resync_after_minor};
@@ -121,6 +121,7 @@ fn run_with(system: &System, words: &[String], out: &mut dyn Write, err: &mut dy
         executor,
         out,
         err,
+        ended: false,
     };
     let code = app.dispatch();
     let _ = app.out.flush();
@@ -137,6 +138,8 @@ struct App<'a> {
     executor: Executor,
     out: &'a mut dyn Write,
     err: &'a mut dyn Write,
+    /// Whether the remaining objects are left alone.
+    ended: bool,
 }
 
 /// Reads, checks and completes the configuration. The error is the exit code.
@@ -174,7 +177,14 @@ fn load(
     check(resolve(config, &node), err)?;
     let is_dump = matches!(command.action, Action::Dump | Action::DumpXml);
     if !is_dump || args.dry_run || args.verbose > 0 {
-        check(inherit(config), err)?;
+        let checked = check(inherit(config), err);
+        let needs_options = !matches!(
+            (command.action, args.objects.is_empty()),
+            (Action::Status, true) | (Action::ShResources | Action::ShModParms, _)
+        );
+        if needs_options {
+            checked?;
+        }
     }
     check_resync_after(config, system.is_interactive, err)?;
     Ok(parsed.config)
@@ -248,37 +258,76 @@ fn check_resync_after(
                 .filter(|setting| setting.name == "resync-after")
             {
                 if resync_after_minor(config, &setting.value).is_none() {
-                    unknown.push((setting.value.clone(), setting.pos));
+                    let found = (&resource.name, setting.value.clone(), setting.pos);
+                    if !unknown.contains(&found) {
+                        unknown.push(found);
+                    }
                 }
             }
         }
     }
-    for (value, pos) in &unknown {
+    for (resource, value, pos) in &unknown {
         let place = config.shown_place(*pos);
-        let dropped = if is_interactive {
-            ""
-        } else {
-            "; the option is ignored"
-        };
-        let _ = writeln!(
-            err,
-            "{place}: resync-after '{value}' is no resource (or RESOURCE/VOLUME) of this \
-             host{dropped}"
-        );
+        let what = resync_after_fault(config, value);
+        let _ = writeln!(err, "{place}: in resource {resource}:\n\t{what}");
     }
     if !unknown.is_empty() && is_interactive {
         return Err(EXIT_CONFIG);
     }
+    drop_unknown_resync_after(config);
+    Ok(())
+}
+
+/// Everywhere, so that a dump shows what holds; in resources of other nodes as well.
+fn drop_unknown_resync_after(config: &mut Config) {
+    let all = config.resources.iter().flat_map(disk_settings);
+    let values = all.filter_map(|settings| settings.get("resync-after"));
+    let known: Vec<String> = values
+        .filter(|value| resync_after_minor(config, value).is_some())
+        .map(str::to_owned)
+        .collect();
     for resource in &mut config.resources {
-        let Some(me) = resource.me else { continue };
-        for volume in &mut resource.hosts[me].effective {
-            volume.settings.disk.0.retain(|setting| {
-                setting.name != "resync-after"
-                    || !unknown.iter().any(|(value, _)| *value == setting.value)
-            });
+        let hosts = resource.hosts.iter_mut();
+        let volumes = hosts.flat_map(|host| host.volumes.iter_mut().chain(&mut host.effective));
+        let volumes = volumes.chain(&mut resource.volumes);
+        let sections = std::iter::once(&mut resource.sections.disk);
+        for settings in sections.chain(volumes.map(|volume| &mut volume.settings)) {
+            settings
+                .disk
+                .0
+                .retain(|setting| setting.name != "resync-after" || known.contains(&setting.value));
         }
     }
-    Ok(())
+}
+
+/// Disk options of a resource and its volumes.
+fn disk_settings(resource: &Resource) -> impl Iterator<Item = &Settings> {
+    let hosts = resource.hosts.iter();
+    let volumes = hosts.flat_map(|host| host.volumes.iter().chain(&host.effective));
+    let volumes = volumes.chain(&resource.volumes);
+    let sections = std::iter::once(&resource.sections.disk.disk);
+    sections.chain(volumes.map(|volume| &volume.settings.disk))
+}
+
+/// What is wrong with a value of `resync-after`.
+fn resync_after_fault(config: &Config, value: &str) -> String {
+    let (name, number) = match value.split_once('/') {
+        Some((name, number)) => (name, Some(number)),
+        None => (value, None),
+    };
+    let Some(resource) = config.resource(name) else {
+        return format!("resource '{value}' mentioned in 'resync-after' option is not known.");
+    };
+    match (resource.my_host(), number) {
+        (None, _) => format!(
+            "resource '{value}' mentioned in 'resync-after' option is not known on this host."
+        ),
+        (Some(_), Some(number)) => format!("resource '{name}' has no volume {number}"),
+        (Some(host), None) => format!(
+            "resync-after contains '{value}', which is ambiguous, since it contains {} volumes",
+            host.effective.len()
+        ),
+    }
 }
 
 /// What the objects of the command line gave.
@@ -295,14 +344,14 @@ impl App<'_> {
             targets: Vec::new(),
             code: 0,
         };
+        if self.means_all() {
+            objects.targets = targets::all(&self.config, self.args.stacked);
+            return objects;
+        }
         for word in &self.args.objects {
-            if word == "all" {
-                objects
-                    .targets
-                    .extend(targets::all(&self.config, self.args.stacked));
-                continue;
-            }
             match targets::find(&self.config, word) {
+                // Twice the same would create or begin the same thing twice.
+                Ok(target) if objects.targets.contains(&target) => {}
                 Ok(target) => objects.targets.push(target),
                 Err(text) => {
                     let names = self
@@ -335,13 +384,10 @@ impl App<'_> {
             let Some(host) = resource.my_host() else {
                 continue;
             };
-            let mut own: Vec<_> = resource
-                .my_connections()
-                .iter()
-                .flat_map(|view| view.paths.iter().map(|path| path.own.clone()))
-                .collect();
-            own.dedup();
-            for address in own
+            // As with the original, only the address of the host's section: those of connections
+            // and paths may be translated on the way.
+            for address in host
+                .address
                 .iter()
                 .filter(|address| !(self.system.has_address)(address))
             {

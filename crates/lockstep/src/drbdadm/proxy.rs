@@ -64,10 +64,10 @@ pub(super) fn down(resource: &Resource, view: &ConnectionView<'_>) -> Call {
 }
 
 fn settings(name: &str, proxy: &Proxy) -> Vec<String> {
-    let mut commands = Vec::new();
-    if let Some(limit) = proxy.settings.get("memlimit") {
-        commands.push(format!("set memlimit {name} {limit}"));
-    }
+    let each = proxy.settings.0.iter();
+    let mut commands: Vec<String> = each
+        .map(|setting| format!("set {} {name} {}", setting.name, setting.value))
+        .collect();
     if !proxy.plugins.is_empty() {
         for (index, plugin) in proxy.plugins.iter().enumerate() {
             commands.push(format!("set plugin {name} {index} {plugin}"));

@@ -16,8 +16,7 @@ impl App<'_> {
     /// `dump` and `dump-xml`, of everything or of the named resources.
     pub(super) fn dump(&mut self) -> u8 {
         let is_xml = self.command.action == Action::DumpXml;
-        let everything =
-            self.args.objects.is_empty() || self.args.objects.iter().any(|word| word == "all");
+        let everything = self.args.objects.is_empty() || self.means_all();
         if everything {
             let mut own = targets::all(&self.config, false);
             own.extend(targets::all(&self.config, true));
@@ -39,6 +38,9 @@ impl App<'_> {
             add_names(resource);
         }
         let objects = self.objects();
+        if let Some(code) = self.refuse(&objects.targets) {
+            return code;
+        }
         self.addresses_are_ours(&objects.targets);
         for target in &objects.targets {
             let resource = target.resource(&self.config);

@@ -28,6 +28,12 @@ impl Target {
         &config.resources[self.resource]
     }
 
+    /// Whether the resource has but one volume, written without a number.
+    pub(super) fn is_sole_volume(&self, config: &Config) -> bool {
+        let host = self.resource(config).my_host();
+        host.is_some_and(|host| matches!(&host.effective[..], [only] if only.implicit))
+    }
+
     /// The volumes of this node that are meant, ascending by number.
     pub(super) fn volumes<'a>(&self, config: &'a Config) -> Vec<&'a Volume> {
         let host = self.resource(config).my_host();

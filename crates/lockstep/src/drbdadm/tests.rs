@@ -365,7 +365,10 @@ fn unknown_resync_after_is_dropped_without_a_terminal() {
     let (code, out, err) = run_on(&system, &["-c", &config, "-d", "attach", "web/0"]);
     assert_eq!(code, 0);
     assert!(!out.contains("resync-after"), "{out}");
-    assert!(err.contains("resync-after 'gone' is no resource"), "{err}");
+    assert!(
+        err.contains("resource 'gone' mentioned in 'resync-after' option is not known."),
+        "{err}"
+    );
     system.is_interactive = true;
     assert_eq!(
         run_on(&system, &["-c", &config, "-d", "attach", "web/0"]).0,

@@ -54,7 +54,7 @@ pub(crate) fn words() -> Vec<crate::words::Command> {
 
 fn run_to_code(args: &[String]) -> u8 {
     match args.first().map(String::as_str) {
-        None | Some("-h" | "--help") => return print_help(if args.is_empty() { USAGE } else { 0 }),
+        None | Some("-h" | "--help") => return print_help(USAGE),
         Some("help") => return help_of(args.get(1), verbs::Verb::usage),
         Some("xml-help") => return help_of(args.get(1), verbs::Verb::xml),
         Some("version" | "--version" | "-V") => {
@@ -96,7 +96,7 @@ fn print_help(code: u8) -> u8 {
 
 fn help_of(name: Option<&String>, text: fn(&verbs::Verb) -> String) -> u8 {
     match name.map(|name| (name, verbs::find(name))) {
-        None => print_help(0),
+        None => print_help(USAGE),
         Some((_, Some(verb))) => {
             print!("{}", text(verb));
             0

@@ -396,9 +396,10 @@ impl Parser<'_, '_, '_> {
             "disk" => {
                 self.state.claim("disk statement", key.into(), pos);
                 let path = self.text("path of the disk or none")?;
-                volume.disk = Some(match path.kind == Kind::Word && path.text == "none" {
-                    true => Disk::None,
-                    false => Disk::Path(path.text),
+                // As with the original, quotes do not make a path of the word.
+                volume.disk = Some(match path.text.as_str() {
+                    "none" => Disk::None,
+                    _ => Disk::Path(path.text),
                 });
                 self.expect(';')
             }
@@ -410,14 +411,10 @@ impl Parser<'_, '_, '_> {
             _ => {
                 self.state.claim("meta-disk statement", key.into(), pos);
                 let path = self.text("internal or path of the meta-disk")?;
-                volume.meta_disk = Some(if token.text == "flexible-meta-disk" {
-                    match path.text.as_str() {
-                        "internal" => MetaDisk::Internal,
-                        _ => MetaDisk::Flexible(path.text),
-                    }
-                } else if path.kind == Kind::Word && path.text == "internal" {
+                let may_have_index = token.text == "meta-disk";
+                volume.meta_disk = Some(if path.text == "internal" {
                     MetaDisk::Internal
-                } else if self.accept('[')? {
+                } else if may_have_index && self.accept('[')? {
                     let (index, _) = self.integer("index", 0, LARGEST_MD_INDEX)?;
                     self.expect(']')?;
                     MetaDisk::Indexed(path.text, index)
@@ -492,7 +489,7 @@ impl Parser<'_, '_, '_> {
         // not count as an included file.
         let source = SourceFile {
             shown: path,
-            path: found.path,
+            path: found.path.clone(),
         };
         let files = &mut self.state.parsed.config.files;
         let index = files.iter().position(|known| *known == source);
@@ -520,7 +517,7 @@ impl Parser<'_, '_, '_> {
             return Err(parser.wrong(&last, "end of file"));
         }
         resource.template = Some(Template {
-            file,
+            file: found.path,
             sections: shell.sections,
         });
         Ok(())

@@ -84,11 +84,12 @@ fn copy_disk(general: &DiskSettings, own: &mut DiskSettings) {
 }
 
 fn copy_plugins(general: &[alloc::string::String], own: &mut Vec<alloc::string::String>) {
-    for line in general {
-        if !own.contains(line) {
-            own.push(line.clone());
-        }
-    }
+    let missing: Vec<_> = general
+        .iter()
+        .filter(|line| !own.contains(line))
+        .cloned()
+        .collect();
+    own.splice(0..0, missing);
 }
 
 fn volumes(resource: &mut Resource) -> Vec<Conflict> {

@@ -35,6 +35,10 @@ pub(super) fn complete(config: &mut Config, index: usize) {
             if volume.disk_path().is_some() && volume.meta_disk.is_none() {
                 volume.meta_disk = Some(MetaDisk::Internal);
             }
+            // Neither a disk nor metadata: a client. Metadata alone are an error (see `check`).
+            if volume.disk.is_none() && volume.meta_disk.is_none() && !is_stacked {
+                volume.disk = Some(Disk::None);
+            }
         }
         effective.sort_by_key(|volume| volume.number);
         host.effective = effective;
