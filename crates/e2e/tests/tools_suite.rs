@@ -18,6 +18,8 @@ mod nodes;
 mod pacemaker;
 #[path = "tools/package.rs"]
 mod package;
+#[path = "tools/proxy.rs"]
+mod proxy;
 #[path = "tools/reactor.rs"]
 mod reactor;
 #[path = "tools/stock.rs"]

@@ -341,8 +341,14 @@ fn open_metrics(addr: SocketAddr) -> Result<TcpListener, String> {
     }
 }
 
-/// Only the same user, or root, may have DRBD's data and the session keys.
-fn may_take_over(stream: &UnixStream) -> bool {
+/// Commands that change nothing: the socket's group may use them.
+fn only_reads(command: &str) -> bool {
+    let word = command.split_whitespace().next().unwrap_or_default();
+    matches!(word, "" | "show" | "list" | "print" | "help" | "quit")
+}
+
+/// Only the same user, or root, may change anything, or have DRBD's data and the session keys.
+fn may_change(stream: &UnixStream) -> bool {
     let own = rustix::process::geteuid();
     rustix::net::sockopt::socket_peercred(stream)
         .is_ok_and(|peer| peer.uid.is_root() || peer.uid == own)
@@ -368,7 +374,7 @@ fn serve_client(stream: UnixStream, post: &Post) {
     let replies: Vec<Reply> = match serde_json::from_str::<Request>(&line) {
         Ok(request) if request.hand_over => {
             let result = match out.try_clone() {
-                Ok(stream) if may_take_over(&stream) => post.hand_over(stream),
+                Ok(stream) if may_change(&stream) => post.hand_over(stream),
                 Ok(_) => Err("only root and the proxy's own user may take over".into()),
                 Err(error) => Err(error.to_string()),
             };
@@ -376,6 +382,11 @@ fn serve_client(stream: UnixStream, post: &Post) {
                 Ok(()) => return,
                 Err(error) => vec![Err(error)],
             }
+        }
+        Ok(request) if !may_change(&out) && !request.commands.iter().all(|c| only_reads(c)) => {
+            let refusal = "only root and the proxy's own user may change anything; others of its \
+                           group may 'show', 'list' and 'print'";
+            vec![Err(refusal.into())]
         }
         Ok(request) => post.commands(request.commands, request.json),
         Err(error) => vec![Err(format!("not a request: {error}"))],
@@ -426,5 +437,35 @@ fn serve_metrics(listener: &TcpListener, post: &Post) {
                 .to_string(),
         };
         let _ = stream.write_all(text.as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::only_reads;
+
+    #[test]
+    fn a_group_may_look_but_not_touch() {
+        for command in [
+            "show",
+            "show hconnections",
+            " print statistics",
+            "list",
+            "help",
+            "",
+        ] {
+            assert!(only_reads(command), "{command}");
+        }
+        for command in [
+            "add connection r0 a b c d",
+            "del connection r0",
+            "set memlimit r0 1G",
+            "set plugin r0 0 lz4",
+            "set loglevel debug",
+            "shutdown",
+            "showdown",
+        ] {
+            assert!(!only_reads(command), "{command}");
+        }
     }
 }

@@ -37,6 +37,12 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         "Bytes on the spill disk.",
         vec![(String::new(), snapshot.spill_used_bytes as f64)],
     );
+    metric(
+        "codec_jobs",
+        "gauge",
+        "Chunks that are being coded or decoded, or wait for it.",
+        vec![(String::new(), snapshot.codec_jobs as f64)],
+    );
     let each = |value: &dyn Fn(&LinkSnapshot) -> f64| {
         snapshot
             .connections
@@ -44,7 +50,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             .map(|link| (labels(link, &[]), value(link)))
             .collect()
     };
-    let gauges: [Column; 10] = [
+    let gauges: [Column; 14] = [
         (
             "connected",
             "1 if DRBD's sockets are connected through.",
@@ -87,6 +93,24 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             |l| l.ratio,
         ),
         (
+            "receive_memory_bytes",
+            "Memory of what arrives for the local DRBD.",
+            |l| l.receive_memory_bytes as f64,
+        ),
+        (
+            "input_bytes_per_second",
+            "Raw bytes that DRBD gives per second.",
+            |l| l.input_rate as f64,
+        ),
+        (
+            "wire_bytes_per_second",
+            "Bytes per second that the line takes under load; 0 is unknown.",
+            |l| l.wire_rate as f64,
+        ),
+        ("bulk_carriers", "Carriers for data that are up.", |l| {
+            l.bulk_carriers as f64
+        }),
+        (
             "rtt_seconds",
             "Round trip time of the control carrier.",
             |l| l.rtt_us as f64 / 1e6,
@@ -95,7 +119,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
     for (name, help, value) in gauges {
         metric(name, "gauge", help, each(&value));
     }
-    let counters: [Column; 14] = [
+    let counters: [Column; 18] = [
         ("raw_in_bytes_total", "Bytes read from DRBD.", |l| {
             l.counters.raw_in_bytes as f64
         }),
@@ -140,6 +164,24 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             "protocol_errors_total",
             "Violations of the WAN protocol.",
             |l| l.counters.protocol_errors as f64,
+        ),
+        (
+            "duplicate_chunks_total",
+            "Chunks that had come before.",
+            |l| l.counters.duplicate_chunks as f64,
+        ),
+        (
+            "spill_bytes_total",
+            "Bytes written to the spill disk.",
+            |l| l.counters.spill_written_bytes as f64,
+        ),
+        ("spill_errors_total", "Failures of the spill disk.", |l| {
+            l.counters.spill_errors as f64
+        }),
+        (
+            "pings_answered_total",
+            "Answers to DRBD's pings made up here (ping-hold).",
+            |l| l.counters.pings_answered as f64,
         ),
         (
             "codec_switches_total",

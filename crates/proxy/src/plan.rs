@@ -41,6 +41,8 @@ const MIB: u64 = 1 << 20;
 const TIMEOUT: u64 = 60;
 /// Longest `ping-timeout` that DRBD takes, 30 s.
 const PING_TIMEOUT_S: u64 = 30;
+/// Longest `ping-hold`.
+const PING_HOLD_S: u64 = crate::core::ping::PING_HOLD_MAX_S;
 /// Extents that a default activity log of 32 KiB can hold.
 const AL_DEFAULT_AREA: u64 = 6433;
 const AL_EXTENTS_MAX: u64 = 65534;
@@ -88,11 +90,18 @@ impl Plan {
                 link.max_lag_s
             ));
         }
-        if link.outage_s > PING_TIMEOUT_S - 5 {
+        if link.outage_s > PING_HOLD_S {
             warnings.push(format!(
-                "DRBD survives no interruption longer than its ping-timeout of {PING_TIMEOUT_S} s; \
-                 after {} s it reconnects and resyncs what changed.",
+                "DRBD survives no interruption longer than {} s, or {PING_HOLD_S} s with \
+                 ping-hold; then it reconnects and resyncs what changed.",
                 PING_TIMEOUT_S - 5
+            ));
+        } else if link.outage_s > PING_TIMEOUT_S - 5 {
+            warnings.push(format!(
+                "An interruption of {} s is longer than DRBD's ping-timeout can be: ping-hold \
+                 answers its pings meanwhile, so a dead peer is noticed later. Only with protocol \
+                 A and without fencing.",
+                link.outage_s
             ));
         }
         let al_extents = (memlimit_bytes / 4096).clamp(1237, AL_EXTENTS_MAX);
@@ -118,7 +127,12 @@ impl Plan {
         let link = &self.link;
         let line = link.bandwidth_bits / 8;
         let bdp = line * link.rtt_ms / 1000;
-        let hold = link.outage_s.min(PING_TIMEOUT_S - 5);
+        let pings = link.outage_s > PING_TIMEOUT_S - 5 && link.outage_s <= PING_HOLD_S;
+        let hold = if pings {
+            link.outage_s
+        } else {
+            link.outage_s.clamp(1, PING_TIMEOUT_S - 5)
+        };
         let check = (link.rtt_ms * 4).div_ceil(100).clamp(10, 300);
         let twopc = (link.max_lag_s * 10 + 100).clamp(300, 600);
         let fill = (self.memlimit_bytes / 10 * 9 / 1024).min(10 << 20);
@@ -198,6 +212,9 @@ impl Plan {
         say(format!(
             "#   drbd-proxy-ctl -c 'set session-hold NAME {hold}'"
         ));
+        if pings {
+            say(format!("#   drbd-proxy-ctl -c 'set ping-hold NAME {hold}'"));
+        }
         say(format!(
             "#   drbd-proxy-ctl -c 'set carriers NAME {}'",
             self.carriers
@@ -302,6 +319,67 @@ mod tests {
         assert!(plan.text().contains("WARNING: A lag of 3600 s"));
         assert!(Plan::new(link("1kbit", 20)).is_err());
         assert!(Plan::new(link("20mbit", 0)).is_err());
+    }
+
+    #[test]
+    fn the_arithmetic_is_that_of_the_specification() {
+        for (bandwidth, rtt_ms, ratio, max_lag_s, outage_s) in [
+            ("512kbit", 600, 1.0, 20, 20),
+            ("20mbit", 80, 1.0, 20, 20),
+            ("20mbit", 80, 2.5, 60, 25),
+            ("1gbit", 30, 1.0, 10, 0),
+            ("10gbit", 150, 3.0, 25, 50),
+            ("100mbit", 5, 1.0, 3600, 600),
+        ] {
+            let link = Link {
+                bandwidth_bits: parse_bits(bandwidth).unwrap(),
+                rtt_ms,
+                change_rate: 0,
+                ratio,
+                max_lag_s,
+                outage_s,
+            };
+            let plan = Plan::new(link).unwrap();
+            let (text, drain) = (plan.text(), link.drain());
+            let number = |word: &str| -> u64 {
+                let rest = text
+                    .split(word)
+                    .nth(1)
+                    .unwrap_or_else(|| panic!("{word}: {text}"));
+                let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+                digits.parse().unwrap()
+            };
+            // C9: the buffer drains within max-lag, or is the smallest one.
+            let buffer = plan.memlimit_bytes;
+            assert!(buffer == 16 * MIB || buffer <= drain * max_lag_s + MIB);
+            assert!(buffer >= drain * max_lag_s);
+            // B9: a barrier may wait for a full buffer and an interruption, or ko-count is off.
+            let ko = number("ko-count ");
+            assert!(
+                ko == 0 || ko * TIMEOUT / 10 >= max_lag_s + outage_s + 10,
+                "{text}"
+            );
+            // B7, B4: pings and new sockets have several round trips.
+            assert_eq!(number("ping-timeout "), 300);
+            assert!(number("socket-check-timeout ") * 100 >= (rtt_ms * 4).min(30_000));
+            // B12: congestion is seen before the buffer is full; B11: each write may need an extent.
+            assert!(number("congestion-fill ") * 1024 <= buffer);
+            let extents = number("al-extents ");
+            assert!(extents >= 1237 && (extents >= buffer / 4096 || extents == AL_EXTENTS_MAX));
+            assert!(number("congestion-extents ") <= extents);
+            // B10: a promotion waits for the buffer, or the operator is told that it fails.
+            let twopc = number("twopc-timeout ");
+            assert!(twopc >= max_lag_s * 10 || text.contains("twopc-timeout (at most 60 s)"));
+            // C11: the session outlives what DRBD outlives.
+            let hold = number("session-hold NAME ");
+            assert!(hold <= 25 || hold <= 60 && number("ping-hold NAME ") == hold);
+            assert!(hold >= outage_s.min(25));
+            // The fill target is three times what is under way; the resync keeps to the line.
+            let under_way = link.bandwidth_bits / 8 * rtt_ms / 1000;
+            let target = number("c-fill-target ") * 1024;
+            assert!(target >= (under_way * 3).min(512 * MIB) - 1024 || target == 100 * 1024);
+            assert!(number("c-max-rate ") * 1024 <= drain.max(4096));
+        }
     }
 
     #[test]
