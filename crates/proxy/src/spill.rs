@@ -170,7 +170,14 @@ impl Disk {
         self.key
             .seal_in_place_append_tag(nonce(record), Aad::empty(), &mut sealed)
             .map_err(|_| std::io::Error::other("sealing failed"))?;
-        segment.file.write_all_at(&sealed, segment.used)?;
+        if let Err(error) = segment.file.write_all_at(&sealed, segment.used) {
+            // A part of it may be on the disk: this place, and so its nonce, is not used again.
+            segment.used = SEGMENT_BYTES;
+            if segment.live == 0 {
+                self.segments.remove(&number);
+            }
+            return Err(error);
+        }
         segment.used += len as u64;
         segment.live += 1;
         Ok(record)
