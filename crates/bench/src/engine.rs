@@ -1,8 +1,9 @@
-//! Two whole nodes in this process, each on its shard, joined by TCP on loopback: the engine
+//! Whole nodes in this process, each on its shard, joined by TCP on loopback: the engine
 //! without a front end, protocol C.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::num::NonZeroU32;
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_core::command::{Command, MetaIndex};
 use lockstep_core::event::{RequestId, RequestKind};
-use lockstep_core::options::{DiskOptions, NetOptions, ResourceOptions};
+use lockstep_core::options::{DiskOptions, NetOptions, ReadBalancing, ResourceOptions};
 use lockstep_core::report::{Event, Snapshot};
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::state::{DiskState, ReplState};
@@ -19,7 +20,7 @@ use lockstep_format::disk::al::encode_initialised;
 use lockstep_format::disk::layout::{Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_io::disk::RamDisk;
+use lockstep_io::disk::{FaultPlan, RamDisk};
 use lockstep_io::port::{PortEvent, PortRequest, PortSink, VolumePort};
 use lockstep_io::shard::{
     HandlerCall, HandlerDone, HandlerExecutor, ResourceId, ShardConfig, ShardEnv, ShardHandle,
@@ -30,7 +31,8 @@ use lockstep_io::tcp::{Acceptor, Path, PeerNet};
 use crate::raw::{BLOCK, Direction};
 use crate::stats::{Figure, Latencies, process_cpu};
 
-const VOLUME: VolumeNr = VolumeNr(0);
+/// The volume of every node.
+pub const VOLUME: VolumeNr = VolumeNr(0);
 const META_BYTES: u64 = 4 << 20;
 /// How long a pair may take to come up.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -56,10 +58,38 @@ struct Node {
     shard: ShardHandle<Resource>,
     id: ResourceId,
     events: Receiver<Event>,
+    data_path: Option<String>,
+    pace: Option<Arc<FaultPlan>>,
 }
 
-/// Two connected, UpToDate nodes; the first is Primary.
-pub struct Pair {
+/// How a cluster is made.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// For each node where its data lie; a client has none.
+    pub disks: Vec<Option<Disks>>,
+    /// Bytes of the volume.
+    pub bytes: u64,
+    /// Options of every connection.
+    pub net: NetOptions,
+    /// The reads of the disks can be made slow.
+    pub paced: bool,
+}
+
+impl Shape {
+    /// Nodes with disks of this kind, and clients.
+    pub fn of(disks: &Disks, replicas: usize, clients: usize, bytes: u64) -> Shape {
+        let with = (0..replicas).map(|_| Some(disks.clone()));
+        Shape {
+            disks: with.chain((0..clients).map(|_| None)).collect(),
+            bytes,
+            net: NetOptions::default(),
+            paced: false,
+        }
+    }
+}
+
+/// Connected nodes whose disks are UpToDate; the first is Primary.
+pub struct Nodes {
     nodes: Vec<Node>,
     bytes: u64,
 }
@@ -68,50 +98,131 @@ fn other(text: impl std::fmt::Display) -> io::Error {
     io::Error::other(text.to_string())
 }
 
-impl Pair {
-    /// Brings the pair up with volumes of `bytes`.
-    pub fn new(disks: &Disks, bytes: u64) -> io::Result<Pair> {
+impl Nodes {
+    /// Brings two nodes up with volumes of `bytes`.
+    pub fn pair(disks: &Disks, bytes: u64) -> io::Result<Nodes> {
+        Nodes::new(&Shape::of(disks, 2, 0, bytes))
+    }
+
+    /// Brings the nodes up.
+    pub fn new(shape: &Shape) -> io::Result<Nodes> {
         let env = ShardEnv {
             acceptor: Acceptor::new()?,
             handlers: Arc::new(NoHandlers),
         };
-        let addresses = [free_address()?, free_address()?];
+        let count = shape.disks.len();
+        let addresses: Vec<SocketAddr> = (0..count)
+            .map(|_| free_address())
+            .collect::<io::Result<_>>()?;
         let mut nodes = Vec::new();
-        for own in 0..2u8 {
-            nodes.push(Node::new(&env, disks, bytes, own, addresses)?);
+        for own in 0..count {
+            nodes.push(Node::new(&env, shape, own, &addresses)?);
         }
-        let pair = Pair { nodes, bytes };
-        for node in &pair.nodes {
-            node.until("connected", |s| {
-                s.connections.iter().all(|c| {
+        let nodes = Nodes {
+            nodes,
+            bytes: shape.bytes,
+        };
+        nodes.until("connected", |s| {
+            s.connections.len() + 1 == count
+                && s.connections.iter().all(|c| {
                     c.peer_devices
                         .iter()
                         .all(|p| p.repl_state == ReplState::Established)
                 })
-            })?;
-        }
-        pair.nodes[0].run(Command::NewCurrentUuid {
+        })?;
+        nodes.nodes[0].run(Command::NewCurrentUuid {
             volume: VOLUME,
             clear_bitmap: true,
             force_resync: false,
         })?;
-        for node in &pair.nodes {
+        nodes.until_in_sync()?;
+        nodes.nodes[0].run(Command::Primary { force: false })?;
+        Ok(nodes)
+    }
+
+    fn until(&self, what: &str, condition: impl Fn(&Snapshot) -> bool) -> io::Result<()> {
+        let mut nodes = self.nodes.iter();
+        nodes.try_for_each(|node| node.until(what, &condition))
+    }
+
+    /// Waits until every disk is UpToDate in everybody's eyes.
+    pub fn until_in_sync(&self) -> io::Result<()> {
+        let client = |node: NodeId| self.nodes[usize::from(node.0)].data_path.is_none();
+        let good = |node: NodeId, disk: DiskState| {
+            disk == match client(node) {
+                true => DiskState::Diskless,
+                false => DiskState::UpToDate,
+            }
+        };
+        for (own, node) in self.nodes.iter().enumerate() {
+            let own = NodeId(own as u8);
             node.until("UpToDate", |s| {
-                s.devices
-                    .iter()
-                    .all(|d| d.disk_state == DiskState::UpToDate)
+                s.devices.iter().all(|d| good(own, d.disk_state))
                     && s.connections.iter().all(|c| {
-                        c.peer_devices
-                            .iter()
-                            .all(|p| p.disk_state == DiskState::UpToDate)
+                        let mut devices = c.peer_devices.iter();
+                        devices.all(|p| {
+                            good(c.peer, p.disk_state) && p.repl_state == ReplState::Established
+                        })
                     })
             })?;
         }
-        pair.nodes[0].run(Command::Primary { force: false })?;
-        Ok(pair)
+        Ok(())
     }
 
-    /// For front ends on the Primary.
+    /// Makes a node Primary, from whom it was; how long that took it.
+    pub fn promote(&self, node: usize) -> io::Result<Duration> {
+        let begin = Instant::now();
+        self.nodes[node].run(Command::Primary { force: false })?;
+        Ok(begin.elapsed())
+    }
+
+    /// Makes a node Secondary; how long that took.
+    pub fn demote(&self, node: usize) -> io::Result<Duration> {
+        let begin = Instant::now();
+        self.nodes[node].run(Command::Secondary { force: false })?;
+        Ok(begin.elapsed())
+    }
+
+    /// Runs a command on a node.
+    pub fn run(&self, node: usize, command: Command) -> io::Result<()> {
+        self.nodes[node].run(command)
+    }
+
+    /// Waits until a node's state is as wished.
+    pub fn wait_for(
+        &self,
+        node: usize,
+        what: &str,
+        condition: impl Fn(&Snapshot) -> bool,
+    ) -> io::Result<()> {
+        self.nodes[node].until(what, condition)
+    }
+
+    /// The path of a node's data disk; none for a client.
+    pub fn data_path(&self, node: usize) -> Option<&str> {
+        self.nodes[node].data_path.as_deref()
+    }
+
+    /// At most so many reads per second from a node's disk, if the nodes are paced.
+    pub fn slow_reads(&self, node: usize, per_second: Option<NonZeroU32>) {
+        if let Some(pace) = &self.nodes[node].pace {
+            pace.slow_reads(per_second);
+        }
+    }
+
+    /// Changes the options of a node's disk.
+    pub fn read_balancing(&self, node: usize, policy: ReadBalancing) -> io::Result<()> {
+        let read_balancing = policy;
+        self.nodes[node].run(Command::DiskOptions {
+            volume: VOLUME,
+            options: DiskOptions {
+                read_balancing,
+                ..disk_options()
+            },
+        })
+    }
+
+    /// For front ends on the first node.
     pub fn opener(&self) -> Opener {
         Opener {
             shard: self.nodes[0].shard.clone(),
@@ -119,10 +230,21 @@ impl Pair {
         }
     }
 
-    /// Random 4 KiB operations at depth `qd` on the Primary for `time`.
+    /// Random 4 KiB operations at depth `qd` on the first node for `time`.
     pub fn measure(&self, direction: Direction, qd: usize, time: Duration) -> io::Result<Figure> {
+        self.measure_at(0, direction, qd, time)
+    }
+
+    /// The same on any node; it must be Primary.
+    pub fn measure_at(
+        &self,
+        node: usize,
+        direction: Direction,
+        qd: usize,
+        time: Duration,
+    ) -> io::Result<Figure> {
         let (sender, events) = channel();
-        let node = &self.nodes[0];
+        let node = &self.nodes[node];
         let mut port = node
             .shard
             .open_port(node.id, VOLUME, Box::new(Sink(sender, Vec::new())))
@@ -132,7 +254,7 @@ impl Pair {
     }
 }
 
-/// Opens ports of a pair's Primary; the pair must live as long as they.
+/// Opens ports of the first node; the nodes must live as long as they.
 #[derive(Clone)]
 pub struct Opener {
     shard: ShardHandle<Resource>,
@@ -241,74 +363,69 @@ fn run_load(
 impl Node {
     fn new(
         env: &ShardEnv,
-        disks: &Disks,
-        bytes: u64,
-        own: u8,
-        addresses: [SocketAddr; 2],
+        shape: &Shape,
+        own: usize,
+        addresses: &[SocketAddr],
     ) -> io::Result<Node> {
         let shard = ShardHandle::start("bench", ShardConfig::default(), env.clone())?;
         let (sender, events) = channel();
         shard.subscribe(Box::new(move |_, event| drop(sender.send(event.clone()))));
+        let node_id = NodeId(own as u8);
         let config = ResourceConfig {
             name: "bench".to_owned(),
-            node_id: NodeId(own),
+            node_id,
             options: ResourceOptions::default(),
         };
         let id = shard
-            .add_resource("bench", Resource::new(config, u64::from(own) + 1))
+            .add_resource("bench", Resource::new(config, own as u64 + 1))
             .map_err(|_| other("the shard has ended"))?;
-        let node = Node { shard, id, events };
-        let unique = format!("bench-{}-{own}", std::process::id());
-        let (data_path, meta_path) = match disks {
-            Disks::Ram => {
-                let meta = format!("ram:{META_BYTES}:{unique}-meta");
-                let disk = RamDisk::of_path(&meta).map_err(|error| other(format!("{error:?}")))?;
-                for (at, block) in fresh_metadata(own)? {
-                    disk.write(at, &block);
-                }
-                (format!("ram:{bytes}:{unique}"), meta)
-            }
-            Disks::Files(directory) => {
-                let data = directory.join(format!("{unique}.data"));
-                crate::raw::prepare(&data, bytes)?;
-                let meta = directory.join(format!("{unique}.meta"));
-                write_meta_file(&meta, own)?;
-                (data.display().to_string(), meta.display().to_string())
-            }
+        let mut node = Node {
+            shard,
+            id,
+            events,
+            data_path: None,
+            pace: None,
         };
         node.run(Command::NewVolume {
             volume: VOLUME,
             minor: 0,
-            diskless: false,
+            diskless: shape.disks[own].is_none(),
         })?;
-        let peer = NodeId(1 - own);
-        node.run(Command::NewPeer {
-            peer,
-            net: NetOptions::default(),
-        })?;
-        node.run(Command::Attach {
-            volume: VOLUME,
-            data_path,
-            meta_path: Some(meta_path),
-            index: MetaIndex::FlexExternal,
-            options: DiskOptions {
-                al_extents: 6007,
-                ..DiskOptions::default()
-            },
-        })?;
-        let mine = addresses[usize::from(own)];
-        let theirs = addresses[usize::from(1 - own)];
-        let paths = vec![Path {
-            local: mine,
-            peer: theirs,
-        }];
-        node.shard
-            .set_peer(node.id, peer, PeerNet::new(paths, &NetOptions::default()));
-        node.run(Command::Connect {
-            peer,
-            discard_my_data: false,
-            tentative: false,
-        })?;
+        let peers = (0..addresses.len()).filter(|peer| *peer != own);
+        for peer in peers.clone() {
+            node.run(Command::NewPeer {
+                peer: NodeId(peer as u8),
+                net: shape.net.clone(),
+            })?;
+        }
+        if let Some(disks) = &shape.disks[own] {
+            let (data_path, meta_path) = make_disks(disks, shape.bytes, own, addresses)?;
+            if shape.paced {
+                node.pace = Some(FaultPlan::of_path(&data_path));
+            }
+            node.data_path = Some(data_path.clone());
+            node.run(Command::Attach {
+                volume: VOLUME,
+                data_path,
+                meta_path: Some(meta_path),
+                index: MetaIndex::FlexExternal,
+                options: disk_options(),
+            })?;
+        }
+        for peer in peers {
+            let paths = vec![Path {
+                local: addresses[own],
+                peer: addresses[peer],
+            }];
+            let peer = NodeId(peer as u8);
+            node.shard
+                .set_peer(node.id, peer, PeerNet::new(paths, &shape.net));
+            node.run(Command::Connect {
+                peer,
+                discard_my_data: false,
+                tentative: false,
+            })?;
+        }
         Ok(node)
     }
 
@@ -344,11 +461,47 @@ impl Node {
     }
 }
 
-fn fresh_metadata(own: u8) -> io::Result<Vec<(u64, [u8; BLOCK_BYTES])>> {
-    let layout =
-        Layout::new(Placement::FlexExternal, Geometry::for_peers(1), META_BYTES).map_err(other)?;
+fn disk_options() -> DiskOptions {
+    DiskOptions {
+        al_extents: 6007,
+        ..DiskOptions::default()
+    }
+}
+
+/// A fresh data disk and its metadata.
+fn make_disks(
+    disks: &Disks,
+    bytes: u64,
+    own: usize,
+    addresses: &[SocketAddr],
+) -> io::Result<(String, String)> {
+    let peers = addresses.len() - 1;
+    // A RAM disk lives as long as the process: every cluster has its own.
+    let unique = format!("{own}-{}", addresses[own].port());
+    match disks {
+        Disks::Ram => {
+            let meta = format!("ram:{META_BYTES}:{unique}-meta");
+            let disk = RamDisk::of_path(&meta).map_err(other)?;
+            for (at, block) in fresh_metadata(own, peers)? {
+                disk.write(at, &block);
+            }
+            Ok((format!("ram:{bytes}:{unique}"), meta))
+        }
+        Disks::Files(directory) => {
+            let data = directory.join(format!("{unique}.data"));
+            crate::raw::prepare(&data, bytes)?;
+            let meta = directory.join(format!("{unique}.meta"));
+            write_meta_file(&meta, own, peers)?;
+            Ok((data.display().to_string(), meta.display().to_string()))
+        }
+    }
+}
+
+fn fresh_metadata(own: usize, peers: usize) -> io::Result<Vec<(u64, [u8; BLOCK_BYTES])>> {
+    let geometry = Geometry::for_peers(peers as u8);
+    let layout = Layout::new(Placement::FlexExternal, geometry, META_BYTES).map_err(other)?;
     let mut superblock = SuperBlock::fresh(&layout);
-    superblock.node_id = Some(NodeId(own));
+    superblock.node_id = Some(NodeId(own as u8));
     let mut block = [0u8; BLOCK_BYTES];
     superblock.encode(&mut block);
     let mut blocks = vec![(layout.superblock_byte(), block)];
@@ -359,11 +512,11 @@ fn fresh_metadata(own: u8) -> io::Result<Vec<(u64, [u8; BLOCK_BYTES])>> {
     Ok(blocks)
 }
 
-fn write_meta_file(path: &FilePath, own: u8) -> io::Result<()> {
+fn write_meta_file(path: &FilePath, own: usize, peers: usize) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::create(path)?;
     file.set_len(META_BYTES)?;
-    for (at, block) in fresh_metadata(own)? {
+    for (at, block) in fresh_metadata(own, peers)? {
         file.write_all_at(&block, at)?;
     }
     file.sync_all()

@@ -3,10 +3,12 @@
 //! Figures of different runs or machines say nothing; the ratios of one run do
 //! (docs/performance.md).
 
+pub mod clusters;
 pub mod engine;
 pub mod floor;
 pub mod fronts;
 pub mod nbd;
 pub mod raw;
 pub mod run;
+pub mod scale;
 pub mod stats;

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::engine::{Disks, Pair};
+use crate::engine::{Disks, Nodes};
 use crate::floor::{self, Store};
 use crate::fronts::{Target, Volume, can_make_devices, has_qemu};
 use crate::raw::{self, Direction};
@@ -31,14 +31,14 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Row>> 
     let mut rows = Vec::new();
     let directory = Scratch::new(&plan.directory)?;
     progress("engine, RAM disks");
-    let pair = Pair::new(&Disks::Ram, plan.ram_bytes)?;
+    let pair = Nodes::pair(&Disks::Ram, plan.ram_bytes)?;
     for qd in [1, 32] {
         rows.push(write_row(plan, &pair, "engine write, RAM disks", qd, None)?);
     }
     front_rows(plan, &pair, &directory.path, &mut rows, &mut progress)?;
     drop(pair);
     progress("engine, file disks (making the files)");
-    let pair = Pair::new(&Disks::Files(directory.path.clone()), plan.file_bytes)?;
+    let pair = Nodes::pair(&Disks::Files(directory.path.clone()), plan.file_bytes)?;
     for qd in [1, 32] {
         progress(&format!("engine, file disks, depth {qd}"));
         rows.push(write_row(
@@ -56,7 +56,7 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Row>> 
 /// Each front end over the pair beside the floor, and alone beside its counterpart.
 fn front_rows(
     plan: &Plan,
-    pair: &Pair,
+    pair: &Nodes,
     directory: &Path,
     rows: &mut Vec<Row>,
     progress: &mut impl FnMut(&str),
@@ -162,7 +162,7 @@ impl Front {
 
 fn write_row(
     plan: &Plan,
-    pair: &Pair,
+    pair: &Nodes,
     name: &str,
     qd: usize,
     files: Option<&Path>,
@@ -202,7 +202,7 @@ fn write_row(
     ))
 }
 
-fn read_row(plan: &Plan, pair: &Pair, qd: usize, directory: &Path) -> io::Result<Row> {
+fn read_row(plan: &Plan, pair: &Nodes, qd: usize, directory: &Path) -> io::Result<Row> {
     let file = raw::prepare(&directory.join("floor-a"), plan.file_bytes)?;
     let mut disks = Vec::new();
     let mut ours = Vec::new();
@@ -227,7 +227,7 @@ fn read_row(plan: &Plan, pair: &Pair, qd: usize, directory: &Path) -> io::Result
     ))
 }
 
-fn row(path: &str, qd: usize, floor: f64, raw: f64, against: &str, ours: Figure) -> Row {
+pub(crate) fn row(path: &str, qd: usize, floor: f64, raw: f64, against: &str, ours: Figure) -> Row {
     let base = if floor > 0.0 { floor } else { raw };
     Row {
         path: path.to_string(),
@@ -244,14 +244,16 @@ fn row(path: &str, qd: usize, floor: f64, raw: f64, against: &str, ours: Figure)
 }
 
 /// A directory that goes with the measurement.
-struct Scratch {
-    path: PathBuf,
+pub(crate) struct Scratch {
+    pub(crate) path: PathBuf,
 }
 
 impl Scratch {
-    fn new(parent: &Path) -> io::Result<Scratch> {
+    pub(crate) fn new(parent: &Path) -> io::Result<Scratch> {
         let path = parent.join(format!("lockstep-bench-{}", std::process::id()));
         std::fs::create_dir_all(&path)?;
+        // Daemons are told of it, and their working directory is another one.
+        let path = path.canonicalize()?;
         Ok(Scratch { path })
     }
 }

@@ -1,10 +1,13 @@
-//! Faults on purpose: tests make operations of a disk fail with a chosen error.
+//! Faults on purpose: tests make operations of a disk fail with a chosen error, and measurements
+//! make its reads slow.
 //!
 //! Plans are kept per path for the process and looked up when a disk is opened, so a disk without
 //! a plan costs one comparison per operation.
 
 use std::collections::HashMap;
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::ring::Errno;
 
@@ -25,6 +28,14 @@ pub enum FaultOn {
 #[derive(Debug, Default)]
 pub struct FaultPlan {
     rules: Mutex<Vec<Rule>>,
+    pace: Mutex<Option<Pace>>,
+}
+
+/// Reads leave one after the other with this time between them.
+#[derive(Debug)]
+struct Pace {
+    interval: Duration,
+    next: Instant,
 }
 
 #[derive(Debug)]
@@ -34,6 +45,9 @@ struct Rule {
     times: u64,
     errno: Errno,
 }
+
+/// Turns that nobody took are kept for so long: on a busy machine the asker may come late.
+const CREDIT: Duration = Duration::from_millis(20);
 
 static PLANS: Mutex<Option<HashMap<String, Arc<FaultPlan>>>> = Mutex::new(None);
 
@@ -70,6 +84,26 @@ impl FaultPlan {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clear();
+    }
+
+    /// At most so many reads per second from now on; the others wait for their turn. `None` takes
+    /// the limit away.
+    pub fn slow_reads(&self, per_second: Option<NonZeroU32>) {
+        let pace = per_second.map(|rate| Pace {
+            interval: Duration::from_secs(1) / rate.get(),
+            next: Instant::now(),
+        });
+        *self.pace.lock().unwrap_or_else(PoisonError::into_inner) = pace;
+    }
+
+    /// Takes the next turn; how long to wait for it, if at all.
+    pub(super) fn turn(&self) -> Option<Duration> {
+        let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        let pace = pace.as_mut()?;
+        let now = Instant::now();
+        let since = now.checked_sub(CREDIT).unwrap_or(now);
+        pace.next = pace.next.max(since) + pace.interval;
+        pace.next.checked_duration_since(now)
     }
 
     pub(super) fn check(&self, on: FaultOn) -> Result<(), Errno> {

@@ -1,10 +1,16 @@
 //! One operation of the core on a disk, as a chain of ring operations.
 
 use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use lockstep_core::event::DiskError;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
 
 use super::device::{Device, Medium};
 use super::faults::FaultOn;
@@ -159,6 +165,15 @@ struct Transfer {
     done: usize,
     /// Aligned memory in place of `buf`, if the device cannot take that.
     bounce: Option<BufRef>,
+    turn: Turn,
+}
+
+/// A read of a disk that is slow on purpose waits for its turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    NotTaken,
+    Waiting,
+    Come,
 }
 
 impl Task {
@@ -433,6 +448,7 @@ impl Transfer {
             offset,
             done: 0,
             bounce: None,
+            turn: Turn::NotTaken,
         }
     }
 
@@ -449,6 +465,9 @@ impl Transfer {
             fault(&self.device, FaultOn::Flush)?;
         }
         check_range(&self.device, self.offset, self.len as u64)?;
+        if let Some(op) = self.wait_for_turn()? {
+            return Ok(Some(op));
+        }
         let fd = match &self.device.medium {
             Medium::File(fd) | Medium::Block(fd) => fd.clone(),
             Medium::Ram(disk) => {
@@ -488,6 +507,25 @@ impl Transfer {
         }))
     }
 
+    /// What a read waits for before it starts, if its disk is slow on purpose.
+    fn wait_for_turn(&mut self) -> Result<Option<Op>, DiskError> {
+        let Some(plan) = &self.device.faults else {
+            return Ok(None);
+        };
+        if self.write || self.turn != Turn::NotTaken {
+            return Ok(None);
+        }
+        let Some(wait) = plan.turn() else {
+            return Ok(None);
+        };
+        self.turn = Turn::Waiting;
+        let timer = alarm(wait).map_err(|errno| failed(&self.device, "timer", 0, errno))?;
+        Ok(Some(Op::Poll {
+            fd: Arc::new(timer),
+            events: libc::POLLIN,
+        }))
+    }
+
     /// Direct IO needs aligned memory; payload that is not aligned is copied once.
     fn align_memory(&mut self) -> Result<(), DiskError> {
         let aligned = self.start.is_multiple_of(self.device.memory_align);
@@ -505,6 +543,10 @@ impl Transfer {
     }
 
     fn advance(&mut self, result: Result<u32, Errno>) -> Result<Progress, DiskError> {
+        if self.turn == Turn::Waiting {
+            self.turn = Turn::Come;
+            return Ok(Progress::More);
+        }
         let count = match result {
             Ok(count) => count as usize,
             Err(errno) if self.durable && self.device.dsync_works() && unsupported(errno) => {
@@ -650,6 +692,24 @@ fn fault(device: &Device, on: FaultOn) -> Result<(), DiskError> {
             .check(on)
             .map_err(|errno| failed(device, "planned fault", 0, errno)),
     }
+}
+
+/// A descriptor that becomes readable after this time.
+fn alarm(wait: Duration) -> Result<OwnedFd, Errno> {
+    let failed = |error: rustix::io::Errno| Errno(error.raw_os_error());
+    let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC).map_err(failed)?;
+    let zero = Timespec::default();
+    let value = Timespec {
+        tv_sec: i64::try_from(wait.as_secs()).unwrap_or(i64::MAX),
+        // Zero would never come.
+        tv_nsec: i64::from(wait.subsec_nanos().max(1)),
+    };
+    let once = Itimerspec {
+        it_interval: zero,
+        it_value: value,
+    };
+    timerfd_settime(&timer, TimerfdTimerFlags::empty(), &once).map_err(failed)?;
+    Ok(timer)
 }
 
 fn zero_piece() -> Result<BufRef, DiskError> {

@@ -325,6 +325,37 @@ fn planned_faults_hit_exactly_what_they_name() {
 }
 
 #[test]
+fn slow_reads_take_turns_until_the_limit_is_taken_away() {
+    on_both_rings(|ring| {
+        let (_file, path) = file();
+        let plan = FaultPlan::of_path(&path);
+        let disk = Disk::open(&path, None).unwrap();
+        let bytes = pattern(4096, 3);
+        let done = run(ring, Task::data(&disk, write(0, &bytes, 0, false)));
+        assert_eq!(done, Ok(Outcome::Done));
+        let begin = std::time::Instant::now();
+        plan.slow_reads(std::num::NonZeroU32::new(100));
+        for _ in 0..3 {
+            assert_eq!(read(ring, &disk, 0, 4096, 0), bytes);
+        }
+        assert!(begin.elapsed() >= std::time::Duration::from_millis(30));
+        // From now on a read takes no turn.
+        plan.slow_reads(None);
+        let buf = IoBuf::standalone(4096).unwrap().share();
+        let work = DataWork::Read {
+            buf,
+            start: 0,
+            len: 4096,
+            offset: 0,
+        };
+        let Step::Run(op) = Task::data(&disk, work).start() else {
+            panic!("nothing to do");
+        };
+        assert!(matches!(op, crate::ring::Op::Read { .. }), "{op:?}");
+    });
+}
+
+#[test]
 fn a_short_transfer_goes_on_and_a_missing_flag_is_replaced_by_a_flush() {
     let (_file, path) = file();
     let disk = Disk::open(&path, None).unwrap();

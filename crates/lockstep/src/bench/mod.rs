@@ -1,32 +1,77 @@
 //! `lockstep bench`: how Lockstep compares with the bare minimum on this machine.
 
+use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use lockstep_bench::run::{Plan, run as measure};
 use lockstep_bench::stats::table;
+use lockstep_bench::{clusters, scale};
+use serde::Serialize;
 
 const USAGE: &str = "\
-Usage: lockstep bench [OPTIONS]
+Usage: lockstep bench [WHAT] [OPTIONS]
 
 Measures Lockstep, the bare floor (two threads, io_uring, TCP) and the raw disk in turns and shows
 the median of the rounds. 4 KiB random IO, protocol C, both nodes on this machine. The front ends
 (NBD; as root also FUSE + loop) are measured over two nodes and alone, beside qemu-storage-daemon
 where that is installed (its figure is in the raw column).
 
+WHAT measures something else instead:
+  read-balancing  random reads through two nodes by each policy, the local disk throttled to half
+                  (raw: prefer-local)
+  client          a client without a disk (raw: a storage node of the same cluster)
+  replicas        three replicas (raw: two)
+  resync          a full resync, in MiB/s beside disks and link
+  promote         promotions in a cluster of three, in microseconds
+  scale           many idle resources in one daemon
+
   --quick         one short round over small files; ends within 60 s
   --rounds N      rounds per row, default 5
   --seconds S     time of one measurement, default 1
   --file-mib N    size of each file, default 1024
   --dir DIR       where the files go, default the current directory
-  --json          an array of objects {path, qd, floor_iops, raw_iops, iops, ratio, against, p50_us,
-                  p99_us, cpu_us_per_io}";
+  --resources N   resources of `scale`, default 10000
+  --json          an array of objects; {path, qd, floor_iops, raw_iops, iops, ratio, against, p50_us,
+                  p99_us, cpu_us_per_io} but for resync, promote and scale";
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Topic {
+    Paths,
+    ReadBalancing,
+    Client,
+    Replicas,
+    Resync,
+    Promote,
+    Scale,
+}
+
+impl Topic {
+    const NAMED: [(&str, Topic); 6] = [
+        ("read-balancing", Topic::ReadBalancing),
+        ("client", Topic::Client),
+        ("replicas", Topic::Replicas),
+        ("resync", Topic::Resync),
+        ("promote", Topic::Promote),
+        ("scale", Topic::Scale),
+    ];
+}
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+struct Wish {
+    topic: Topic,
+    plan: Plan,
+    resources: u32,
+    json: bool,
+}
 
 /// Runs the command.
 pub(crate) fn run(args: &[String]) -> ExitCode {
-    let (plan, json) = match parse(args) {
-        Ok(Some(parsed)) => parsed,
+    let wish = match parse(args) {
+        Ok(Some(wish)) => wish,
         Ok(None) => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;
@@ -36,19 +81,9 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match measure(&plan, |line| eprintln!("measuring: {line}")) {
-        Ok(rows) if json => match serde_json::to_string_pretty(&rows) {
-            Ok(text) => {
-                println!("{text}");
-                ExitCode::SUCCESS
-            }
-            Err(error) => {
-                eprintln!("lockstep bench: {error}");
-                ExitCode::FAILURE
-            }
-        },
-        Ok(rows) => {
-            print!("{}", table(&rows));
+    match wish.measure() {
+        Ok(text) => {
+            print!("{text}");
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -58,7 +93,47 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
     }
 }
 
-fn parse(args: &[String]) -> Result<Option<(Plan, bool)>, String> {
+impl Wish {
+    fn measure(&self) -> io::Result<String> {
+        let plan = &self.plan;
+        let progress = |line: &str| eprintln!("measuring: {line}");
+        match self.topic {
+            Topic::Paths => self.show(&measure(plan, progress)?, table),
+            Topic::ReadBalancing => self.show(&clusters::read_balancing(plan, progress)?, table),
+            Topic::Client => self.show(&clusters::client(plan, progress)?, table),
+            Topic::Replicas => self.show(&clusters::replicas(plan, progress)?, table),
+            Topic::Resync => {
+                let rows = clusters::resync(plan, progress)?;
+                self.show(&rows, clusters::resync_table)
+            }
+            Topic::Promote => {
+                let rows = clusters::promote(plan, progress)?;
+                self.show(&rows, clusters::change_table)
+            }
+            Topic::Scale => {
+                // Each connection takes several sockets.
+                crate::open_files::raise_limit();
+                let plan = scale::Plan {
+                    resources: self.resources,
+                    idle: plan.time * 10,
+                    directory: plan.directory.clone(),
+                };
+                self.show(&scale::run(&plan, progress)?, scale::table)
+            }
+        }
+    }
+
+    fn show<R: Serialize>(&self, rows: &[R], table: fn(&[R]) -> String) -> io::Result<String> {
+        if !self.json {
+            return Ok(table(rows));
+        }
+        let text = serde_json::to_string_pretty(rows)?;
+        Ok(text + "\n")
+    }
+}
+
+fn parse(args: &[String]) -> Result<Option<Wish>, String> {
+    let (mut topic, mut resources) = (Topic::Paths, 10_000);
     let mut plan = Plan {
         rounds: 5,
         time: Duration::from_secs(1),
@@ -91,11 +166,22 @@ fn parse(args: &[String]) -> Result<Option<(Plan, bool)>, String> {
             }
             "--file-mib" => plan.file_bytes = number(arg, value()?, 8, 1 << 20)? << 20,
             "--dir" => plan.directory = PathBuf::from(value()?),
+            "--resources" => resources = number(arg, value()?, 1, 16_384)? as u32,
             "--help" | "-h" => return Ok(None),
-            other => return Err(format!("unknown option {other}")),
+            other => match Topic::NAMED.iter().find(|(name, _)| *name == other) {
+                Some((_, named)) if topic == Topic::Paths => topic = *named,
+                Some(_) => return Err(format!("{other}: one thing is measured at a time")),
+                None if other.starts_with('-') => return Err(format!("unknown option {other}")),
+                None => return Err(format!("{other}: nothing of this name is measured")),
+            },
         }
     }
-    Ok(Some((plan, json)))
+    Ok(Some(Wish {
+        topic,
+        plan,
+        resources,
+        json,
+    }))
 }
 
 fn number(name: &str, text: &str, least: u64, most: u64) -> Result<u64, String> {
@@ -129,7 +215,13 @@ mod tests {
         );
         assert!(parse(&words("--fast")).unwrap_err().contains("--fast"));
         assert!(parse(&words("--help")).unwrap().is_none());
-        let (plan, json) = parse(&words("--quick --json --rounds 3")).unwrap().unwrap();
-        assert!(json && plan.rounds == 3);
+        for unknown in ["speed", "client resync"] {
+            let wrong = unknown.split(' ').next_back().unwrap();
+            assert!(parse(&words(unknown)).unwrap_err().contains(wrong));
+        }
+        let wish = parse(&words("--quick --json --rounds 3")).unwrap().unwrap();
+        assert!(wish.json && wish.plan.rounds == 3 && wish.topic == Topic::Paths);
+        let wish = parse(&words("scale --resources 5")).unwrap().unwrap();
+        assert!(wish.topic == Topic::Scale && wish.resources == 5);
     }
 }

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -35,6 +36,8 @@ pub(super) struct Helper {
     pub(super) path: PathBuf,
     /// Its name for itself, by which one binary with several names knows what to be.
     pub(super) name: &'static str,
+    /// It is the program that runs now.
+    pub(super) is_self: bool,
 }
 
 /// Longest times of calls.
@@ -84,6 +87,9 @@ impl Executor {
         }
         // The child writes to the same place; what we have printed comes first.
         let _ = out.flush();
+        if self.drbdsetup.is_self && errors == ErrorOutput::Shown && is_quick(call) {
+            return self.run_within(call, class, err);
+        }
         let mut command = self.command(call);
         command.stderr(match errors {
             ErrorOutput::Shown => Stdio::inherit(),
@@ -99,6 +105,39 @@ impl Executor {
             }
         };
         self.finish(child, call, class, errors, err)
+    }
+
+    /// Without a process of its own. A node with hundreds of resources makes thousands of calls
+    /// when it comes up, and each process would take longer than the call.
+    fn run_within(&self, call: &Call, class: TimeClass, err: &mut dyn Write) -> u8 {
+        let (sender, receiver) = channel();
+        let (directory, words) = (self.directory.clone(), call.words.clone());
+        // A thread of its own, which is left behind if the daemon does not answer in time.
+        std::thread::spawn(move || {
+            let code = crate::drbdsetup::run_within(directory.as_deref(), &words);
+            // Nobody waits any more after the limit.
+            let _ = sender.send(code);
+        });
+        let answer = match self.limit(class) {
+            Some(limit) => receiver.recv_timeout(limit),
+            None => receiver.recv().map_err(RecvTimeoutError::from),
+        };
+        let code = match answer {
+            Ok(code) => code,
+            Err(RecvTimeoutError::Timeout) => {
+                let limit = self.limit(class).unwrap_or_default().as_secs();
+                let _ = writeln!(
+                    err,
+                    "Command '{call}' did not terminate within {limit} seconds"
+                );
+                return EXIT_EXEC;
+            }
+            Err(RecvTimeoutError::Disconnected) => EXIT_EXEC,
+        };
+        if code >= LEAST_REPORTED {
+            let _ = writeln!(err, "Command '{call}' terminated with exit code {code}");
+        }
+        code
     }
 
     fn finish(
@@ -200,6 +239,16 @@ impl Executor {
             TimeClass::Unlimited => None,
         }
     }
+}
+
+/// The calls of which `up` has several for each resource.
+fn is_quick(call: &Call) -> bool {
+    let verb = call.words.first().map_or("", String::as_str);
+    call.program == Program::Setup
+        && matches!(
+            verb,
+            "new-minor" | "new-peer" | "new-path" | "peer-device-options" | "attach" | "connect"
+        )
 }
 
 /// Waits for the end of a child; none when the time is over first.

@@ -134,6 +134,7 @@ impl System {
             Some(path) => Helper {
                 path: PathBuf::from(path),
                 name,
+                is_self: false,
             },
             None => self.helper(name),
         };
@@ -171,7 +172,14 @@ impl System {
             None if is_other => PathBuf::from(name),
             None => std::env::current_exe().unwrap_or_else(|_| PathBuf::from(name)),
         };
-        Helper { path, name }
+        let real = |path: &Path| std::fs::canonicalize(path).ok();
+        let own = std::env::current_exe().ok();
+        let is_self = own.is_some_and(|own| real(&own).is_some() && real(&own) == real(&path));
+        Helper {
+            path,
+            name,
+            is_self,
+        }
     }
 }
 

@@ -18,6 +18,7 @@ mod wait;
 mod watch;
 
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -38,6 +39,14 @@ const UNKNOWN_OBJECT: u8 = 10;
 /// Runs `drbdsetup ARGS`.
 pub(crate) fn run(args: &[String]) -> ExitCode {
     ExitCode::from(run_to_code(args))
+}
+
+/// A command that changes something, in the process of another tool; gives its exit code.
+pub(crate) fn run_within(directory: Option<&Path>, args: &[String]) -> u8 {
+    match args::parse(args) {
+        Ok(parsed) => change(&Place::find(directory), parsed),
+        Err(wrong) => usage_error(wrong),
+    }
 }
 
 /// Commands and options, for completions and manual pages.
