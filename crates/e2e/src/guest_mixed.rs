@@ -1,7 +1,7 @@
 //! A pair of one Lockstep node on this machine and one kernel DRBD 8.4 node in a guest.
 
 use std::fs;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::guest::{GUEST_ADDRESS, Guest, GuestSetup, HOST_IN_GUEST, HostFiles};
 use crate::guest_drbd::{DRBD_LIMIT, DRBD_PORT, LOST_LINK, drbd_state, wait_state};
 use crate::guest_host::HostNode;
+use crate::guest_line::{Line, LineState, Side};
 
 /// Size of each disk.
 const DISK_MIB: u64 = 32;
@@ -78,6 +79,9 @@ pub struct Mixed84 {
     pub node: HostNode,
     setup: MixedSetup,
     own_port: u16,
+    /// How the Lockstep node reaches the kernel, and the kernel the Lockstep node. Both see the peer
+    /// that they expect, so both can open connections.
+    lines: [Line; 2],
     swapped: bool,
     dir: tempfile::TempDir,
 }
@@ -104,11 +108,18 @@ impl Mixed84 {
         })?;
         let own_port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let node = HostNode::new(dir.path(), "alfa", setup.minor)?;
+        // In the eyes of both the Lockstep node has the larger address.
+        let own = SocketAddr::from((Ipv4Addr::LOCALHOST, own_port));
+        let lines = [
+            Line::beside(Side::Below, own_port, kernel.address(DRBD_PORT))?,
+            Line::beside(Side::Above, DRBD_PORT, own)?,
+        ];
         let mut pair = Mixed84 {
             kernel,
             node,
             setup,
             own_port,
+            lines,
             swapped: false,
             dir,
         };
@@ -183,7 +194,7 @@ impl Mixed84 {
     fn write_kernel_configuration(&self) -> Result<()> {
         let mut text = self.options();
         for (name, host, port) in [
-            ("alfa", HOST_IN_GUEST, self.own_port),
+            ("alfa", HOST_IN_GUEST, self.lines[1].address().port()),
             ("bravo", GUEST_ADDRESS, DRBD_PORT),
         ] {
             text += &format!(" on {name} {{\n  address {host}:{port};\n");
@@ -205,7 +216,7 @@ impl Mixed84 {
         let mut text = self.options();
         for (id, name, address) in [
             (0, "alfa", format!("127.0.0.1:{}", self.own_port)),
-            (1, "bravo", self.kernel.address(DRBD_PORT).to_string()),
+            (1, "bravo", self.lines[0].address().to_string()),
         ] {
             text += &format!(" on {name} {{\n  node-id {id}; address ipv4 {address};\n");
             for volume in 0..self.setup.volumes {
@@ -218,6 +229,18 @@ impl Mixed84 {
             text += " }\n";
         }
         self.node.write_configuration(&(text + "}\n"))
+    }
+
+    /// Cuts, stalls or mends the line between the two, both directions of opening connections.
+    pub fn line_state(&self, state: LineState) {
+        for line in &self.lines {
+            line.set_state(state);
+        }
+    }
+
+    /// A directory for a test's own files.
+    pub fn notes(&self) -> &Path {
+        self.dir.path()
     }
 
     /// File of a node's disk.

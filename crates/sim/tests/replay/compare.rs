@@ -17,7 +17,7 @@ use lockstep_format::wire::packet::{
     BarrierAck, BlockId, CompressedBitmap, Data, PeerAck, RunKind, Trim,
 };
 use lockstep_format::wire::vli::RleDecoder;
-use lockstep_format::wire::{self, DataFlags, Packet, PeerState, ReplState, UuidFlags};
+use lockstep_format::wire::{self, DataFlags, Packet, PeerState, ReplState, Role, UuidFlags};
 
 use crate::capture::{Item, Seen, What};
 use crate::stand_in::{Sent, StandIn};
@@ -72,6 +72,8 @@ pub(crate) struct Replay<'a> {
     challenge: Option<[u8; 64]>,
     /// Packets that the core did not send yet, and until when it may.
     late: Vec<(Seen, u64)>,
+    /// A command that waits for the packet that shows it.
+    postponed: Option<&'a str>,
     differences: Vec<String>,
 }
 
@@ -92,7 +94,7 @@ const PATIENCE_NS: u64 = 400_000_000;
 
 impl<'a> Replay<'a> {
     /// Replays everything; returns what differs.
-    pub(crate) fn run(items: &[Item], me: NodeId, setup: &'a Setup) -> Vec<String> {
+    pub(crate) fn run(items: &'a [Item], me: NodeId, setup: &'a Setup) -> Vec<String> {
         let mut peers: Vec<NodeId> = items
             .iter()
             .filter_map(|item| match &item.what {
@@ -128,6 +130,7 @@ impl<'a> Replay<'a> {
             announced: BTreeMap::new(),
             challenge: None,
             late: Vec::new(),
+            postponed: None,
             differences: Vec::new(),
         };
         replay.images(items);
@@ -137,7 +140,11 @@ impl<'a> Replay<'a> {
             replay.serve();
             match &item.what {
                 What::Command { node, text } if *node == me => {
-                    replay.operator(text, &items[index..]);
+                    if replay.follows_writes(items, index) {
+                        replay.postponed = Some(text);
+                    } else {
+                        replay.operator(text, &items[index..]);
+                    }
                 }
                 What::Up {
                     nodes, acceptor, ..
@@ -150,6 +157,12 @@ impl<'a> Replay<'a> {
                 What::Packet(seen) if seen.to == me => replay.feed(seen, &items[index..]),
                 What::Packet(seen) if seen.from == me => {
                     replay.congest(&items[index..]);
+                    let demoted =
+                        matches!(&seen.packet, Packet::State(s) if s.role == Role::Secondary);
+                    if let Some(text) = replay.postponed.take_if(|_| demoted) {
+                        replay.operator(text, &items[index..]);
+                        replay.serve();
+                    }
                     replay.expect(seen, now);
                 }
                 _ => {}
@@ -159,6 +172,22 @@ impl<'a> Replay<'a> {
         }
         replay.leftovers("the end");
         replay.differences
+    }
+
+    /// Whether a demotion stands behind writes in one line of the shell, which has one time: it
+    /// comes when the packets show it.
+    fn follows_writes(&self, items: &[Item], index: usize) -> bool {
+        let What::Command { text, .. } = &items[index].what else {
+            return false;
+        };
+        let before = index.checked_sub(1).map(|before| &items[before]);
+        let writes = before.is_some_and(|before| match &before.what {
+            What::Command { node, text } => {
+                *node == self.me && text.contains("wl ") && before.time_ns == items[index].time_ns
+            }
+            _ => false,
+        });
+        writes && text.starts_with("drbdadm secondary") && !self.node.links.is_empty()
     }
 
     /// Collects what resyncs of the capture show of disks that were not written before.
@@ -347,6 +376,16 @@ impl<'a> Replay<'a> {
                         peer,
                         volume,
                         options,
+                    });
+                }
+            }
+            ["drbdadm", "verify", ..] => {
+                for peer in self.peers.clone() {
+                    self.node.command(Command::Verify {
+                        peer,
+                        volume,
+                        start: None,
+                        stop: None,
                     });
                 }
             }

@@ -10,7 +10,8 @@ mod stand_in;
 use std::path::{Path, PathBuf};
 
 use lockstep_core::options::{
-    DiskOptions, NetOptions, OnCongestion, PeerDeviceOptions, Protocol, ResourceOptions,
+    AfterSplitBrain, DiskOptions, NetOptions, OnCongestion, PeerDeviceOptions, Protocol,
+    ResourceOptions,
 };
 use lockstep_format::units::NodeId;
 
@@ -76,6 +77,9 @@ fn setup(path: &Path) -> Setup {
             ["shared-secret", secret] => {
                 setup.net.shared_secret = Some(secret.trim_matches('"').into());
             }
+            ["after-sb-0pri", policy] => setup.net.after_sb_0pri = after_sb(policy),
+            ["after-sb-1pri", policy] => setup.net.after_sb_1pri = after_sb(policy),
+            ["after-sb-2pri", policy] => setup.net.after_sb_2pri = after_sb(policy),
             ["data-integrity-alg", alg] => setup.net.data_integrity_alg = Some(alg.into()),
             ["csums-alg", alg] => setup.net.csums_alg = Some(alg.into()),
             ["verify-alg", alg] => setup.net.verify_alg = Some(alg.into()),
@@ -83,6 +87,15 @@ fn setup(path: &Path) -> Setup {
         }
     }
     setup
+}
+
+fn after_sb(policy: &str) -> AfterSplitBrain {
+    match policy {
+        "disconnect" => AfterSplitBrain::Disconnect,
+        "discard-zero-changes" => AfterSplitBrain::DiscardZeroChanges,
+        "discard-secondary" => AfterSplitBrain::DiscardSecondary,
+        other => panic!("after-sb policy {other}"),
+    }
 }
 
 /// Replays one node of a capture. What differs by choice (docs/compatibility.md) is named by the
@@ -294,4 +307,26 @@ fn drbd84_changed_options() {
         "extra at the end of the connection: Data SyncParam89(SyncParam89 { resync_rate_kib_s: 102400",
     ];
     replay("84", "27-option-changes", 1, &rate);
+}
+
+#[test]
+fn drbd84_authentication() {
+    for name in ["14-auth-sha1", "15-auth-sha256"] {
+        replay("84", name, 0, &[]);
+        replay("84", name, 1, &[]);
+    }
+}
+
+#[test]
+fn drbd84_split_brain_with_policies() {
+    replay("84", "10-split-brain-auto", 0, &[]);
+    // The kernel makes a generation with the promotion, this project with the first write.
+    let early = ["missing Data Uuids(Uuids { current: Uuid(BBC8AD32FA88AF10)"];
+    replay("84", "10-split-brain-auto", 1, &early);
+}
+
+#[test]
+fn drbd84_verify() {
+    replay("84", "07-verify-clean", 0, &[]);
+    replay("84", "07-verify-clean", 1, &[]);
 }
