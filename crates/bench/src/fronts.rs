@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lockstep_front::BlockAccess;
-use lockstep_front::device::{DeviceSpec, MountedDevice};
+use lockstep_front::device::{DeviceSpec, MountedDevice, Opening};
 use lockstep_front::nbd::{
     ExportDescription, ExportRefusal, Exports, Listen, NbdLimits, NbdServer,
 };
@@ -162,6 +162,7 @@ impl Target {
             links: Vec::new(),
             readers: 1,
             access: BlockAccess::ReadWrite,
+            opening: Opening::Never,
         };
         let mut lost = None;
         let device = MountedDevice::create(&spec, &mut |sink| match volume.port(sink) {

@@ -1,22 +1,29 @@
-//! Mountable devices of the volumes that are Primary here, on a thread of their own: what the
-//! kernel does with a device may wait for a suspended volume.
+//! Mountable devices of this node's volumes, on a thread of their own: what the kernel does with a
+//! device may wait for a suspended volume.
+//!
+//! A device opens its volume when it is used ([`lockstep_front::gate`]). This thread looks whether
+//! somebody still uses it, and closes it when nobody does: then an automatic Primary is Secondary
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
-use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, clean_leftovers};
-use lockstep_front::{BlockAccess, LoopNumber};
+use lockstep_front::device::{
+    ConnectPort, DeviceError, DeviceSpec, MountedDevice, Opening, clean_leftovers,
+};
+use lockstep_front::gate::Access;
+use lockstep_front::{BlockAccess, LoopNumber, Usage};
 use lockstep_io::port::{PortEvent, PortSink, VolumePort};
 
 use crate::board::Board;
-use crate::holding::{Holding, Key, Verdict};
+use crate::holding::{Holding, Key, Left, Promotion, Verdict};
 use crate::place::Place;
-use crate::report::ResourceReport;
+use crate::report::{DeviceReport, ResourceReport};
 
 /// Makes a port of `resource`, volume; none if it has gone.
 pub(crate) type OpenPort =
@@ -28,10 +35,18 @@ pub(crate) type Promote = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 /// What the thread is asked. It also looks by itself, once a second.
 enum Order {
     /// Look at the board.
-    Look { done: Option<SyncSender<()>> },
-    /// Take a resource's devices away and make none until `Resume`.
+    Look,
+    /// Bring one resource's devices to what the board says, and tell when it is done.
+    LookAt {
+        resource: String,
+        done: SyncSender<()>,
+    },
+    /// How a device is used, as was found out on another thread.
+    Checked { key: Key, uses: u64, usage: Usage },
+    /// Take a resource's devices away, or that of one volume, and make none until `Resume`.
     Release {
         resource: String,
+        volume: Option<u16>,
         force: bool,
         done: SyncSender<Result<(), String>>,
     },
@@ -45,19 +60,28 @@ enum Order {
 #[derive(Clone)]
 pub(crate) struct Devices {
     orders: Option<SyncSender<Order>>,
+    /// Resources that were made Primary by command.
+    explicit: Arc<Mutex<BTreeSet<String>>>,
 }
 
 /// Orders that may wait.
 const BACKLOG: usize = 64;
 /// How long a device may take to come or go.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How often the kernel is asked who uses a device.
+/// How often the kernel is asked who uses a device that is mounted or otherwise claimed.
 const LOOK: Duration = Duration::from_secs(1);
+/// The same for a device that may soon be used by nobody.
+const LOOK_SOON: Duration = Duration::from_millis(200);
+/// A volume whose size is unknown for so long has a device without size.
+const SIZELESS: Duration = Duration::from_secs(1);
 
 impl Devices {
     /// No devices: not root, or not wanted. Volumes are used over NBD.
     pub(crate) fn none() -> Devices {
-        Devices { orders: None }
+        Devices {
+            orders: None,
+            explicit: Arc::default(),
+        }
     }
 
     /// Starts the thread. With `hold`, devices outlive this daemon for so long.
@@ -71,7 +95,12 @@ impl Devices {
         let (sender, receiver) = sync_channel(BACKLOG);
         let holding = Holding::start(&place, hold)?;
         clean(&place, &holding.waiting())?;
+        let explicit: Arc<Mutex<BTreeSet<String>>> = Arc::default();
+        watch_mounts(sender.clone())?;
         let worker = Worker {
+            orders: sender.clone(),
+            explicit: explicit.clone(),
+            sizeless: BTreeMap::new(),
             board,
             place,
             open_port,
@@ -86,38 +115,57 @@ impl Devices {
             .spawn(move || worker.run(&receiver))?;
         Ok(Devices {
             orders: Some(sender),
+            explicit,
         })
     }
 
     /// Something may have changed. Never waits.
     pub(crate) fn look(&self) {
         if let Some(orders) = &self.orders {
-            match orders.try_send(Order::Look { done: None }) {
+            match orders.try_send(Order::Look) {
                 // With a full queue it looks soon anyway.
                 Ok(()) | Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {}
             }
         }
     }
 
-    /// The same, and waits until it has looked.
-    pub(crate) fn look_and_wait(&self) {
+    /// Brings one resource's devices to what the board says, and waits for that.
+    pub(crate) fn look_at(&self, resource: &str) {
         if let Some(orders) = &self.orders {
             let (done, wait) = sync_channel(1);
-            if orders.send(Order::Look { done: Some(done) }).is_ok() {
+            let resource = resource.to_owned();
+            if orders.send(Order::LookAt { resource, done }).is_ok() {
                 // Without an answer in time the device comes later, which the log tells.
                 let _ = wait.recv_timeout(PATIENCE);
             }
         }
     }
 
-    /// Takes the devices of a resource away. The error says who uses one; then all stay.
-    pub(crate) fn release(&self, resource: &str, force: bool) -> Result<(), String> {
+    /// The resource was made Primary by command, or is Secondary again.
+    pub(crate) fn set_explicit(&self, resource: &str, primary: bool) {
+        let mut explicit = lock(&self.explicit);
+        if primary {
+            explicit.insert(resource.to_owned());
+        } else {
+            explicit.remove(resource);
+        }
+    }
+
+    /// Takes the devices of a resource away, or that of one volume. The error says who uses one; then
+    /// all stay.
+    pub(crate) fn release(
+        &self,
+        resource: &str,
+        volume: Option<u16>,
+        force: bool,
+    ) -> Result<(), String> {
         let Some(orders) = &self.orders else {
             return Ok(());
         };
         let (done, wait) = sync_channel(1);
         let order = Order::Release {
             resource: resource.to_owned(),
+            volume,
             force,
             done,
         };
@@ -151,45 +199,63 @@ impl Devices {
     }
 }
 
-/// A served device and the opener that stands for its users.
+/// A served device.
 struct Served {
     device: MountedDevice,
     size_bytes: u64,
-    /// Open while somebody uses the device.
-    opener: Option<Box<dyn VolumePort + Send>>,
+    access: BlockAccess,
+    /// Held by the thread that finds out how the device is used.
+    check: Arc<Mutex<()>>,
+    /// Such a thread is on its way.
+    checking: bool,
+    /// It was claimed or mounted when last seen.
+    claimed: bool,
+    /// The holder was told of it.
+    held: bool,
 }
 
 struct Worker {
+    orders: SyncSender<Order>,
+    explicit: Arc<Mutex<BTreeSet<String>>>,
     board: Arc<Board>,
     place: Place,
     open_port: OpenPort,
     promote: Promote,
     holding: Holding,
     devices: BTreeMap<Key, Served>,
-    released: BTreeSet<String>,
+    /// Resources, or volumes of them, that have no devices for now.
+    released: BTreeSet<(String, Option<u16>)>,
     /// Devices that could not be made, with the size that was tried.
     failed: BTreeMap<Key, u64>,
+    /// Volumes without size and device, since when.
+    sizeless: BTreeMap<Key, Instant>,
 }
 
 impl Worker {
     fn run(mut self, orders: &Receiver<Order>) {
         loop {
-            match orders.recv_timeout(LOOK) {
-                Ok(Order::Look { done }) => {
-                    self.look();
+            match orders.recv_timeout(self.pause()) {
+                Ok(Order::Look) | Err(RecvTimeoutError::Timeout) => self.look(),
+                Ok(Order::LookAt { resource, done }) => {
+                    let waiting = self.look_at_waiting();
+                    if let Some(report) = self.board.report(&resource) {
+                        self.look_at(&report, &waiting);
+                    }
                     // Who asked may have stopped waiting.
-                    done.map(|done| done.send(()));
+                    let _ = done.send(());
                 }
+                Ok(Order::Checked { key, uses, usage }) => self.checked(&key, uses, usage),
                 Ok(Order::Release {
                     resource,
+                    volume,
                     force,
                     done,
                 }) => {
-                    let result = self.release(&resource, force);
+                    let result = self.release(&resource, volume, force);
                     let _ = done.send(result);
                 }
                 Ok(Order::Resume { resource }) => {
-                    self.released.remove(&resource);
+                    self.released.retain(|(name, _)| *name != resource);
                     self.look();
                 }
                 Ok(Order::End { done }) => {
@@ -203,9 +269,21 @@ impl Worker {
                     let _ = done.send(());
                     return;
                 }
-                Err(RecvTimeoutError::Timeout) => self.look(),
                 Err(RecvTimeoutError::Disconnected) => return,
             }
+        }
+    }
+
+    /// How long nothing has to be looked at.
+    fn pause(&self) -> Duration {
+        let is_loose = |served: &Served| {
+            let session = served.device.gate().and_then(|gate| gate.session());
+            session.is_some() && !served.claimed
+        };
+        if self.devices.values().any(is_loose) {
+            LOOK_SOON
+        } else {
+            LOOK
         }
     }
 
@@ -213,47 +291,173 @@ impl Worker {
     fn look(&mut self) {
         let waiting = self.look_at_waiting();
         let reports = self.board.reports();
-        let mut wanted = BTreeMap::new();
-        for report in &reports {
-            if report.role != Role::Primary || self.released.contains(&report.name) {
-                continue;
-            }
-            for device in report.devices.iter().filter(|d| d.size_sectors > 0) {
-                let key = (report.name.clone(), device.volume);
-                if waiting.contains(&key) {
-                    continue;
-                }
-                wanted.insert(key, (report, device.minor, device.size_sectors * 512));
-            }
-        }
-        self.failed.retain(|key, _| wanted.contains_key(key));
-        let unwanted: Vec<Key> = self
-            .devices
-            .keys()
-            .filter(|key| !wanted.contains_key(*key))
-            .cloned()
-            .collect();
-        for key in unwanted {
+        let has_report = |key: &Key| reports.iter().any(|report| report.name == key.0);
+        let keys = self.devices.keys().filter(|key| !has_report(key));
+        for key in keys.cloned().collect::<Vec<_>>() {
             self.try_detach(&key);
         }
-        for (key, (report, minor, size_bytes)) in wanted {
-            match self.devices.get_mut(&key) {
-                Some(served) if served.size_bytes == size_bytes => {}
-                Some(served) => match served.device.resize(size_bytes) {
-                    Ok(()) => served.size_bytes = size_bytes,
-                    Err(error) => tracing::warn!(%error, "the device's size is still the old one"),
-                },
-                None if self.failed.get(&key) == Some(&size_bytes) => {}
-                None => self.create(key, report, minor, size_bytes),
+        for report in &reports {
+            self.look_at(report, &waiting);
+        }
+        self.tend();
+    }
+
+    /// Brings one resource's devices to its report.
+    fn look_at(&mut self, report: &ResourceReport, waiting: &BTreeSet<Key>) {
+        let mut wanted = BTreeMap::new();
+        for device in &report.devices {
+            let key = (report.name.clone(), device.volume);
+            let is_released = [None, Some(device.volume)]
+                .into_iter()
+                .any(|volume| self.released.contains(&(report.name.clone(), volume)));
+            if !is_released && !waiting.contains(&key) {
+                wanted.insert(key, device);
             }
         }
-        for (key, served) in &mut self.devices {
-            follow_users(&self.open_port, key, served);
-            let report = reports.iter().find(|report| report.name == key.0);
-            let device = report.and_then(|r| r.devices.iter().find(|d| d.volume == key.1));
-            if let Some(device) = device {
-                self.holding.keep(key, &served.device, device.current_uuid);
+        let of_resource = |key: &Key| key.0 == report.name;
+        self.failed
+            .retain(|key, _| !of_resource(key) || wanted.contains_key(key));
+        self.sizeless
+            .retain(|key, _| !of_resource(key) || wanted.contains_key(key));
+        let unwanted = self.devices.keys().filter(|key| of_resource(key));
+        let unwanted = unwanted.filter(|key| !wanted.contains_key(*key));
+        for key in unwanted.cloned().collect::<Vec<_>>() {
+            self.try_detach(&key);
+        }
+        for (key, device) in wanted {
+            self.bring(&key, report, device);
+            self.hold(&key, report, device.current_uuid);
+        }
+    }
+
+    /// Brings one device to what is wanted.
+    fn bring(&mut self, key: &Key, report: &ResourceReport, device: &DeviceReport) {
+        let size_bytes = device.size_sectors * 512;
+        let access = access(report);
+        if let Some(served) = self.devices.get_mut(key) {
+            if served.size_bytes == size_bytes || size_bytes == 0 {
+                // A volume that has lost its data for now keeps its size for those who use it.
+            } else if served.size_bytes == 0 {
+                // Its limits are known only now.
+                self.try_detach(key);
+            } else {
+                match served.device.resize(size_bytes) {
+                    Ok(()) => served.size_bytes = size_bytes,
+                    Err(error) => tracing::warn!(%error, "the device's size is still the old one"),
+                }
             }
+        }
+        if let Some(served) = self.devices.get_mut(key) {
+            if served.access != access {
+                match served.device.set_access(access) {
+                    Ok(()) => served.access = access,
+                    Err(error) => {
+                        tracing::warn!(%error, "the device's access is still the old one")
+                    }
+                }
+            }
+            return;
+        }
+        if size_bytes == 0 {
+            // Most volumes get their size in the next moment, and a better device then.
+            let since = *self
+                .sizeless
+                .entry(key.clone())
+                .or_insert_with(Instant::now);
+            if since.elapsed() < SIZELESS {
+                return;
+            }
+        }
+        if self.failed.get(key) != Some(&size_bytes) {
+            self.create(key, report, device.minor, size_bytes);
+        }
+    }
+
+    /// Tells the holder of devices whose users must not notice the end of this daemon.
+    fn hold(&mut self, key: &Key, report: &ResourceReport, uuid: u64) {
+        let Some(served) = self.devices.get_mut(key) else {
+            return;
+        };
+        let explicit = lock(&self.explicit).contains(&key.0);
+        let session = served.device.gate().and_then(|gate| gate.session());
+        let writes = session.is_some_and(|session| session.access == Some(Access::Write));
+        let wanted = report.role == Role::Primary && (explicit || writes);
+        if wanted {
+            let promotion = if explicit {
+                Promotion::Explicit
+            } else {
+                Promotion::Automatic
+            };
+            self.holding.keep(key, &served.device, uuid, promotion);
+        } else if served.held {
+            self.holding.forget(key);
+        }
+        served.held = wanted;
+    }
+
+    /// Finds out how open devices are used.
+    fn tend(&mut self) {
+        let mut open = Vec::new();
+        for (key, served) in &self.devices {
+            let session = served.device.gate().and_then(|gate| gate.session());
+            if let Some(session) = session
+                && !served.checking
+            {
+                open.push((key.clone(), session.uses));
+            }
+        }
+        for (key, uses) in open {
+            // What holds I/O back may hold back the answer, too.
+            if self.suspended(&key.0).is_some() {
+                continue;
+            }
+            let Some(served) = self.devices.get_mut(&key) else {
+                continue;
+            };
+            let number = served.device.state().number;
+            if let Ok(Some(usage)) = number.mounted() {
+                self.checked(&key, uses, usage);
+                continue;
+            }
+            let (orders, check) = (self.orders.clone(), served.check.clone());
+            let asked = std::thread::Builder::new()
+                .name("usage".into())
+                .spawn(move || {
+                    let busy = lock(&check);
+                    let usage = find_usage(number);
+                    drop(busy);
+                    // A thread of devices that has ended needs no answer.
+                    let _ = orders.send(Order::Checked { key, uses, usage });
+                });
+            served.checking = asked.is_ok();
+        }
+    }
+
+    /// Closes a volume whose device nobody uses, and opens one for writing whose device is claimed.
+    fn checked(&mut self, key: &Key, uses: u64, usage: Usage) {
+        let Some(served) = self.devices.get_mut(key) else {
+            return;
+        };
+        served.checking = false;
+        served.claimed = matches!(usage, Usage::Claimed | Usage::MountedReadOnly);
+        let Some(gate) = served.device.gate().cloned() else {
+            return;
+        };
+        let access = gate.session().and_then(|session| session.access);
+        match usage {
+            Usage::Unused => {
+                gate.close(uses);
+            }
+            Usage::Claimed if access == Some(Access::Read) => {
+                // It may take `auto-promote-timeout`, and a refusal meets the next write as well.
+                let opened = std::thread::Builder::new()
+                    .name("open".into())
+                    .spawn(move || gate.open(Access::Write));
+                if let Err(error) = opened {
+                    tracing::warn!(%error, "a claimed device is not open for writing yet");
+                }
+            }
+            Usage::Claimed | Usage::MountedReadOnly | Usage::Open => {}
         }
     }
 
@@ -262,6 +466,7 @@ impl Worker {
     fn look_at_waiting(&mut self) -> BTreeSet<Key> {
         for (key, verdict) in self.holding.judge(&self.board.reports()) {
             match verdict {
+                Verdict::Promote if self.holding.is_automatic(&key) => {}
                 Verdict::Promote => match (self.promote)(&key.0) {
                     Ok(()) => tracing::info!(resource = key.0, "Primary again for its device"),
                     Err(error) => tracing::debug!(resource = key.0, error, "not Primary yet"),
@@ -271,7 +476,13 @@ impl Worker {
             }
         }
         let verdicts = self.holding.judge(&self.board.reports());
-        let unready = verdicts.into_iter().filter(|(_, v)| *v != Verdict::Resume);
+        let is_ready = |key: &Key, verdict: &Verdict| match verdict {
+            Verdict::Resume => true,
+            // Its requests promote, as those of before did.
+            Verdict::Promote => self.holding.is_automatic(key),
+            Verdict::Wait | Verdict::Fail(_) => false,
+        };
+        let unready = verdicts.into_iter().filter(|(key, v)| !is_ready(key, v));
         unready.map(|(key, _)| key).collect()
     }
 
@@ -292,7 +503,7 @@ impl Worker {
         }
     }
 
-    fn create(&mut self, key: Key, report: &ResourceReport, minor: u32, size_bytes: u64) {
+    fn create(&mut self, key: &Key, report: &ResourceReport, minor: u32, size_bytes: u64) {
         let name = format!("{}/{}", key.0, key.1);
         let Some(probe) = (self.open_port)(&key.0, key.1, Box::new(Silent)) else {
             return;
@@ -306,7 +517,8 @@ impl Worker {
             properties,
             links: self.links(report, key.1, minor),
             readers: 1,
-            access: BlockAccess::ReadWrite,
+            access: access(report),
+            opening: Opening::OnUse,
         };
         let open_port = self.open_port.clone();
         let mut connect = |sink: Box<dyn PortSink>| -> Box<dyn VolumePort + Send> {
@@ -316,28 +528,57 @@ impl Worker {
                 None => Box::new(NoVolume),
             }
         };
-        let made = match self.holding.take(&key) {
-            Some(left) => MountedDevice::resume(&spec, left.descriptor, left.state, &mut connect),
+        let made = match self.holding.take(key) {
+            Some(left) => self.resume(&spec, left, &mut connect),
             None => MountedDevice::create(&spec, &mut connect),
         };
         match made {
             Ok(device) => {
                 tracing::info!(volume = name, device = %device.path().display(), "device made");
+                self.sizeless.remove(key);
                 self.devices.insert(
-                    key,
+                    key.clone(),
                     Served {
                         device,
                         size_bytes,
-                        opener: None,
+                        access: spec.access,
+                        check: Arc::default(),
+                        checking: false,
+                        claimed: false,
+                        held: false,
                     },
                 );
             }
             Err(error) => {
                 let cause = std::error::Error::source(&error).map(ToString::to_string);
                 tracing::warn!(%error, cause, "no mountable device; the volume is there by NBD");
-                self.failed.insert(key, size_bytes);
+                self.failed.insert(key.clone(), size_bytes);
             }
         }
+    }
+
+    /// Serves a device again that a dead daemon left.
+    fn resume(
+        &self,
+        spec: &DeviceSpec,
+        left: Left,
+        connect: ConnectPort<'_>,
+    ) -> Result<MountedDevice, DeviceError> {
+        let device = MountedDevice::resume(spec, left.descriptor, left.state, connect)?;
+        if left.promotion == Promotion::Automatic
+            && let Some(gate) = device.gate()
+            && let Err(refused) = gate.open(Access::Write)
+        {
+            // Its users have read what they want to change.
+            let error = DeviceError::Resume {
+                name: spec.name.clone(),
+                device: device.path(),
+                reason: refused.0,
+            };
+            device.abandon();
+            return Err(error);
+        }
+        Ok(device)
     }
 
     fn links(&self, report: &ResourceReport, volume: u16, minor: u32) -> Vec<PathBuf> {
@@ -355,17 +596,14 @@ impl Worker {
         roots.into_iter().flat_map(of_root).collect()
     }
 
-    fn release(&mut self, resource: &str, force: bool) -> Result<(), String> {
-        self.released.insert(resource.to_owned());
-        for key in self.holding.keys().iter().filter(|key| key.0 == resource) {
+    fn release(&mut self, resource: &str, volume: Option<u16>, force: bool) -> Result<(), String> {
+        self.released.insert((resource.to_owned(), volume));
+        let is_meant = |key: &Key| key.0 == resource && volume.is_none_or(|v| v == key.1);
+        for key in self.holding.keys().iter().filter(|key| is_meant(key)) {
             self.give_up(key, "the resource is made Secondary");
         }
-        let keys: Vec<Key> = self
-            .devices
-            .keys()
-            .filter(|key| key.0 == resource)
-            .cloned()
-            .collect();
+        let keys = self.devices.keys().filter(|key| is_meant(key));
+        let keys: Vec<Key> = keys.cloned().collect();
         for key in keys {
             if force {
                 if let Some(served) = self.devices.remove(&key) {
@@ -373,7 +611,7 @@ impl Worker {
                     self.holding.forget(&key);
                 }
             } else if let Some(users) = self.try_detach(&key) {
-                self.released.remove(resource);
+                self.released.remove(&(resource.to_owned(), volume));
                 self.look();
                 return Err(users);
             }
@@ -418,17 +656,15 @@ impl Worker {
                 ));
             }
         }
-        let Served {
-            device,
-            size_bytes,
-            opener,
-        } = self.devices.remove(key)?;
-        match device.detach() {
+        let mut served = self.devices.remove(key)?;
+        // A look of our own at the device would count as a user.
+        let check = served.check.clone();
+        let busy = lock(&check);
+        let detached = served.device.detach();
+        drop(busy);
+        match detached {
             Ok(()) => {
                 self.holding.forget(key);
-                if let Some(mut opener) = opener {
-                    opener.close(true);
-                }
                 None
             }
             Err((device, error)) => {
@@ -442,18 +678,60 @@ impl Worker {
                     }
                     other => other.to_string(),
                 };
-                self.devices.insert(
-                    key.clone(),
-                    Served {
-                        device: *device,
-                        size_bytes,
-                        opener,
-                    },
-                );
+                served.device = *device;
+                self.devices.insert(key.clone(), served);
                 Some(text)
             }
         }
     }
+}
+
+/// Asks the kernel how a device is used. If nobody uses it, all that was written is durable then,
+/// and nothing that was read is remembered.
+fn find_usage(number: LoopNumber) -> Usage {
+    let usage = match number.usage() {
+        Ok(Usage::Unused) => number.settle().map(|()| Usage::Unused),
+        found => found,
+    };
+    usage.unwrap_or_else(|error| {
+        tracing::debug!(%error, "how a device is used cannot be told");
+        Usage::Open
+    })
+}
+
+/// Without `auto-promote` nothing can be written before `primary`, and the kernel may say so.
+fn access(report: &ResourceReport) -> BlockAccess {
+    let auto_promote = report.options.get("auto-promote").map(String::as_str);
+    if report.role == Role::Primary || auto_promote != Some("no") {
+        BlockAccess::ReadWrite
+    } else {
+        BlockAccess::ReadOnly
+    }
+}
+
+/// Has the devices looked at whenever something is mounted or unmounted.
+fn watch_mounts(orders: SyncSender<Order>) -> std::io::Result<()> {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mounts = std::fs::File::open("/proc/self/mountinfo")?;
+    let watch = move || {
+        loop {
+            let mut fds = [PollFd::new(&mounts, PollFlags::PRI)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return tracing::warn!(%error, "mounts are seen a second later"),
+            }
+            match orders.try_send(Order::Look) {
+                Ok(()) | Err(TrySendError::Full(_)) => {}
+                Err(TrySendError::Disconnected(_)) => return,
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("mounts".into());
+    thread.spawn(watch).map(drop)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Takes away what dead daemons of this node left, but for the devices that are to be kept.
@@ -471,26 +749,18 @@ fn clean(place: &Place, keep: &[LoopNumber]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The core is told whether the device is used, by an opener that stands for all users.
-fn follow_users(open_port: &OpenPort, key: &Key, served: &mut Served) {
-    match (served.device.is_claimed(), served.opener.take()) {
-        (true, None) => {
-            if let Some(mut port) = open_port(&key.0, key.1, Box::new(Silent)) {
-                port.open(RequestId(0), true);
-                served.opener = Some(port);
-            }
-        }
-        (false, Some(mut port)) => port.close(true),
-        (_, unchanged) => served.opener = unchanged,
-    }
-}
-
-/// Names the node in labels of loop devices.
+/// Names the node in the files of loop devices. Loop devices belong to the machine, so nodes in
+/// containers of one machine see those of each other, though their directories may have the same
+/// path.
 fn owner(dir: &Path) -> String {
+    use std::os::unix::fs::MetadataExt;
+    let place = std::fs::metadata(dir).map_or([0; 2], |found| [found.dev(), found.ino()]);
+    let place = place.map(u64::to_ne_bytes);
     let hash = dir
         .as_os_str()
         .as_encoded_bytes()
         .iter()
+        .chain(place.as_flattened())
         .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
             (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3)
         });
@@ -528,4 +798,22 @@ impl VolumePort for NoVolume {
     fn open(&mut self, _: RequestId, _: bool) {}
 
     fn close(&mut self, _: bool) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_told_apart_by_their_directories_not_only_by_their_paths() {
+        let place = tempfile::tempdir().unwrap();
+        let dir = place.path().join("node");
+        std::fs::create_dir(&dir).unwrap();
+        let first = owner(&dir);
+        assert_eq!(owner(&dir), first, "the same after a restart");
+        // As in another container: the same path, another directory.
+        std::fs::rename(&dir, place.path().join("other")).unwrap();
+        std::fs::create_dir(&dir).unwrap();
+        assert_ne!(owner(&dir), first);
+    }
 }

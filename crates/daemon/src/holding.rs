@@ -28,7 +28,18 @@ pub(crate) struct Left {
     pub(crate) descriptor: OwnedFd,
     /// What its next server has to know.
     pub(crate) state: DeviceState,
+    /// How its resource became Primary.
+    pub(crate) promotion: Promotion,
     uuid: u64,
+}
+
+/// How a resource became Primary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Promotion {
+    /// By command.
+    Explicit,
+    /// By its device's use; it is demoted when that ends.
+    Automatic,
 }
 
 /// What is to be done with a waiting device.
@@ -77,13 +88,14 @@ impl Holding {
         for held in client.list()? {
             let parsed = patience.and_then(|_| parse(&held.key, &held.state));
             match parsed {
-                Some((key, state, uuid)) => {
+                Some((key, state, uuid, promotion)) => {
                     let descriptor = held.descriptor;
                     holding.left.insert(
                         key,
                         Left {
                             descriptor,
                             state,
+                            promotion,
                             uuid,
                         },
                     );
@@ -118,15 +130,32 @@ impl Holding {
         self.left.iter().map(of_one).collect()
     }
 
+    /// The waiting device's resource was not promoted by command.
+    pub(crate) fn is_automatic(&self, key: &Key) -> bool {
+        let left = self.left.get(key);
+        left.is_some_and(|left| left.promotion == Promotion::Automatic)
+    }
+
     /// Hands a waiting device out, to be served or given up.
     pub(crate) fn take(&mut self, key: &Key) -> Option<Left> {
         self.left.remove(key)
     }
 
     /// Keeps the holder up to date about a device that is served.
-    pub(crate) fn keep(&mut self, key: &Key, device: &MountedDevice, uuid: u64) {
+    pub(crate) fn keep(
+        &mut self,
+        key: &Key,
+        device: &MountedDevice,
+        uuid: u64,
+        promotion: Promotion,
+    ) {
         let Some(client) = &self.client else { return };
-        let text = format!("{};{:016x}", device.state().to_line(), plain(uuid));
+        let word = match promotion {
+            Promotion::Explicit => EXPLICIT,
+            Promotion::Automatic => AUTOMATIC,
+        };
+        let line = device.state().to_line();
+        let text = format!("{line};{:016x};{word}", plain(uuid));
         if self.told.get(key) == Some(&text) {
             return;
         }
@@ -158,12 +187,21 @@ fn name(key: &Key) -> String {
     format!("{}/{}", key.0, key.1)
 }
 
-fn parse(key: &str, state: &str) -> Option<(Key, DeviceState, u64)> {
+const EXPLICIT: &str = "explicit";
+const AUTOMATIC: &str = "automatic";
+
+fn parse(key: &str, state: &str) -> Option<(Key, DeviceState, u64, Promotion)> {
     let (resource, volume) = key.rsplit_once('/')?;
-    let (line, uuid) = state.split_once(';')?;
+    let (line, rest) = state.split_once(';')?;
+    let (uuid, word) = rest.split_once(';')?;
+    let promotion = match word {
+        EXPLICIT => Promotion::Explicit,
+        AUTOMATIC => Promotion::Automatic,
+        _ => return None,
+    };
     let key = (resource.to_owned(), volume.parse().ok()?);
     let uuid = u64::from_str_radix(uuid, 16).ok()?;
-    Some((key, DeviceState::from_line(line)?, uuid))
+    Some((key, DeviceState::from_line(line)?, uuid, promotion))
 }
 
 /// Without the bit that tells of a Primary.
@@ -337,8 +375,9 @@ mod tests {
 
     #[test]
     fn what_the_holder_keeps_comes_back() {
-        let text = "2 3 1048576 4096 57 1;00000000000000ff";
-        let ((resource, volume), state, uuid) = parse("a/b/7", text).unwrap();
+        let text = "2 3 1048576 4096 57 1;00000000000000ff;automatic";
+        let ((resource, volume), state, uuid, promotion) = parse("a/b/7", text).unwrap();
+        assert_eq!(promotion, Promotion::Automatic);
         assert_eq!((resource.as_str(), volume, uuid), ("a/b", 7, 255));
         assert_eq!(state.number, LoopNumber(3));
         assert!(parse("r0/0", "2 3 1048576 4096 57 1").is_none(), "no UUID");

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use lockstep_core::command::{Command, CommandError, ErrorCode};
 use lockstep_core::resource::{Resource, ResourceConfig};
+use lockstep_core::state::Role;
 use lockstep_format::conf::options::Set;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_io::port::{PortSink, VolumePort};
@@ -515,14 +516,14 @@ impl Node {
         let entry = self.find(name)?;
         let devices = self.devices();
         devices
-            .release(name, false)
+            .release(name, None, false)
             .or_else(|users| refuse(ErrorCode::DEVICE_IN_USE, users))?;
         let renamed = self.rename(name, new, &entry);
         // Whichever name it has now, its devices may come back.
         for name in [name, new] {
             devices.resume(name);
         }
-        devices.look_and_wait();
+        devices.look_at(if renamed.is_ok() { new } else { name });
         renamed
     }
 
@@ -572,6 +573,7 @@ impl Node {
         lock(&self.resources).remove(name);
         lock(&self.meters).retain(|(resource, _), _| resource != name);
         self.touched.forget(entry.shard, entry.id);
+        self.devices().set_explicit(name, false);
         self.devices().resume(name);
         match self.shards[entry.shard].remove_resource(entry.id) {
             Ok(_) => Ok(()),
@@ -582,8 +584,11 @@ impl Node {
     /// Secondary, disconnected, detached, gone.
     pub(crate) fn down(&self, name: &str) -> CommandResult {
         let entry = self.find(name)?;
-        self.demote(name, &entry, false)?;
-        let result = self.core(&entry, Command::Down);
+        self.take_devices(name, None, false)?;
+        let result = match self.demote(name, &entry, false) {
+            Ok(()) => self.core(&entry, Command::Down),
+            refused => refused,
+        };
         if result.is_err() {
             self.devices().resume(name);
             self.refresh(name);
@@ -595,10 +600,13 @@ impl Node {
     pub(crate) fn primary(&self, name: &str, force: bool) -> CommandResult {
         let entry = self.find(name)?;
         let result = self.core(&entry, Command::Primary { force });
+        if result.is_ok() {
+            self.devices().set_explicit(name, true);
+        }
         self.refresh(name);
         if result.is_ok() {
             // Whoever promotes is going to mount next.
-            self.devices().look_and_wait();
+            self.devices().look_at(name);
         }
         result
     }
@@ -607,28 +615,41 @@ impl Node {
     fn promote(&self, name: &str) -> Result<(), String> {
         let entry = self.find(name).map_err(|error| error.text)?;
         let result = self.core(&entry, Command::Primary { force: false });
+        if result.is_ok() {
+            self.devices().set_explicit(name, true);
+        }
         self.refresh(name);
         result.map_err(|error| error.text)
     }
 
     pub(crate) fn secondary(&self, name: &str, force: bool) -> CommandResult {
         let entry = self.find(name)?;
-        let result = self.demote(name, &entry, force);
-        self.devices().resume(name);
         self.refresh(name);
+        // A Secondary's readers stay.
+        let is_primary = |report: ResourceReport| report.role == Role::Primary;
+        if self.board.report(name).is_some_and(is_primary) {
+            self.take_devices(name, None, force)?;
+        }
+        let result = self.demote(name, &entry, force);
+        self.refresh(name);
+        self.devices().resume(name);
+        self.devices().look_at(name);
         result
     }
 
-    /// Takes the devices away first: the kernel refuses that while somebody uses one.
     fn demote(&self, name: &str, entry: &Entry, force: bool) -> CommandResult {
-        if let Err(users) = self.devices().release(name, force) {
-            return refuse(ErrorCode::DEVICE_IN_USE, users);
-        }
         let result = self.core(entry, Command::Secondary { force });
-        if result.is_err() {
-            self.devices().resume(name);
+        if result.is_ok() {
+            self.devices().set_explicit(name, false);
         }
         result
+    }
+
+    /// Takes devices away: the kernel refuses that while somebody uses one.
+    fn take_devices(&self, name: &str, volume: Option<u16>, force: bool) -> CommandResult {
+        self.devices()
+            .release(name, volume, force)
+            .or_else(|users| refuse(ErrorCode::DEVICE_IN_USE, users))
     }
 
     pub(crate) fn suspend_io(&self, minor: u32) -> CommandResult {
@@ -688,16 +709,19 @@ impl Node {
 
     pub(crate) fn del_minor(&self, minor: u32) -> CommandResult {
         let (name, entry, volume) = self.find_minor(minor)?;
+        self.take_devices(&name, Some(volume.0), false)?;
         let result = self.core(&entry, Command::DelVolume { volume });
         if result.is_ok() {
             lock(&self.meters).remove(&(name.clone(), volume.0));
         }
-        self.done(&name, &entry, result, |c| {
+        let result = self.done(&name, &entry, result, |c| {
             c.volumes.remove(&volume.0);
             for peer in c.peers.values_mut() {
                 peer.peer_device_options.remove(&volume.0);
             }
-        })
+        });
+        self.devices().resume(&name);
+        result
     }
 
     pub(crate) fn attach(
@@ -764,6 +788,10 @@ impl Node {
             v.disk_options = texts;
         }
         self.refresh(&name);
+        if result.is_ok() {
+            // Its device is there when the command returns.
+            self.devices().look_at(&name);
+        }
         self.order_resyncs();
         result
     }

@@ -413,6 +413,11 @@ impl Cluster {
         self.network.mend(node, cut)
     }
 
+    /// The network between the nodes.
+    pub fn network(&self) -> &Network {
+        &self.network
+    }
+
     /// Splits the network into groups of nodes, silently; nodes that are not named join the first.
     pub fn partition(&self, groups: &[&[usize]]) -> Result<()> {
         self.network.partition(groups)

@@ -94,6 +94,33 @@ impl Network {
         Ok(network)
     }
 
+    /// Joins the nodes by a second switch, with an interface `eth1` on each.
+    pub fn add_second_link(&self) -> Result<()> {
+        self.switch("link add other0 type bridge stp_state 0 mcast_snooping 0")?;
+        self.switch("link set other0 up")?;
+        for (index, node) in self.nodes.iter().enumerate() {
+            let there = format!("/proc/{}/fd/{}", std::process::id(), node.as_raw_fd());
+            self.switch(&format!(
+                "link add second{index} type veth peer name eth1 netns {there}"
+            ))?;
+            self.switch(&format!("link set second{index} master other0 up"))?;
+            inside(node, || {
+                ip(&format!(
+                    "address add {}/24 dev eth1",
+                    second_address(index)
+                ))?;
+                ip("link set eth1 up")
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Cuts a node's second link, or mends it.
+    pub fn set_second_link(&self, node: usize, cut: bool) -> Result<()> {
+        let state = if cut { "down" } else { "up" };
+        inside(&self.nodes[node], || ip(&format!("link set eth1 {state}")))
+    }
+
     /// The line, where there is one.
     pub fn wan(&self) -> Option<&Wan> {
         self.wan.as_ref()
@@ -175,6 +202,11 @@ impl Network {
 /// A node's address in its cluster's network.
 pub fn address(node: usize) -> String {
     format!("10.77.0.{}", node + 1)
+}
+
+/// A node's address on the second link.
+pub fn second_address(node: usize) -> String {
+    format!("10.78.0.{}", node + 1)
 }
 
 static COUNT: AtomicU32 = AtomicU32::new(0);

@@ -26,6 +26,7 @@ use lockstep_io::port::{PortSink, VolumePort, VolumeProperties};
 
 use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
 use crate::fuse::{Connection, abort_connection};
+use crate::gate::Gate;
 use crate::loopdev::{self, BlockAccess, Detached, Discard, LoopNumber, Settings};
 
 /// What the names of all files begin with.
@@ -57,17 +58,22 @@ pub struct DeviceSpec {
     pub readers: usize,
     /// Whether writes are let through.
     pub access: BlockAccess,
+    /// Whether the volume has to be opened before it is used.
+    pub opening: Opening,
+}
+
+/// Whether a device opens its volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// The volume can be used as it is.
+    Never,
+    /// The first request opens it; see [`Gate`].
+    OnUse,
 }
 
 /// Why a device could not be made or let go.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// A volume without data has no device.
-    #[error("{name}: the volume's size is unknown; attach a disk or connect to a peer first")]
-    NoSize {
-        /// The volume.
-        name: String,
-    },
     /// The kernel has no FUSE, or this process may not use it.
     #[error(
         "{name}: cannot make a FUSE file; the mountable device needs root, /dev/fuse and a \
@@ -186,6 +192,7 @@ pub struct MountedDevice {
     stop: Arc<Stop>,
     shape: Arc<FileShape>,
     readers: Vec<JoinHandle<Ended>>,
+    gate: Option<Arc<Gate>>,
 }
 
 impl MountedDevice {
@@ -196,9 +203,6 @@ impl MountedDevice {
     ) -> Result<MountedDevice, DeviceError> {
         let properties = &spec.properties;
         let name = spec.name.clone();
-        if properties.size_bytes == 0 {
-            return Err(DeviceError::NoSize { name });
-        }
         let fuse_error = |source| DeviceError::Fuse {
             name: spec.name.clone(),
             source,
@@ -235,6 +239,7 @@ impl MountedDevice {
             stop,
             shape,
             readers: Vec::new(),
+            gate: gate(spec, connect),
         };
         device
             .start_readers(spec.readers.max(1), connect)
@@ -285,7 +290,9 @@ impl MountedDevice {
             stop,
             shape,
             readers: Vec::new(),
+            gate: gate(spec, connect),
         };
+        device.tell_gate();
         let refuse = |device: &MountedDevice, error: std::io::Error| DeviceError::Resume {
             name: device.name.clone(),
             device: device.path(),
@@ -324,6 +331,11 @@ impl MountedDevice {
     /// A copy of the descriptor for the holder.
     pub fn descriptor(&self) -> std::io::Result<OwnedFd> {
         self.fuse.try_clone()
+    }
+
+    /// The opener of its volume, if it has to be opened.
+    pub fn gate(&self) -> Option<&Arc<Gate>> {
+        self.gate.as_ref()
     }
 
     /// A file system or another exclusive user has the device.
@@ -429,6 +441,7 @@ impl MountedDevice {
             })?;
         // From here on the loop device keeps the file and its mount alive.
         drop(file);
+        self.tell_gate();
         let made = self.make_links(&spec.links);
         if made.is_err() {
             self.remove_links();
@@ -444,8 +457,15 @@ impl MountedDevice {
             self.fuse.clone(),
             self.stop.clone(),
             self.shape.clone(),
+            self.gate.clone(),
             connect,
         )
+    }
+
+    fn tell_gate(&self) {
+        if let Some(gate) = &self.gate {
+            gate.set_number(self.state.number);
+        }
     }
 
     fn spawn(&mut self, reader: Reader) -> std::io::Result<()> {
@@ -566,6 +586,10 @@ pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<
 /// The name of a volume's file. Names of resources have neither slashes nor colons.
 fn file_name(owner: &str, name: &str) -> String {
     format!("{FILE_PREFIX}:{owner}:{}", name.replace('/', ":"))
+}
+
+fn gate(spec: &DeviceSpec, connect: ConnectPort<'_>) -> Option<Arc<Gate>> {
+    (spec.opening == Opening::OnUse).then(|| Arc::new(Gate::new(connect)))
 }
 
 fn granularity(properties: &VolumeProperties) -> u32 {

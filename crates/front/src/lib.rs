@@ -7,10 +7,11 @@
 
 pub mod device;
 mod fuse;
+pub mod gate;
 pub mod hold;
 mod loopdev;
 pub mod nbd;
 pub mod ram;
 mod sys;
 
-pub use loopdev::{BlockAccess, LoopNumber};
+pub use loopdev::{BlockAccess, LoopNumber, Usage};

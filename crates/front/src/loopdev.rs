@@ -270,9 +270,18 @@ pub(crate) fn detach_on_last_close(number: LoopNumber) -> io::Result<()> {
     }
 }
 
-/// All bound loop devices with the names of their files. It opens none: opening a device waits for
-/// whoever holds it, for instance for I/O that another daemon does not answer.
+/// All bound loop devices with the names of their files.
 pub(crate) fn bound() -> io::Result<Vec<(LoopNumber, String)>> {
+    let named = |(number, path): (LoopNumber, PathBuf)| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        Some((number, name))
+    };
+    Ok(backing_files()?.into_iter().filter_map(named).collect())
+}
+
+/// All bound loop devices with the paths of their files. It opens none: opening a device waits for
+/// whoever holds it, for instance for I/O that another daemon does not answer.
+fn backing_files() -> io::Result<Vec<(LoopNumber, PathBuf)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/sys/block")? {
         let name = entry?.file_name();
@@ -281,21 +290,26 @@ pub(crate) fn bound() -> io::Result<Vec<(LoopNumber, String)>> {
             .and_then(|name| name.strip_prefix("loop")?.parse().ok());
         // One that is not bound, or goes meanwhile, has no file.
         if let Some(number) = number.map(LoopNumber)
-            && let Ok(name) = file_name(number)
+            && let Ok(path) = backing_file(number)
         {
-            found.push((number, name));
+            found.push((number, path));
         }
     }
     found.sort();
     Ok(found)
 }
 
-/// The last part of the path of the file that the device is bound to. It does not open the device.
-pub(crate) fn file_name(number: LoopNumber) -> io::Result<String> {
+fn backing_file(number: LoopNumber) -> io::Result<PathBuf> {
     let text = fs::read(number.sysfs().join("loop/backing_file"))?;
     let text = String::from_utf8_lossy(&text);
-    let path = text.strip_suffix('\n').unwrap_or(&text);
-    Ok(path.rsplit('/').next().unwrap_or(path).to_owned())
+    Ok(text.strip_suffix('\n').unwrap_or(&text).into())
+}
+
+/// The last part of the path of the file that the device is bound to. It does not open the device.
+pub(crate) fn file_name(number: LoopNumber) -> io::Result<String> {
+    let path = backing_file(number)?;
+    let name = path.file_name().unwrap_or_default();
+    Ok(name.to_string_lossy().into_owned())
 }
 
 /// Somebody has claimed the device: a mounted file system, device mapper, swap.
@@ -308,6 +322,62 @@ pub(crate) fn claimed(number: LoopNumber) -> io::Result<bool> {
         Ok(_) => Ok(false),
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
         Err(error) => Err(error),
+    }
+}
+
+/// How a device is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Usage {
+    /// Mounted, only for reading.
+    MountedReadOnly,
+    /// Mounted, or claimed by somebody who is going to write.
+    Claimed,
+    /// Open.
+    Open,
+    /// By nobody who can be found.
+    Unused,
+}
+
+impl LoopNumber {
+    /// Whether the device is mounted in this process's mount namespace. It does not touch the device.
+    pub fn mounted(self) -> io::Result<Option<Usage>> {
+        let device = format!("{LOOP_MAJOR}:{}", self.0);
+        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+        let of_device = |line: &&str| line.split(' ').nth(2) == Some(device.as_str());
+        let mut found = None;
+        for line in mounts.lines().filter(of_device) {
+            // The filesystem's own options are the last word.
+            let read_only = line
+                .rsplit(' ')
+                .next()
+                .is_some_and(|options| options.split(',').any(|option| option == "ro"));
+            if !read_only {
+                return Ok(Some(Usage::Claimed));
+            }
+            found = Some(Usage::MountedReadOnly);
+        }
+        Ok(found)
+    }
+
+    /// How the device is used. It may wait for the device's own requests, so whoever has to answer
+    /// them must not call it.
+    pub fn usage(self) -> io::Result<Usage> {
+        if let Some(mounted) = self.mounted()? {
+            return Ok(mounted);
+        }
+        if claimed(self)? {
+            return Ok(Usage::Claimed);
+        }
+        let open = !visible_users(self)?.is_empty();
+        Ok(if open { Usage::Open } else { Usage::Unused })
+    }
+
+    /// Makes everything written durable, and then has the kernel forget what it read. The same
+    /// caution as for [`Self::usage`].
+    pub fn settle(self) -> io::Result<()> {
+        let device = self.open()?;
+        device.sync_all()?;
+        control(&device, NumberRequest::BlockFlushBuffers).map(drop)
     }
 }
 
@@ -337,6 +407,11 @@ pub(crate) fn visible_users(number: LoopNumber) -> io::Result<Vec<String>> {
             .any(|line| line.split(' ').next() == number.path().to_str())
     {
         users.insert("swap".into());
+    }
+    for (other, file) in backing_files()? {
+        if file == number.path() {
+            users.insert(format!("loop device {}", other.path().display()));
+        }
     }
     for process in fs::read_dir("/proc")?.flatten() {
         let name = process.file_name();

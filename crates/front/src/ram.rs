@@ -102,6 +102,7 @@ impl RamVolume {
             max_discard_bytes: 64 << 20,
             readable: true,
             writable: true,
+            changed_elsewhere: false,
         };
         Self::with(properties, runs, 64 << 20, 1024)
     }

@@ -12,6 +12,8 @@ pub(crate) enum NumberRequest {
     LoopClear,
     /// Take over the backing file's new size.
     LoopSetCapacity,
+    /// Write and then forget what the page cache has of a block device.
+    BlockFlushBuffers,
     /// A loop device's number that is free now.
     GetFreeLoop,
     /// Remove the unbound loop device of this number.
@@ -38,6 +40,7 @@ impl NumberRequest {
         match self {
             NumberRequest::LoopClear => 0x4C01,
             NumberRequest::LoopSetCapacity => 0x4C07,
+            NumberRequest::BlockFlushBuffers => 0x1261,
             NumberRequest::RemoveLoop(_) => 0x4C81,
             NumberRequest::GetFreeLoop => 0x4C82,
         }
@@ -48,6 +51,7 @@ impl NumberRequest {
             NumberRequest::RemoveLoop(number) => number as libc::c_ulong,
             NumberRequest::LoopClear
             | NumberRequest::LoopSetCapacity
+            | NumberRequest::BlockFlushBuffers
             | NumberRequest::GetFreeLoop => 0,
         }
     }

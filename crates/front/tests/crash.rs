@@ -51,6 +51,7 @@ fn properties() -> VolumeProperties {
         max_discard_bytes: 1 << 20,
         readable: true,
         writable: true,
+        changed_elsewhere: false,
     }
 }
 
@@ -113,6 +114,7 @@ fn spec(owner: &str) -> DeviceSpec {
         links: Vec::new(),
         readers: 1,
         access: BlockAccess::ReadWrite,
+        opening: lockstep_front::device::Opening::Never,
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_core::event::RequestError;
 use lockstep_front::BlockAccess;
-use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, clean_leftovers};
+use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, Opening, clean_leftovers};
 use lockstep_front::ram::{Hold, RamVolume, Runs};
 use support::{can_use_devices, have_programs, run};
 
@@ -36,6 +36,7 @@ fn spec(volume: &RamVolume, owner: &str, links: &[&Path]) -> DeviceSpec {
         links: links.iter().map(|link| link.to_path_buf()).collect(),
         readers: 1,
         access: BlockAccess::ReadWrite,
+        opening: Opening::Never,
     }
 }
 

@@ -32,6 +32,9 @@ pub struct VolumeProperties {
     pub readable: bool,
     /// A write has a chance now.
     pub writable: bool,
+    /// Not Primary here, and another node may be changing the data: it is Primary, or this node is
+    /// the target of a resync.
+    pub changed_elsewhere: bool,
 }
 
 /// One request of a front end, with the memory it needs.

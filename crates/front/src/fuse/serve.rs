@@ -17,6 +17,8 @@ use lockstep_io::pool::IoBuf;
 use lockstep_io::port::{PortEvent, PortRequest, PortSink, SubmitError, VolumePort};
 use rustix::event::epoll;
 
+use crate::gate::{Access, Gate, Pass};
+
 use super::abi::{self, IN_HEADER_LEN, InHeader, WRITE_HEAD_LEN, fallocate_mode, opcode};
 
 /// Requests read before the volume is woken.
@@ -224,6 +226,8 @@ pub(crate) struct Reader {
     epoll: OwnedFd,
     scratch: IoBuf,
     unkicked: usize,
+    /// Opens the volume when it is used; without, it is used as it is.
+    gate: Option<Arc<Gate>>,
 }
 
 impl Reader {
@@ -232,6 +236,7 @@ impl Reader {
         fuse: Arc<OwnedFd>,
         stop: Arc<Stop>,
         shape: Arc<FileShape>,
+        gate: Option<Arc<Gate>>,
         connect: &mut dyn FnMut(Box<dyn PortSink>) -> Box<dyn VolumePort + Send>,
     ) -> std::io::Result<Reader> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -263,6 +268,7 @@ impl Reader {
             epoll,
             scratch,
             unkicked: 0,
+            gate,
         })
     }
 
@@ -391,6 +397,20 @@ impl Reader {
         let unique = header.unique;
         let size = self.shape.size_bytes.load(Ordering::SeqCst);
         let invalid = |reader: &mut Reader| reader.shared.reply(unique, libc::EINVAL, &[]);
+        let gate = self.gate.clone();
+        let _pass = match (&gate, header.opcode) {
+            (Some(gate), opcode::READ | opcode::WRITE | opcode::FALLOCATE) => {
+                match self.pass(gate, header.opcode) {
+                    Ok(pass) => Some(pass),
+                    Err(error) => return self.shared.reply(unique, error, &[]),
+                }
+            }
+            // What was written has been flushed before the volume was closed.
+            (Some(gate), opcode::FSYNC) if gate.session().is_none() => {
+                return self.shared.reply(unique, 0, &[]);
+            }
+            _ => None,
+        };
         match header.opcode {
             opcode::READ => match abi::io_range(args) {
                 Some(range) => self.read(unique, range, size),
@@ -430,6 +450,21 @@ impl Reader {
             opcode::INIT => invalid(self),
             _ => self.shared.reply(unique, libc::ENOSYS, &[]),
         }
+    }
+
+    /// Has the volume opened for a request.
+    fn pass<'a>(&mut self, gate: &'a Gate, opcode: u32) -> Result<Pass<'a>, i32> {
+        let (access, error) = match opcode {
+            opcode::READ => (Access::Read, libc::EMEDIUMTYPE),
+            _ => (Access::Write, libc::EROFS),
+        };
+        if let Some(pass) = gate.try_pass(access) {
+            return Ok(pass);
+        }
+        // Opening may wait for what was submitted before.
+        self.kick();
+        let given_up = || self.stop.told() == Some(Order::Abandon);
+        gate.enter(access, &given_up).map_err(|_| error)
     }
 
     fn read(&mut self, unique: u64, range: abi::Range, size: u64) {

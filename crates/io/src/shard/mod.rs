@@ -539,8 +539,9 @@ impl<E: Engine> Shard<E> {
         }
         let changes = match event {
             Event::Resource | Event::Device(_) | Event::PeerDevice(..) => true,
-            Event::Created(_) | Event::Destroyed(_) => true,
-            Event::Connection(_) | Event::Log { .. } => false,
+            // A peer may have become Primary.
+            Event::Connection(_) | Event::Created(_) | Event::Destroyed(_) => true,
+            Event::Log { .. } => false,
         };
         if let Some(slot) = self.resources.get_mut(key)
             && changes

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lockstep_core::command::{Command, CommandError};
 use lockstep_core::event::{Input, Payload, Request, RequestError, RequestId, RequestKind};
 use lockstep_core::report::{DeviceReport, Snapshot};
-use lockstep_core::state::{DiskState, Role};
+use lockstep_core::state::{DiskState, ReplSets, Role};
 use lockstep_format::units::{Sector, VolumeNr};
 
 use super::mailbox::{Mailbox, Message};
@@ -469,8 +469,19 @@ impl<E: Engine> Shard<E> {
             max_discard_bytes: MAX_DISCARD_BYTES,
             readable: usable,
             writable: usable,
+            changed_elsewhere: snapshot.role != Role::Primary
+                && is_changed_elsewhere(snapshot, volume),
         })
     }
+}
+
+/// Another node is Primary, or gives this one its data.
+fn is_changed_elsewhere(snapshot: &Snapshot, volume: VolumeNr) -> bool {
+    snapshot.connections.iter().any(|connection| {
+        let mut peer_devices = connection.peer_devices.iter();
+        connection.role == Role::Primary
+            || peer_devices.any(|peer| peer.volume == volume && peer.repl_state.becomes_target())
+    })
 }
 
 /// Up-to-date data can be reached, here or at a peer.

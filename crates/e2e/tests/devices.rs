@@ -1,0 +1,175 @@
+//! Block devices of nodes that are not Primary: using one promotes, and the end of its use demotes.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use lockstep_e2e::{Cluster, Setup, can_mount, has_program, run};
+
+fn setup(test: u8) -> Setup {
+    Setup {
+        nodes: 2,
+        volumes: 1,
+        disk_mib: 48,
+        net: "protocol C;".into(),
+        disk: String::new(),
+        cramped: None,
+        daemon: Vec::new(),
+        test,
+    }
+}
+
+/// A cluster in sync whose nodes are all Secondary.
+fn secondaries(test: u8) -> Result<Cluster> {
+    let cluster = Cluster::new(&setup(test))?;
+    cluster.first_primary(0)?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    Ok(cluster)
+}
+
+fn role(cluster: &Cluster, node: usize) -> Result<String> {
+    let status = cluster.status(node)?;
+    Ok(status["role"].as_str().context("role")?.to_owned())
+}
+
+fn is_open(cluster: &Cluster, node: usize) -> Result<bool> {
+    Ok(cluster.status(node)?["devices"][0]["open"] == true)
+}
+
+/// Nobody uses the device any more, and the node knows.
+fn wait_closed(cluster: &Cluster, node: usize) -> Result<()> {
+    cluster.wait("the end of the use", |c| {
+        Ok(role(c, node)? == "Secondary" && !is_open(c, node)?)
+    })
+}
+
+fn read(device: &Path, offset: u64) -> std::io::Result<[u8; 4096]> {
+    let mut bytes = [0; 4096];
+    fs::File::open(device)?.read_exact_at(&mut bytes, offset)?;
+    Ok(bytes)
+}
+
+#[test]
+fn a_mount_promotes_its_node_and_the_unmount_demotes_it() -> Result<()> {
+    if !can_mount() || !has_program("mkfs.ext4") {
+        return Ok(());
+    }
+    let mut cluster = secondaries(94)?;
+    // Both nodes have a device from the beginning on.
+    let devices = [cluster.device(0, 94, 0)?, cluster.device(1, 94, 0)?];
+    run(Command::new("mkfs.ext4").arg("-q").arg(&devices[0]))?;
+    for round in 0..4 {
+        let node = round % 2;
+        // Where the other node's use has just ended, this one waits until it is known.
+        let point = cluster.mount(&devices[node])?;
+        cluster.wait("the mount promotes", |c| Ok(role(c, node)? == "Primary"))?;
+        for before in 0..round {
+            let text = fs::read_to_string(point.join(before.to_string()))?;
+            ensure!(text == "text", "{text:?} in file {before}");
+        }
+        fs::write(point.join(round.to_string()), "text")?;
+        ensure!(is_open(&cluster, node)?, "open while mounted");
+        let refused = cluster.adm_raw(node, &["secondary", "r0"])?;
+        ensure!(!refused.status.success(), "demoted under a mount");
+        cluster.unmount(&point)?;
+    }
+    wait_closed(&cluster, 1)?;
+    ensure!(role(&cluster, 0)? == "Secondary", "only one was in use");
+    for (node, device) in devices.iter().enumerate() {
+        ensure!(
+            cluster.device(node, 94, 0)? == *device,
+            "the device is another one"
+        );
+    }
+    run(Command::new("fsck.ext4")
+        .args(["-f", "-n"])
+        .arg(&devices[0]))?;
+    wait_closed(&cluster, 0)?;
+    cluster.check_same_data(0, 46)
+}
+
+#[test]
+fn reading_promotes_nobody_and_writing_is_refused_beside_a_primary() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let cluster = secondaries(95)?;
+    let devices = [cluster.device(0, 95, 0)?, cluster.device(1, 95, 0)?];
+    let write = |node: usize, byte: u8| -> std::io::Result<()> {
+        let file = fs::File::options().write(true).open(&devices[node])?;
+        file.write_all_at(&[byte; 4096], 8192)?;
+        file.sync_all()
+    };
+    // Both may be read at the same time.
+    let readers = [fs::File::open(&devices[0])?, fs::File::open(&devices[1])?];
+    for (node, device) in devices.iter().enumerate() {
+        ensure!(read(device, 8192)? == [0; 4096], "zeroes");
+        ensure!(role(&cluster, node)? == "Secondary", "a reader promotes");
+        ensure!(is_open(&cluster, node)?, "open while a reader is there");
+    }
+    // A reader of another node is in the way of a promotion, as long as it is there.
+    let refused = cluster.adm_raw(0, &["primary", "r0"])?;
+    ensure!(!refused.status.success(), "promoted under a reader");
+    drop(readers);
+    wait_closed(&cluster, 1)?;
+    write(0, 7)?;
+    wait_closed(&cluster, 0)?;
+    ensure!(read(&devices[1], 8192)? == [7; 4096], "what was written");
+    wait_closed(&cluster, 1)?;
+
+    // Beside a Primary neither works, and the log tells why.
+    cluster.adm(0, &["primary", "r0"])?;
+    ensure!(write(1, 8).is_err(), "written beside a Primary");
+    ensure!(read(&devices[1], 0).is_err(), "read beside a Primary");
+    ensure!(role(&cluster, 1)? == "Secondary", "promoted");
+    let log = cluster.log(1)?;
+    ensure!(log.contains("node 0 is Primary"), "{log}");
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.wait("the demotion is known", |c| {
+        Ok(c.status(1)?["connections"][0]["peer-role"] == "Secondary")
+    })?;
+    write(1, 9)?;
+    wait_closed(&cluster, 1)?;
+
+    // Without auto-promote a Secondary refuses everything.
+    let off = cluster.setup_raw(1, &["resource-options", "r0", "--auto-promote=no"])?;
+    ensure!(off.status.success(), "{off:?}");
+    ensure!(read(&devices[1], 0).is_err(), "read without auto-promote");
+    cluster.wait("the kernel knows", |_| Ok(write(1, 1).is_err()))?;
+    cluster.adm(1, &["primary", "r0"])?;
+    write(1, 10)?;
+    cluster.adm(1, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 46)
+}
+
+#[test]
+fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let cluster = secondaries(96)?;
+    let device = cluster.device(0, 96, 0)?;
+    let user = fs::File::options().write(true).open(&device)?;
+    user.write_all_at(&[1; 4096], 0)?;
+    let minor = "9690";
+    let link = cluster.node_dir(0).join("dev/drbd9690");
+    let call = |args: &[&str]| -> Result<bool> { Ok(cluster.setup_raw(0, args)?.status.success()) };
+    ensure!(call(&["new-minor", "r0", minor, "7"])?, "new-minor");
+    cluster.wait("its device", |_| Ok(link.exists()))?;
+    let reader = fs::File::open(&link)?;
+    ensure!(!call(&["del-minor", minor])?, "deleted while it is open");
+    drop(reader);
+    ensure!(call(&["del-minor", minor])?, "del-minor");
+    ensure!(!link.exists(), "its device stays");
+    ensure!(
+        !call(&["del-minor", "9600"])?,
+        "deleted while it is written"
+    );
+    user.write_all_at(&[2; 4096], 4096)?;
+    user.sync_all()?;
+    drop(user);
+    wait_closed(&cluster, 0)?;
+    cluster.check_same_data(0, 46)
+}
