@@ -19,7 +19,7 @@ use crate::codec::{decode, encode};
 use crate::core::frame::CHUNK_MAX;
 use crate::core::plugin::{Choice, Plugin};
 use data::{Flow, made_up, noise, read_sample};
-use pair::{DATA, META, Pair, Setup, text};
+use pair::{Pair, Setup, text};
 
 const PLUGINS: [&str; 8] = [
     "none",
@@ -336,7 +336,7 @@ fn codecs(report: &mut Report, sample: &Arc<Vec<u8>>, seconds: f64) -> Result<()
 
 /// Sends through the first connection; time until the last byte, and time until all was taken.
 fn through(pair: &Pair, sample: &Arc<Vec<u8>>, total: u64) -> Result<(Duration, Duration), String> {
-    let (near, far) = pair.open(0, DATA)?;
+    let (near, far) = pair.open(0)?;
     let flow = Flow::new(Arc::clone(sample), total);
     let begun = Instant::now();
     let receiver = flow.receive(far);
@@ -359,7 +359,7 @@ fn fill(report: &mut Report, total: u64) -> Result<(), String> {
             line: Some((MIB, Duration::ZERO)),
             ..Setup::default()
         })?;
-        let (mut near, _far) = pair.open(0, DATA)?;
+        let (mut near, _far) = pair.open(0)?;
         let block = noise(MIB as usize);
         let begun = Instant::now();
         for _ in 0..total / MIB {
@@ -426,7 +426,7 @@ fn replay(
     }
     // The times of the published run: lzma to 44 s, zlib to 56 s, then none.
     let pair = Pair::start(&setup("lzma level 6 contexts 1"))?;
-    let (near, far) = pair.open(0, DATA)?;
+    let (near, far) = pair.open(0)?;
     let flow = Flow::new(Arc::clone(sample), total);
     let begun = Instant::now();
     let receiver = flow.receive(far);
@@ -475,8 +475,7 @@ fn latency(report: &mut Report, seconds: f64) -> Result<(), String> {
         line: Some((1_400_000, delay)),
         ..Setup::default()
     })?;
-    let (mut bulk, mut sink) = pair.open(0, DATA)?;
-    let (mut near, mut far) = pair.open(0, META)?;
+    let ((mut bulk, mut sink), (mut near, mut far)) = pair.open_both(0)?;
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
     let _sender = spawn(move || {
@@ -565,7 +564,7 @@ fn connections(
     let begun = Instant::now();
     let mut threads = Vec::new();
     for number in 0..usize::from(count) {
-        let (near, far) = pair.open(number, DATA)?;
+        let (near, far) = pair.open(number)?;
         let flow = Flow::new(Arc::clone(sample), total);
         threads.push((flow.send(near), flow.receive(far)));
     }
@@ -613,8 +612,7 @@ fn cut(report: &mut Report, cut_s: u64) -> Result<(), String> {
         line: Some((20_000_000, Duration::from_millis(10))),
         ..Setup::default()
     })?;
-    let (near, far) = pair.open(0, DATA)?;
-    let (_meta, _meta_far) = pair.open(0, META)?;
+    let (near, far) = pair.open(0)?;
     let flow = Flow::new(Arc::new(noise(4 << 20)), 160 * MIB);
     let (sender, receiver) = (flow.send(near), flow.receive(far));
     pair.wait("bytes flow", |_| flow.received() > 8 * MIB)?;
@@ -657,7 +655,7 @@ fn spill(report: &mut Report, options: &BenchOptions) -> Result<(), String> {
         spill: Some((directory, total + total / 8 + 64 * MIB)),
         ..Setup::default()
     })?;
-    let (near, far) = pair.open(0, DATA)?;
+    let (near, far) = pair.open(0)?;
     let flow = Flow::new(Arc::new(noise(8 << 20)), total);
     let before = resident();
     let peak = Arc::new(AtomicU64::new(0));

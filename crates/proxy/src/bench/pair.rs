@@ -15,8 +15,8 @@ use crate::{Daemon, Options, Security, generate_secret, random_bytes};
 /// How long anything that must happen may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// First eight bytes of DRBD's two sockets.
-pub(super) const DATA: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
-pub(super) const META: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";
+const DATA: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
+const META: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";
 
 /// What a pair is made of.
 #[derive(Clone, Debug)]
@@ -46,12 +46,16 @@ impl Default for Setup {
     }
 }
 
+/// The end at A and the end at B of a socket.
+pub(super) type Ends = (TcpStream, TcpStream);
+
 /// Two running proxies. TLS is on.
 pub(super) struct Pair {
     pub(super) a: Daemon,
     pub(super) b: Daemon,
     ends: Vec<(SocketAddr, TcpListener)>,
     line: Option<Line>,
+    idle: Mutex<Vec<Ends>>,
 }
 
 impl Pair {
@@ -75,14 +79,14 @@ impl Pair {
             if setup.connections != 1 {
                 return Err("a line carries one connection".into());
             }
-            line = Some(Line::start(at(3000), at(4000), rate, delay).map_err(text)?);
+            line = Some(Line::start(at(11_000), at(15_000), rate, delay).map_err(text)?);
         }
         let mut ends = Vec::new();
         for number in 0..setup.connections {
-            let drbd = TcpListener::bind(at(6000 + number)).map_err(text)?;
+            let drbd = TcpListener::bind(at(19_000 + number)).map_err(text)?;
             let drbd_b = drbd.local_addr().map_err(text)?;
-            let (inside_a, inside_b) = (at(1100 + number), at(2000 + number));
-            let (out_a, out_b) = (at(5000 + number), at(4000 + number));
+            let (inside_a, inside_b) = (at(12_000 + number), at(13_000 + number));
+            let (out_a, out_b) = (at(17_000 + number), at(15_000 + number));
             let far = line.as_ref().map_or(out_b, |line| line.addr);
             let extra = &setup.options;
             let commands_b = [format!(
@@ -91,7 +95,7 @@ impl Pair {
             let commands_a = [
                 format!(
                     "add connection a{number} {inside_a} {far} {out_a} {} --dial=always {extra}",
-                    at(7000 + number)
+                    at(21_000 + number)
                 ),
                 format!("set plugin a{number} 0 {}", setup.plugin),
             ];
@@ -99,7 +103,14 @@ impl Pair {
             command_all(&a, &commands_a)?;
             ends.push((inside_a, drbd));
         }
-        let pair = Pair { a, b, ends, line };
+        let idle = Mutex::default();
+        let pair = Pair {
+            a,
+            b,
+            ends,
+            line,
+            idle,
+        };
         pair.wait("the two proxies find each other", |pair| {
             let state = pair.a.state();
             let all = state["connections"].as_array();
@@ -108,12 +119,21 @@ impl Pair {
         Ok(pair)
     }
 
-    /// One socket of a DRBD connection, opened at A; its two ends.
-    pub(super) fn open(
-        &self,
-        number: usize,
-        first: [u8; 8],
-    ) -> Result<(TcpStream, TcpStream), String> {
+    /// Both sockets of a DRBD connection, opened at A: the two ends of the one for data. The other
+    /// stays idle until the pair is dropped; a lone socket would be given up after half a minute.
+    pub(super) fn open(&self, number: usize) -> Result<Ends, String> {
+        let (data, meta) = self.open_both(number)?;
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.push(meta);
+        Ok(data)
+    }
+
+    /// Both sockets, for data and for control.
+    pub(super) fn open_both(&self, number: usize) -> Result<(Ends, Ends), String> {
+        Ok((self.open_one(number, DATA)?, self.open_one(number, META)?))
+    }
+
+    fn open_one(&self, number: usize, first: [u8; 8]) -> Result<Ends, String> {
         let (inside, drbd) = &self.ends[number];
         let mut near = TcpStream::connect(inside).map_err(text)?;
         near.set_nodelay(true).map_err(text)?;
@@ -288,7 +308,8 @@ fn carry(
             (begin, *free_at)
         };
         let (wait, fine) = if writer.is_some() {
-            let sent = later.send((done + delay, room[..len].to_vec()));
+            let due = done.max(Instant::now()) + delay;
+            let sent = later.send((due, room[..len].to_vec()));
             (begin, sent.is_ok())
         } else {
             (done, true)
