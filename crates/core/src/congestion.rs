@@ -14,6 +14,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
+use crate::before_resync::ResyncGate;
 use crate::options::{OnCongestion, Protocol};
 use crate::report::Level;
 use crate::resource::Resource;
@@ -143,13 +144,13 @@ impl Resource {
                 let at = self.now + RETRY;
                 self.timers.set(Timer::AheadEnd(peer), at);
             } else {
-                self.end_ahead(volume, peer);
+                self.before_resync_source(volume, peer, ResyncGate::Ahead);
             }
         }
     }
 
     /// From here on writes are sent again; a resync brings what was marked.
-    fn end_ahead(&mut self, volume: VolumeNr, peer: NodeId) {
+    pub(crate) fn end_ahead(&mut self, volume: VolumeNr, peer: NodeId) {
         self.tell_marks(volume, peer);
         let change = Change::new()
             .repl(volume, peer, ReplState::SyncSource)

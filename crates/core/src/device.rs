@@ -228,6 +228,10 @@ pub struct PeerDevice {
     pub finished_early: Option<lockstep_format::wire::DiskState>,
     /// UUID of a resync from an 8.4 source that came before this node was ready for it.
     pub early_sync_uuid: Option<Uuid>,
+    /// A handler is asked whether a resync may start.
+    pub(crate) resync_gate: Option<(crate::before_resync::ResyncGate, crate::event::Tag)>,
+    /// It agreed before this node answered the source's bitmap.
+    pub(crate) resync_agreed: bool,
     /// The data path's part.
     pub io: PeerIo,
 }
@@ -319,6 +323,8 @@ impl PeerDevice {
             reconcile: Reconcile::No,
             finished_early: None,
             early_sync_uuid: None,
+            resync_gate: None,
+            resync_agreed: false,
             io: PeerIo::default(),
         }
     }

@@ -14,6 +14,7 @@ use lockstep_format::wire::{
     UuidFlags,
 };
 
+use crate::before_resync::ResyncGate;
 use crate::command::ErrorCode;
 use crate::compare::{self, Handshake, LostPrimary, Side, Strategy};
 use crate::connection::{Link, Phase};
@@ -545,6 +546,12 @@ impl Resource {
         for handler in &result.handlers {
             self.run_handler(handler.name(), Some(volume), Some(peer));
         }
+        if result.demote_first {
+            verdict
+                .refusal
+                .get_or_insert(self.give_role_up(peer, volume));
+            return;
+        }
         match strategy.to_repl_state(own_role, theirs.role) {
             Some(repl) => verdict.repl = repl,
             None => {
@@ -947,6 +954,11 @@ impl Resource {
         if own >= DiskState::Inconsistent
             && let Some(repl) = self.mirrored_congestion(peer, mine.repl, theirs.repl)
         {
+            if repl == ReplState::SyncTarget {
+                self.hard_change(change);
+                self.before_resync_target(volume, peer, ResyncGate::Behind);
+                return;
+            }
             change = change.repl(volume, peer, repl);
         }
         // The driver sends its state when it is through; behind it nothing of the verify comes.

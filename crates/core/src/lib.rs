@@ -13,6 +13,7 @@ pub mod admin;
 pub mod al;
 pub mod attach;
 pub mod auth;
+mod before_resync;
 pub mod bitmap;
 pub mod change;
 pub mod command;

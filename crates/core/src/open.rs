@@ -6,7 +6,7 @@
 
 use alloc::format;
 
-use lockstep_format::units::VolumeNr;
+use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{ConnState, Role};
 
 use crate::admin::{Wait, Waiting, fail, no_volume};
@@ -205,6 +205,31 @@ impl Resource {
         self.opens.demote_at = Some(next);
         self.timers.set_earliest(Timer::CommandRetry, next);
         self.wish(WishKind::Demote { force: false }, None);
+    }
+
+    /// This Primary loses a split brain by the policy `call-pri-lost-after-sb`: it is demoted
+    /// first, and the next handshake drops its changes; with open volumes it cannot be
+    /// (semantics.md, 13.6).
+    pub(crate) fn give_role_up(&mut self, peer: NodeId, volume: VolumeNr) -> Refusal {
+        if self.has_openers(Access::Write) {
+            self.run_handler("pri-lost-after-sb", Some(volume), Some(peer));
+            return Refusal {
+                code: ErrorCode::HANDSHAKE_DISCONNECT,
+                text: format!(
+                    "split brain on volume {volume}: this Primary's changes are to be dropped, but \
+                     it cannot be demoted, because a volume is open for writing"
+                ),
+            };
+        }
+        self.explicit_primary = false;
+        self.opens.demote_at = Some(self.now);
+        Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "split brain on volume {volume}: this Primary gives its role up before its \
+                 changes are dropped"
+            ),
+        }
     }
 
     /// A volume is open in this way.

@@ -17,6 +17,7 @@ use lockstep_format::wire::{
 };
 
 use crate::admin::no_volume;
+use crate::before_resync::ResyncGate;
 use crate::command::{Answer, ErrorCode};
 use crate::data::Wanted;
 use crate::device::{DiskPhase, PeerSizes};
@@ -727,7 +728,6 @@ impl Resource {
         );
         match side {
             Side::Source => {
-                self.run_handler("before-resync-source", Some(volume), Some(peer));
                 let change = Change::new()
                     .repl(volume, peer, ReplState::SyncSource)
                     .peer_disk(volume, peer, DiskState::Inconsistent);
@@ -735,15 +735,18 @@ impl Resource {
                 if legacy {
                     self.legacy_source_starts(volume, peer);
                 }
+                self.before_resync_source(volume, peer, ResyncGate::Started);
             }
             Side::Target => {
-                self.run_handler("before-resync-target", Some(volume), Some(peer));
                 let repl = if legacy {
                     ReplState::WfSyncUuid
                 } else {
                     ReplState::SyncTarget
                 };
                 self.hard_change(Change::new().repl(volume, peer, repl));
+                if !legacy {
+                    self.before_resync_target(volume, peer, ResyncGate::Started);
+                }
             }
         }
     }

@@ -90,6 +90,8 @@ pub(crate) enum Pending {
     Handler,
     /// The `fence-peer` handler for a peer.
     Fence(NodeId),
+    /// A handler that decides whether a resync starts.
+    BeforeResync(VolumeNr, NodeId, LinkId),
     /// The data path's.
     Data(DataOp),
 }
@@ -204,7 +206,8 @@ impl Resource {
                     | Pending::Close(_)
                     | Pending::Probe(..)
                     | Pending::Handler
-                    | Pending::Fence(_),
+                    | Pending::Fence(_)
+                    | Pending::BeforeResync(..),
                 )
                 | None => {}
             },
@@ -213,11 +216,13 @@ impl Resource {
                     self.data_digest(op, digest);
                 }
             }
-            Input::HandlerDone { tag, exit_code } => {
-                if let Some(Pending::Fence(peer)) = self.tags.take(tag) {
-                    self.fence_ended(peer, exit_code);
+            Input::HandlerDone { tag, exit_code } => match self.tags.take(tag) {
+                Some(Pending::Fence(peer)) => self.fence_ended(peer, exit_code),
+                Some(Pending::BeforeResync(volume, peer, link)) => {
+                    self.before_resync_ended(volume, peer, (link, tag), exit_code);
                 }
-            }
+                _ => {}
+            },
             Input::Command { id, command } => self.command(id, command),
         }
         self.settle();

@@ -253,6 +253,8 @@ impl Resource {
                         pd.negotiation = None;
                         pd.finished_early = None;
                         pd.early_sync_uuid = None;
+                        pd.resync_gate = None;
+                        pd.resync_agreed = false;
                         pd.resync_again = 0;
                         pd.sizes = None;
                         pd.last_state = None;
@@ -316,6 +318,8 @@ impl Resource {
             };
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 pd.reconcile = Reconcile::No;
+                pd.resync_gate = None;
+                pd.resync_agreed = false;
             }
             if own_up && p.disk == DiskState::UpToDate && p.repl >= ReplState::Established {
                 if let Some(disk) = device.disk.as_mut() {
@@ -846,6 +850,15 @@ impl Resource {
                 {
                     self.want_new_uuid_now();
                 }
+            }
+        }
+        if new.role == Role::Primary {
+            let lost = new.devices.iter().filter(|(v, d)| {
+                let had = |o: &crate::state::DeviceState| o.data_accessible();
+                !d.data_accessible() && old.devices.get(v).is_some_and(had)
+            });
+            for volume in lost.map(|(v, _)| *v).collect::<Vec<_>>() {
+                self.run_handler("pri-on-incon-degr", Some(volume), None);
             }
         }
         if old.devices.iter().any(|(v, d)| {

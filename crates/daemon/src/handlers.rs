@@ -1,6 +1,6 @@
 //! Runs handlers of the configuration as child processes (config-and-cli.md, 19).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -36,8 +36,10 @@ pub(crate) const NAMES: &[&str] = &[
 
 /// Handlers that may run at the same time; more count as lost.
 const MAX_RUNNING: usize = 64;
-/// The same where a call that is lost would leave I/O frozen.
-const MAX_FENCING: usize = 1024;
+/// The same where a call that is lost would leave I/O frozen or end a connection.
+const MAX_DECIDING: usize = 1024;
+/// Handlers whose exit code decides.
+const DECIDING: [&str; 3] = ["fence-peer", "before-resync-target", "before-resync-source"];
 /// Names another program than `drbdadm`, or `disabled`.
 const HELPER_VARIABLE: &str = "LOCKSTEP_USERMODE_HELPER";
 
@@ -70,8 +72,8 @@ impl HandlerExecutor for Handlers {
             return done.finish(0);
         }
         // A node that loses its network calls one for each connection, and I/O may wait for it.
-        let limit = if call.handler == "fence-peer" {
-            MAX_FENCING
+        let limit = if DECIDING.contains(&call.handler) {
+            MAX_DECIDING
         } else {
             MAX_RUNNING
         };
@@ -121,6 +123,11 @@ fn execute(
             if !config.exists() {
                 return 0;
             }
+            // A resource that was made with `drbdsetup` alone has no handlers; `drbdadm` would
+            // call that an error, and the resync would not start.
+            if call.handler.starts_with("before-resync") && !is_configured(&own, &config, call) {
+                return 0;
+            }
             let mut command = Command::new(own);
             command.arg("drbdadm").arg("-c").arg(config);
             command
@@ -153,6 +160,21 @@ fn execute(
             HandlerDone::LOST
         }
     }
+}
+
+/// The configuration names the resource.
+fn is_configured(own: &Path, config: &Path, call: &HandlerCall) -> bool {
+    Command::new(own)
+        .arg("drbdadm")
+        .arg("-c")
+        .arg(config)
+        .arg("sh-resource")
+        .arg(&call.resource)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
 }
 
 /// The environment of a handler: a clean one with what it is about.

@@ -10,6 +10,7 @@ use lockstep_format::wire::packet::{BitmapWords, CompressedBitmap, RunKind};
 use lockstep_format::wire::vli::{Pushed, RleEncoder, for_each_set_run};
 use lockstep_format::wire::{Packet, ReplState};
 
+use crate::before_resync::ResyncGate;
 use crate::bitmap::Bitmap;
 use crate::event::Stream;
 use crate::resource::Resource;
@@ -193,8 +194,15 @@ impl Resource {
         }
         io.bitmap_received = false;
         if repl == ReplState::WfBitmapT {
-            self.send_bitmap(volume, peer);
+            self.before_resync_target(volume, peer, ResyncGate::Answer);
+        } else {
+            self.before_resync_source(volume, peer, ResyncGate::Exchanged);
         }
+    }
+
+    /// This node is target, and nothing speaks against it: both start.
+    pub(crate) fn answer_bitmap(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.send_bitmap(volume, peer);
         self.bitmap_exchanged(volume, peer);
     }
 }

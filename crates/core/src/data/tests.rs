@@ -29,6 +29,7 @@ mod chaos;
 mod congesting;
 mod csums;
 mod fencing;
+mod handlers;
 mod integrity;
 mod opening;
 mod options;

@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role};
 
+use crate::before_resync::ResyncGate;
 use crate::command::ErrorCode;
 use crate::connection::Phase;
 use crate::device::AfterMeta;
@@ -163,7 +164,12 @@ impl Resource {
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
             disk.generations.sync_uuid_as_target(peer, uuid);
         }
-        self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
+        let pd = self.peer_device_mut(volume, peer);
+        if pd.is_some_and(|pd| core::mem::take(&mut pd.resync_agreed)) {
+            self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
+        } else {
+            self.before_resync_target(volume, peer, ResyncGate::SyncUuid);
+        }
     }
 
     /// This target waits for the UUID of the resync, which may be here.
@@ -180,11 +186,7 @@ impl Resource {
     pub(crate) fn legacy_full_sync(&mut self, volume: VolumeNr, peer: NodeId) {
         match self.state.peer_device(volume, peer).repl {
             ReplState::StartingSyncS => {
-                let change = Change::new()
-                    .repl(volume, peer, ReplState::SyncSource)
-                    .peer_disk(volume, peer, DiskState::Inconsistent);
-                self.hard_change(change);
-                self.legacy_source_starts(volume, peer);
+                self.before_resync_source(volume, peer, ResyncGate::FullSync);
             }
             ReplState::StartingSyncT => {
                 self.hard_change(Change::new().repl(volume, peer, ReplState::WfSyncUuid));

@@ -1,0 +1,169 @@
+//! The handlers that decide about a resync before it starts: `before-resync-target` and
+//! `before-resync-source` (semantics.md, 11.5 and 19.2). With another exit code than 0, or 3 of the
+//! source's, the connection is given up.
+//!
+//! The target's runs before this node answers the source's bitmap, so that nothing is written here
+//! while it looks at the disk: a handler may make a snapshot of it. At the end of Behind and of a
+//! full sync with an 8.4 peer the source does not wait for an answer; its writes come meanwhile.
+
+use alloc::format;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState};
+
+use crate::event::{LinkId, Output, Tag};
+use crate::report::Level;
+use crate::resource::{Pending, Resource};
+use crate::transition::Change;
+
+const SOURCE: &str = "before-resync-source";
+const TARGET: &str = "before-resync-target";
+/// The exit code that a source's handler may have besides 0.
+const SOURCE_IGNORED: u8 = 3;
+
+/// What a handler is asked about, and what happens when it agrees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ResyncGate {
+    /// The source's bitmap is here: this node's is sent, and it is target.
+    Answer,
+    /// Both bitmaps are one: this node is source.
+    Exchanged,
+    /// The end of Ahead: this node is source.
+    Ahead,
+    /// The end of Behind: this node is target.
+    Behind,
+    /// The 8.4 source told the UUID of the resync: this node is target.
+    SyncUuid,
+    /// A full sync with an 8.4 target: this node is source.
+    FullSync,
+    /// Of a resync that has started already.
+    Started,
+}
+
+impl Resource {
+    /// A resync may start unless the handler says no. `name` is the handler's.
+    fn ask_handler(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        name: &'static str,
+        gate: ResyncGate,
+    ) {
+        let configured = self.options.handlers.iter().any(|h| h == name);
+        let Some(link) = self.link(peer) else {
+            return;
+        };
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return;
+        };
+        if !configured {
+            self.pass_gate(volume, peer, gate);
+            return;
+        }
+        if let Some((asked, _)) = pd.resync_gate.as_mut() {
+            // It runs, and its answer is that for this one, too.
+            *asked = gate;
+            return;
+        }
+        let tag = self.tags.insert(Pending::BeforeResync(volume, peer, link));
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.resync_gate = Some((gate, tag));
+        }
+        self.output(Output::Handler {
+            tag,
+            name,
+            volume: Some(volume),
+            peer: Some(peer),
+        });
+    }
+
+    /// Asks the target's handler.
+    pub(crate) fn before_resync_target(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        gate: ResyncGate,
+    ) {
+        self.ask_handler(volume, peer, TARGET, gate);
+    }
+
+    /// Asks the source's handler.
+    pub(crate) fn before_resync_source(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        gate: ResyncGate,
+    ) {
+        self.ask_handler(volume, peer, SOURCE, gate);
+    }
+
+    /// A handler of this kind has ended.
+    pub(crate) fn before_resync_ended(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        (link, tag): (LinkId, Tag),
+        exit_code: u8,
+    ) {
+        if self.link(peer) != Some(link) {
+            return;
+        }
+        // What it was asked about may be over, and another one may run for the next resync.
+        let Some((gate, _)) = self
+            .peer_device_mut(volume, peer)
+            .and_then(|pd| pd.resync_gate.take_if(|(_, asked)| *asked == tag))
+        else {
+            return;
+        };
+        let repl = self.state.peer_device(volume, peer).repl;
+        let source = matches!(
+            gate,
+            ResyncGate::Exchanged | ResyncGate::Ahead | ResyncGate::FullSync
+        ) || repl == ReplState::SyncSource;
+        let name = if source { SOURCE } else { TARGET };
+        if exit_code == 0 {
+            self.pass_gate(volume, peer, gate);
+        } else if source && exit_code == SOURCE_IGNORED {
+            let text = format!("{name} ended with {exit_code}, which is ignored");
+            self.log(Level::Info, Some(peer), Some(volume), text);
+            self.pass_gate(volume, peer, gate);
+        } else {
+            let text = format!(
+                "{name} ended with {exit_code}: the connection is given up; repair the handler \
+                 and run `drbdadm connect`"
+            );
+            self.go_standalone(peer, text);
+        }
+    }
+
+    /// The resync starts, if it is still wanted.
+    fn pass_gate(&mut self, volume: VolumeNr, peer: NodeId, gate: ResyncGate) {
+        let repl = self.state.peer_device(volume, peer).repl;
+        match (gate, repl) {
+            (ResyncGate::Answer, ReplState::WfBitmapT) => {
+                let legacy = self.is_legacy(peer);
+                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                    pd.resync_agreed = legacy;
+                }
+                self.answer_bitmap(volume, peer);
+            }
+            (ResyncGate::Exchanged, ReplState::WfBitmapS) => {
+                self.bitmap_exchanged(volume, peer);
+            }
+            (ResyncGate::Ahead, ReplState::Ahead) => self.end_ahead(volume, peer),
+            (ResyncGate::Behind | ResyncGate::SyncUuid, ReplState::Behind)
+            | (ResyncGate::SyncUuid, ReplState::WfSyncUuid) => {
+                self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
+            }
+            (ResyncGate::FullSync, ReplState::StartingSyncS) => {
+                let change = Change::new()
+                    .repl(volume, peer, ReplState::SyncSource)
+                    .peer_disk(volume, peer, DiskState::Inconsistent);
+                self.hard_change(change);
+                self.legacy_source_starts(volume, peer);
+            }
+            // Something else has happened to the resync meanwhile.
+            _ => {}
+        }
+    }
+}
