@@ -484,6 +484,11 @@ impl Cluster {
         self.tool(node, "drbdsetup", args)
     }
 
+    /// A second `lockstepd` in a node's directory, which has to end by itself.
+    pub fn second_daemon(&self, node: usize) -> Result<Output> {
+        self.tool(node, "lockstepd", &["--no-device"])
+    }
+
     /// `drbdsetup status --json` of the resource.
     pub fn status(&self, node: usize) -> Result<serde_json::Value> {
         let output = self.setup_raw(node, &["status", "r0", "--json"])?;
