@@ -22,7 +22,7 @@ use crate::twopc::{WishKind, command_error};
 use crate::validity::Refusal;
 
 /// How often a waiting command looks again.
-const RETRY: Duration = Duration::from_millis(100);
+pub(crate) const RETRY: Duration = Duration::from_millis(100);
 /// Tries of a promotion (semantics.md, 7.1).
 const PROMOTE_TRIES: u32 = 4;
 
@@ -1032,6 +1032,9 @@ impl Resource {
 
     /// One step of `down`; true when everything is gone.
     fn down_step(&mut self) -> bool {
+        if self.now < self.down_pause {
+            return false;
+        }
         if self.state.role == Role::Primary {
             if self.twopc.current.is_none() && self.requests_are_through() {
                 self.wish(WishKind::Demote { force: false }, None);

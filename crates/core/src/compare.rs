@@ -680,6 +680,9 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
     if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {
         return row(Strategy::SplitBrainDisconnect, Rule::Contradiction);
     }
+    if let Some(row) = announcer_lives_on(h, own, peer) {
+        return row;
+    }
     match peer_newer {
         Some(SlotOf::Receiver) => return row(Strategy::TargetUseBitmap, Rule::BitmapPeer),
         Some(SlotOf::Other(node)) => {
@@ -764,6 +767,29 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
         return row(Strategy::SplitBrainDisconnect, rule);
     }
     row(Strategy::UnrelatedData, rule)
+}
+
+/// Between two Lockstep nodes: a Primary told its next generation, lost the follower before it made
+/// it, and is still Primary; without that follower it may lack the quorum to make another one. The
+/// follower has nothing that the Primary lacks as long as nobody else wrote under that name, which
+/// its marks would tell.
+fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
+    let announced = |primary: &Side, follower: &Side, to: Uuid, base: Uuid| {
+        primary.is_primary()
+            && !follower.is_primary()
+            && primary.uuids.history_notes(to)
+            && follower.uuids.slot(primary.node).same_generation(base)
+            && follower.uuids.dirty_bits == 0
+    };
+    if !h.is_lockstep() {
+        None
+    } else if announced(h.own, h.peer, peer, own) {
+        Some(row(Strategy::SourceUseBitmap, Rule::HistorySelf))
+    } else if announced(h.peer, h.own, own, peer) {
+        Some(row(Strategy::TargetUseBitmap, Rule::HistoryPeer))
+    } else {
+        None
+    }
 }
 
 #[derive(Clone, Copy)]

@@ -280,6 +280,28 @@ fn who_only_announced_a_generation_follows_the_one_that_took_it() {
 }
 
 #[test]
+fn a_primary_that_lost_the_follower_of_its_announcement_is_no_target() {
+    let announced = || {
+        Case::new(0x10, 0x20).with(|c| {
+            c.features = Features::LOCKSTEP;
+            c.a.uuids.history[0] = Uuid(0x21);
+            c.b.uuids.history[0] = Uuid(0x10);
+            slot(&mut c.b, A, 0x10);
+        })
+    };
+    announced().expect(Strategy::TargetUseBitmap, Rule::BitmapPeer);
+    let lives_on = || announced().with(|c| c.a.role = Role::Primary);
+    lives_on().expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    // Somebody wrote under that name, or the Primary never told it.
+    for refused in [
+        lives_on().with(|c| c.b.uuids.dirty_bits = 1),
+        lives_on().with(|c| c.a.uuids.history[0] = Uuid(0x20)),
+    ] {
+        assert_ne!(refused.decide().strategy, Strategy::SourceUseBitmap);
+    }
+}
+
+#[test]
 fn an_announcement_decides_before_marks_do_and_marks_only_where_it_cannot() {
     let announced = |marks: (u64, u64)| {
         Case::new(0x10, 0x20).with(|c| {

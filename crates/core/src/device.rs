@@ -198,6 +198,8 @@ pub struct PeerDevice {
     pub peer_was_target: bool,
     /// The peer has quorum.
     pub quorate: bool,
+    /// It connected with a disk that was not UpToDate, and that has not become so.
+    pub joined_behind: bool,
     /// This node sent its part of the handshake on this link.
     pub sent_handshake: bool,
     /// This node's disk state as sent with it: the comparison goes by what both know.
@@ -308,6 +310,7 @@ impl PeerDevice {
             sent_uuids: None,
             peer_was_target: false,
             quorate: false,
+            joined_behind: false,
             sent_handshake: false,
             sent_disk: lockstep_format::wire::DiskState::Diskless,
             negotiation: None,

@@ -258,6 +258,12 @@ impl<T: Copy> Intervals<T> {
         blockers == 0
     }
 
+    /// The range waits for others before it is submitted.
+    pub fn is_waiting(&self, id: RangeId) -> bool {
+        let range = self.range(id.0);
+        range.phase == Phase::Waiting && range.blockers > 0
+    }
+
     /// The local disk is done with the range. Owners that may go on now are added to `ready`.
     pub fn disk_done(&mut self, id: RangeId, ready: &mut Vec<T>) {
         self.range_mut(id.0).phase = Phase::DiskDone;

@@ -15,6 +15,7 @@ use crate::resource::Resource;
 use crate::state::State;
 use crate::time::Duration;
 use crate::timers::Timer;
+use crate::transition::Change;
 
 /// How long a pair may be unequal before it is looked at.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -58,6 +59,7 @@ impl Resource {
         };
         if peers.is_empty() {
             device.looked_again = 0;
+            self.revive_outdated(volume);
             return;
         }
         let doublings = device.looked_again.min(MOST_DOUBLINGS);
@@ -83,6 +85,33 @@ impl Resource {
             self.send_uuids(peer, volume, UuidFlags::RESYNC);
             self.send_state(peer, volume, &state);
             self.compare_now(peer, volume);
+        }
+    }
+
+    /// Every disk there is of this volume is connected, Outdated, and of one generation: nobody is
+    /// left that could have newer data, so one of them begins to ask whether a Primary is.
+    fn revive_outdated(&mut self, volume: VolumeNr) {
+        let first = self.quorum_nodes(volume, true).into_iter().all(|node| {
+            let p = self.state.peer_device(volume, node);
+            let has_slot = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&node))
+                .is_some_and(|pd| pd.options.bitmap);
+            let client = !has_slot && !self.slot_seen_with_disk(volume, node);
+            let outdated = p.repl == ReplState::Established
+                && p.disk == DiskState::Outdated
+                && self.is_lockstep(node)
+                && self.same_current(volume, node);
+            client || (outdated && self.node_id < node)
+        });
+        if first
+            && self.state.disk(volume) == DiskState::Outdated
+            && self.state.role == Role::Secondary
+            && self.state.primary_peer().is_none()
+        {
+            self.hard_change(Change::new().disk(volume, DiskState::Consistent));
+            self.schedule_empty_twopc();
         }
     }
 

@@ -58,6 +58,8 @@ pub struct Resource {
     pub(crate) twopc: Twopc,
     /// Commands that wait.
     pub(crate) waiting: Vec<Waiting>,
+    /// `down` asks for nothing before this time.
+    pub(crate) down_pause: Instant,
     /// A new current UUID that is being spread.
     pub(crate) new_uuid: Option<NewUuid>,
     /// Something waits for a new generation that is due.
@@ -117,6 +119,7 @@ impl Resource {
             in_steps: false,
             twopc: Twopc::default(),
             waiting: Vec::new(),
+            down_pause: Instant(0),
             new_uuid: None,
             new_uuid_wanted: false,
             explicit_primary: false,

@@ -7,7 +7,7 @@ use alloc::format;
 
 use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
+use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
 use crate::data::BitmapThen;
 use crate::device::{AfterMeta, Reconcile};
@@ -17,6 +17,7 @@ use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::timers::Timer;
 use crate::transition::Change;
+use crate::uuids::{PeerUuids, is_real};
 
 impl Resource {
     /// Bitmap exchange begins, this node is source.
@@ -154,6 +155,16 @@ impl Resource {
             self.end_resync(volume, peer, None);
             return;
         };
+        if self.exposes_newer(volume, &source) {
+            self.log(
+                Level::Info,
+                Some(peer),
+                Some(volume),
+                "resync ended, but its source is behind what applications here have seen".into(),
+            );
+            self.end_resync(volume, peer, None);
+            return;
+        }
         let start = self
             .devices
             .get(&volume)
@@ -270,20 +281,28 @@ impl Resource {
                     change = change.peer_disk(volume, node, DiskState::Outdated);
                 }
             }
-            if disk == DiskState::UpToDate {
-                let others: alloc::vec::Vec<NodeId> = self
-                    .state
-                    .devices
-                    .get(&volume)
-                    .map(|d| {
-                        d.peers
-                            .iter()
-                            .filter(|(n, q)| **n != peer && q.repl == ReplState::PausedSyncT)
-                            .map(|(n, _)| *n)
-                            .collect()
-                    })
-                    .unwrap_or_default();
-                for node in others {
+            let waiting: alloc::vec::Vec<(NodeId, DiskState)> = self
+                .state
+                .devices
+                .get(&volume)
+                .map(|d| {
+                    d.peers
+                        .iter()
+                        .filter(|(n, q)| **n != peer && q.repl == ReplState::PausedSyncT)
+                        .map(|(n, q)| (*n, q.disk))
+                        .collect()
+                })
+                .unwrap_or_default();
+            let own = self.devices.get(&volume).map(|d| d.current_uuid());
+            for (node, theirs) in waiting {
+                let newer = own.is_some_and(|own| self.is_ahead_of(volume, node, own));
+                // Nodes that are no better must not wait for each other in a circle.
+                let better = disk < DiskState::UpToDate && theirs > disk;
+                if newer && let Some(pd) = self.peer_device_mut(volume, node) {
+                    // The source that is done was a step behind this one: the disk becomes whole
+                    // only with the data of the latter.
+                    pd.resync_start_uuid = own.unwrap_or_default();
+                } else if !better {
                     change = change.repl(volume, node, ReplState::Established);
                 }
             }
@@ -299,6 +318,42 @@ impl Resource {
             self.run_handler("after-resync-target", Some(volume), Some(peer));
         }
         self.resync_over(volume, peer, true);
+    }
+
+    /// Applications of this Primary see the data of a connected peer, whose generation the source
+    /// of a resync does not know.
+    fn exposes_newer(&self, volume: VolumeNr, source: &PeerUuids) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let exposed = device.exposed_uuid;
+        let is_exposed = |uuid: Uuid| is_real(exposed) && uuid.same_generation(exposed);
+        let known = is_exposed(source.current)
+            || source.history.iter().any(|old| is_exposed(*old))
+            || source
+                .slots
+                .iter()
+                .any(|node| is_exposed(source.slot(node)));
+        self.state.role == Role::Primary
+            && !known
+            && device.peers.keys().any(|peer| {
+                let p = self.state.peer_device(volume, *peer);
+                let set = self.peer_uuids(volume, *peer);
+                p.repl > ReplState::Off
+                    && p.disk == DiskState::UpToDate
+                    && set.is_some_and(|set| is_exposed(set.current))
+            })
+    }
+
+    /// The peer's data have left generation `uuid` behind.
+    fn is_ahead_of(&self, volume: VolumeNr, peer: NodeId, uuid: Uuid) -> bool {
+        self.peer_uuids(volume, peer).is_some_and(|set| {
+            let known = set.slots.iter().map(|node| set.slot(node));
+            !set.current.same_generation(uuid)
+                && known
+                    .chain(set.history.iter().copied())
+                    .any(|old| is_real(old) && old.same_generation(uuid))
+        })
     }
 
     /// The peer's state says that it is through (this node is source).

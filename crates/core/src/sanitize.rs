@@ -591,6 +591,9 @@ impl Resource {
                 }
             } else {
                 n.present += 1;
+                let joins = old.peer_device(volume, peer).repl == ReplState::Off
+                    || device.peers.get(&peer).is_some_and(|pd| pd.joined_behind);
+                n.late += u32::from(joins);
             }
         }
         n.decide(
@@ -614,6 +617,8 @@ pub struct QuorumCount {
     pub up_to_date: u32,
     /// Connected with a disk that is not UpToDate.
     pub present: u32,
+    /// Of these: it came back so, and was not UpToDate since.
+    pub late: u32,
     /// Gone, known to be outdated.
     pub outdated: u32,
     /// Gone, and not in this node's partition when it had quorum.
@@ -636,6 +641,37 @@ pub struct QuorumCount {
 
 impl QuorumCount {
     fn decide(&mut self, quorum: Quorum, redundancy: Quorum, quorate_peers: u32, have_now: bool) {
+        let before = *self;
+        self.decide_by_votes(quorum, redundancy, quorate_peers, have_now);
+        let redundant = self.up_to_date >= self.needed_up_to_date;
+        if !self.have && have_now && before.late > 0 && !redundant {
+            // Whoever went on without a node needs no more redundancy because it comes back; it
+            // would never be let in.
+            let present = before.present - before.late;
+            let outdated = QuorumCount {
+                present,
+                outdated: before.outdated + before.late,
+                ..before
+            };
+            let unknown = QuorumCount {
+                present,
+                unknown: before.unknown + before.late,
+                ..before
+            };
+            self.have = [outdated, unknown].into_iter().any(|mut without| {
+                without.decide_by_votes(quorum, redundancy, quorate_peers, have_now);
+                without.have
+            });
+        }
+    }
+
+    fn decide_by_votes(
+        &mut self,
+        quorum: Quorum,
+        redundancy: Quorum,
+        quorate_peers: u32,
+        have_now: bool,
+    ) {
         let needed = |setting: Quorum, voters: u32| match setting {
             Quorum::Off => 0,
             Quorum::Majority => voters / 2 + 1,
@@ -714,6 +750,35 @@ mod tests {
         };
         n.decide(Quorum::Majority, Quorum::Off, 0, false);
         assert!(!n.have);
+    }
+
+    #[test]
+    fn a_node_that_comes_back_behind_takes_no_redundancy_away() {
+        let back = |late: u32, unknown: u32, have_now: bool| {
+            let mut n = QuorumCount {
+                up_to_date: 1,
+                present: 1,
+                late,
+                unknown,
+                ..QuorumCount::default()
+            };
+            n.decide(Quorum::Majority, Quorum::Majority, 0, have_now);
+            n.have
+        };
+        assert!(back(1, 0, true));
+        assert!(!back(0, 0, true), "it was lost as a copy while it was here");
+        assert!(!back(1, 1, true), "somebody else may have quorum");
+        assert!(!back(1, 0, false), "it gives none");
+        // Nor from the half that a tie-breaker keeps going.
+        let mut n = QuorumCount {
+            up_to_date: 1,
+            present: 1,
+            late: 1,
+            diskless: 1,
+            ..QuorumCount::default()
+        };
+        n.decide(Quorum::Majority, Quorum::Number(2), 0, true);
+        assert!(n.have);
     }
 
     #[test]

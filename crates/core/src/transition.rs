@@ -172,7 +172,7 @@ impl Resource {
             due |= failed && new.role == Role::Primary && after.data_accessible();
             // Somebody may go by a generation that this node announced while it had no disk, and
             // has to see that the data here went on without it.
-            let back = before.disk < DiskState::Consistent && after.disk == DiskState::UpToDate;
+            let back = before.disk < DiskState::UpToDate && after.disk == DiskState::UpToDate;
             let announced = self
                 .devices
                 .get(volume)
@@ -194,12 +194,18 @@ impl Resource {
                     device.new_uuid_pending = true;
                     device.new_uuid_forced |= forced;
                 }
-                if returns && noted {
+                if returns && (announced || noted) {
                     // By the next handshake the peer that took it must not look newer.
                     self.new_uuid_wanted = true;
                 }
                 if back {
-                    device.announced.clear();
+                    // A follower may have kept one; it is no other branch than this disk's.
+                    let announced = core::mem::take(&mut device.announced);
+                    if let Some(disk) = device.attached_mut() {
+                        for uuid in &announced {
+                            disk.generations.note_planned(*uuid);
+                        }
+                    }
                 }
                 if demoted {
                     device.new_uuid_pending = false;
@@ -321,6 +327,9 @@ impl Resource {
                 pd.resync_gate = None;
                 pd.resync_agreed = false;
             }
+            pd.joined_behind = p.repl > ReplState::Off
+                && p.disk != DiskState::UpToDate
+                && (before.repl == ReplState::Off || pd.joined_behind);
             if own_up && p.disk == DiskState::UpToDate && p.repl >= ReplState::Established {
                 if let Some(disk) = device.disk.as_mut() {
                     disk.crashed_primary = false;
@@ -840,6 +849,9 @@ impl Resource {
         }
         if new.susp_uuid && !old.susp_uuid {
             self.want_new_uuid_now();
+        }
+        if new.suspended() && !old.suspended() {
+            self.postpone_waiting();
         }
         for (volume, d) in &new.devices {
             for (peer, p) in &d.peers {

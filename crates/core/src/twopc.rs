@@ -857,8 +857,17 @@ impl Resource {
                 self.attach_refused(volume, command_error(refusal.clone()));
             }
         }
-        if let Some(command) = wish.command {
-            self.wish_answered(command, &wish.kind, result);
+        let steps_down = matches!(
+            wish.kind,
+            WishKind::Disconnect { .. } | WishKind::Demote { .. }
+        );
+        match wish.command {
+            Some(command) => self.wish_answered(command, &wish.kind, result),
+            None if steps_down && result.is_err() => {
+                // `down` does not ask again at once.
+                self.down_pause = self.now + crate::admin::RETRY;
+            }
+            None => {}
         }
     }
 

@@ -641,6 +641,15 @@ impl Resource {
         }
         let set = PeerUuids::from_packet110(packet);
         let flags = set.flags;
+        if flags.contains(UuidFlags::NEW_DATAGEN)
+            && self.is_lockstep(peer)
+            && self.state.disk(volume) != DiskState::UpToDate
+            && self.state.disk(volume) >= DiskState::Inconsistent
+        {
+            // It is only planned, and who is not whole does not follow: the end of a resync must
+            // not adopt what may be given up. What is made of it is told to everybody.
+            return;
+        }
         let before = self.peer_uuids(volume, peer).cloned();
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.current_uuid = set.current;

@@ -94,8 +94,13 @@ impl World {
         let Some(resource) = self.nodes[node].resource.as_ref() else {
             return;
         };
-        if resource.link(peer) != Some(link) {
-            // A send on a link that is gone is dropped; its dialect is not known any more.
+        // A send on a link that is gone is dropped. One that the core closes with this input is
+        // still open: what was said before the end goes out first.
+        let is_open = self
+            .links
+            .get(&link.0)
+            .is_some_and(|l| !l.closed[usize::from(l.ends[0] != node)]);
+        if !is_open || resource.link(peer).is_some_and(|present| present != link) {
             return;
         }
         let dialect = resource.dialect(peer);
@@ -367,7 +372,9 @@ impl World {
             }
         }
         if !silent {
-            for stream in 0..2 {
+            // The driver ends the control stream after the peer has ended the data stream, so that
+            // the end of one does not overtake the last packet of the other.
+            for stream in 0..if flush { 1 } else { 2 } {
                 self.enqueue(link, node, stream, None, None);
             }
         }

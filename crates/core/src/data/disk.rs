@@ -43,6 +43,8 @@ pub enum BitmapThen {
     FullSync(NodeId),
     /// A change of the size: the new bits come before the superblock that makes them count.
     Resized,
+    /// Resync data of this peer may be acknowledged.
+    Target(NodeId),
 }
 
 /// Activity log, bitmap and flushes of one disk.
@@ -62,6 +64,8 @@ pub struct DiskIo {
     flushes: bool,
     flushing: Option<Vec<FlushWaiter>>,
     flush_next: Vec<FlushWaiter>,
+    /// Pages with marks towards third nodes that came with resync data and were not written yet.
+    fresh_pages: BTreeSet<u64>,
     /// Writes of the bitmap.
     pub bitmap_writes: u64,
     /// Where the search for marks that a resync left behind goes on.
@@ -118,6 +122,7 @@ impl DiskIo {
             flushes,
             flushing: None,
             flush_next: Vec::new(),
+            fresh_pages: BTreeSet::new(),
             bitmap_writes: 0,
         }
     }
@@ -140,6 +145,39 @@ impl DiskIo {
             .iter()
             .filter_map(|n| self.slot(n))
             .fold(0, |mask, slot| mask | 1 << slot)
+    }
+
+    /// Marks a range in all slots because resync data from `source` replace it. What is new
+    /// towards third nodes has to be durable before the source forgets that this disk was marked.
+    pub(crate) fn mark_replaced(&mut self, source: NodeId, sector: Sector, size_bytes: u32) {
+        let of_source = self.slot(source);
+        let third = self.slots.iter().flatten().copied();
+        let third = third.filter(|slot| Some(*slot) != of_source);
+        let third = third.fold(0_u32, |mask, slot| mask | 1 << slot);
+        for slot in 0..self.bitmap.shape().slots() {
+            let news = self.bitmap.set_range(slot, sector, size_bytes);
+            if news > 0 && third >> slot & 1 == 1 {
+                for extent in Extents::of(sector, size_bytes).iter() {
+                    self.fresh_pages.extend(self.bitmap.extent_pages(extent));
+                }
+            }
+        }
+    }
+
+    /// Pages of a range with marks of [`DiskIo::mark_replaced`] that are not durable.
+    fn fresh_pages_of(&self, sector: Sector, size_bytes: u32) -> Vec<Range<u64>> {
+        let pages = Extents::of(sector, size_bytes).iter();
+        pages
+            .map(|extent| self.bitmap.extent_pages(extent))
+            .filter(|pages| {
+                self.fresh_pages.range(pages.clone()).next().is_some()
+                    || (self.has_third_slots() && self.bitmap.is_writing_in(pages.clone()))
+            })
+            .collect()
+    }
+
+    fn has_third_slots(&self) -> bool {
+        self.slots.iter().flatten().count() > 1
     }
 
     /// Nothing of the disk's bookkeeping is in flight.
@@ -307,6 +345,34 @@ impl Resource {
         self.apply_unacked(volume);
     }
 
+    /// Writes what resync data of `peer` in these ranges marked towards third nodes; false if
+    /// there is nothing to wait for.
+    pub(crate) fn write_replaced(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        replaced: &[(Sector, u32)],
+    ) -> bool {
+        let Some(io) = self.disk_io(volume) else {
+            return false;
+        };
+        let ranges: Vec<Range<u64>> = replaced
+            .iter()
+            .flat_map(|(sector, size_bytes)| io.fresh_pages_of(*sector, *size_bytes))
+            .collect();
+        if ranges.is_empty() {
+            return false;
+        }
+        io.jobs.push(PageJob {
+            ranges,
+            writes: None,
+            failed: false,
+            then: JobThen::Hook(BitmapThen::Target(peer)),
+        });
+        self.run_page_jobs(volume);
+        true
+    }
+
     /// Writes the changed pages of all bitmaps.
     pub(crate) fn write_all_bitmaps(&mut self) {
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
@@ -333,7 +399,12 @@ impl Resource {
             if io.hold_pages {
                 return;
             }
-            let DiskIo { jobs, bitmap, .. } = io;
+            let DiskIo {
+                jobs,
+                bitmap,
+                fresh_pages,
+                ..
+            } = io;
             jobs.retain_mut(|job| {
                 if job.writes.is_none() {
                     // A write in flight may lack the newest bits: wait for it, then write again.
@@ -344,6 +415,10 @@ impl Resource {
                     for range in &job.ranges {
                         while let Some(write) = bitmap.next_write(range.clone()) {
                             writes.insert(write.first_page);
+                            let count = write.bytes.len() as u64 / PAGE_BYTES;
+                            for page in write.first_page..write.first_page + count {
+                                fresh_pages.remove(&page);
+                            }
                             out.push(write);
                         }
                     }

@@ -13,6 +13,7 @@ mod ack_times;
 mod balance;
 mod disk;
 mod exchange;
+mod peer_ack;
 mod peer_write;
 mod request;
 mod resync_source;
@@ -38,12 +39,13 @@ use crate::interval::Intervals;
 use crate::options::Protocol;
 use crate::resource::{Pending, Resource};
 use disk::FlushWaiter;
+use peer_ack::PeerAckQueue;
 use peer_write::{PeerWrite, ReceivedEpoch};
 use resync_source::SourceRead;
 pub(crate) use resync_source::Wanted;
 use resync_target::TargetSync;
 use slab::{Key, Slab};
-use write::{AppRequest, PeerAckQueue};
+use write::AppRequest;
 
 /// What an output of the data path is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -111,6 +111,7 @@ impl Resource {
         }
         let pending = self.is_new_uuid_due();
         let waits = !self.io.held.is_empty()
+            || self.io.parked > 0
             || !self.io.held_completions.is_empty()
             || !self.io.postponed.is_empty()
             || !self.io.flushes.is_empty();
@@ -121,6 +122,7 @@ impl Resource {
 
     /// What keeps requests waiting may have changed.
     pub(crate) fn admission_changed(&mut self) {
+        self.io.parked_due |= self.io.parked > 0;
         self.want_held_uuids();
     }
 
@@ -162,6 +164,26 @@ impl Resource {
         }
         kept.append(&mut self.io.held);
         self.io.held = kept;
+    }
+
+    /// A suspension begins. Writes that wait for one whose completion it holds would keep resync
+    /// reads waiting, and the resync may be what the suspension waits for: they start anew at its
+    /// end.
+    pub(crate) fn postpone_waiting(&mut self) {
+        for key in self.io.requests.keys() {
+            let waits = self.io.requests.get(key).is_some_and(|req| {
+                let device = self.devices.get(&req.volume);
+                !req.submitted
+                    && !matches!(req.kind, RequestKind::Read | RequestKind::Flush)
+                    && req
+                        .range
+                        .is_some_and(|range| device.is_some_and(|d| d.io.ranges.is_waiting(range)))
+            });
+            if waits {
+                self.drop_range(key);
+                self.io.postponed.push_back(key);
+            }
+        }
     }
 
     fn admit(&mut self, request: &Request) {

@@ -10,14 +10,13 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
-    BlockAck, BlockId, BlockRequest, DagtagRequest, Data, FlushRequests, PeersInSync,
+    BlockAck, BlockId, BlockRequest, DagtagRequest, Data, PeersInSync,
 };
 use lockstep_format::wire::{Digest, DiskState, Features, Packet, ReplState, Role};
 
 use super::disk::FlushWaiter;
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault, Owner};
-use crate::connection::Connection;
 use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId, WatchId};
 use crate::rate::{Pace, RateInput, STEP};
@@ -27,6 +26,7 @@ use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 
 mod csum;
+mod flush;
 mod thin;
 
 /// Longest time that written data wait for the flush that they share with others.
@@ -54,6 +54,8 @@ pub(crate) struct TargetSync {
     unflushed: Vec<Key>,
     /// In the flush in flight.
     flushing: Vec<Key>,
+    /// Flushed, but marks towards third nodes are still on their way to the disk.
+    marking: Vec<Key>,
     /// Digests whose blocks wait for a flush, and those in the flush in flight.
     hashed: Vec<Key>,
     hash_flushing: Vec<Key>,
@@ -150,6 +152,7 @@ impl Resource {
                 sync.by_sector = old.by_sector;
                 sync.unflushed = old.unflushed;
                 sync.flushing = old.flushing;
+                sync.marking = old.marking;
                 sync.hashed = old.hashed;
                 sync.hash_flushing = old.hash_flushing;
                 sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
@@ -598,7 +601,9 @@ impl Resource {
         };
         let (sector, size) = (request.sector, request.size_bytes);
         // How other nodes stand to this block is not known from here on.
-        self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        if let Some(io) = self.disk_io(volume) {
+            io.mark_replaced(peer, sector, size);
+        }
         let primary = self.state.primary_peer();
         self.overtake_peer_writes(volume, sector, size, primary);
         self.overtake_source_reads(volume, sector, size);
@@ -680,14 +685,14 @@ impl Resource {
         };
         let payload = request.payload.take();
         let range = request.range.take();
-        let idle = sync.flushing.is_empty();
+        let idle = sync.flushing.is_empty() && sync.marking.is_empty();
         sync.unflushed.push(key);
         let mut ready = Vec::new();
         if let Some(range) = range {
             device.io.ranges.remove(range, &mut ready);
         }
         // Flush at once if everything that was asked for is written.
-        let all = sync.unflushed.len() + sync.flushing.len() == sync.requests.len();
+        let all = sync.unflushed.len() == sync.requests.len();
         let lost = sync.lost;
         self.wake_ranges(volume, ready);
         if let Some(payload) = payload {
@@ -720,7 +725,8 @@ impl Resource {
         let Some(sync) = self.target(volume, peer) else {
             return;
         };
-        if sync.flushing.is_empty() && !sync.unflushed.is_empty() {
+        let idle = sync.flushing.is_empty() && sync.marking.is_empty();
+        if idle && !sync.unflushed.is_empty() {
             sync.flushing = core::mem::take(&mut sync.unflushed);
             if planted!(self, ResyncAckBeforeFlush) {
                 self.target_flushed(volume, peer, Ok(()));
@@ -740,18 +746,49 @@ impl Resource {
             return;
         };
         let done = core::mem::take(&mut sync.flushing);
+        if result.is_ok() {
+            // A third node that is away may come back when the source is gone: this disk alone
+            // knows then what it was given since.
+            let replaced: Vec<(Sector, u32)> = done
+                .iter()
+                .filter_map(|key| sync.requests.get(*key))
+                .map(|request| (request.sector, request.size_bytes))
+                .collect();
+            sync.marking = done;
+            if !self.write_replaced(volume, peer, &replaced) {
+                self.replaced_marks_written(volume, peer);
+            }
+            return;
+        }
+        for key in done {
+            self.target_failed(volume, peer, key);
+        }
+        self.target_settled(volume, peer, &[]);
+    }
+
+    /// What was flushed is marked durably towards third nodes: the source may forget it.
+    pub(crate) fn replaced_marks_written(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(sync) = self.target(volume, peer) else {
+            return;
+        };
+        let done = core::mem::take(&mut sync.marking);
         let lost = sync.lost;
+        let gone = !self.takes_writes(volume);
         let mut extents = Vec::new();
         for key in done {
             if lost {
                 self.target_forget(volume, peer, key);
-            } else if result.is_err() {
+            } else if gone {
                 self.target_failed(volume, peer, key);
             } else {
                 self.target_in_sync(volume, peer, key, &mut extents);
             }
         }
-        self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
+        self.target_settled(volume, peer, &extents);
+    }
+
+    fn target_settled(&mut self, volume: VolumeNr, peer: NodeId, extents: &[AlExtent]) {
+        self.tell_in_sync(volume, extents, NodeMask::EMPTY);
         self.bits_cleared(volume);
         self.start_target_flush(volume, peer);
         self.target_gone_if_empty(volume, peer);
@@ -1049,96 +1086,6 @@ impl Resource {
         };
         self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
         self.watch_left_marks(volume);
-    }
-
-    // Flush before the end (semantics.md, 19.6).
-
-    fn request_flushes(&mut self, volume: VolumeNr, peer: NodeId) {
-        let primaries: Vec<NodeId> = self
-            .established()
-            .into_iter()
-            .filter(|node| {
-                let primary = self
-                    .state
-                    .connections
-                    .get(node)
-                    .is_some_and(|c| c.peer_role == Role::Primary);
-                // A source that was demoted meanwhile may owe marks of its last writes.
-                let owes = |c: &Connection| *node == peer && c.is_lockstep();
-                self.connections
-                    .get(node)
-                    .is_some_and(|c| (primary || owes(c)) && c.protocol() >= 123)
-            })
-            .collect();
-        if primaries.is_empty() {
-            if let Some(sync) = self.target(volume, peer) {
-                sync.flush_waits.clear();
-            }
-            return;
-        }
-        let answering: NodeMask = self
-            .established()
-            .into_iter()
-            .filter(|node| {
-                self.state.peer_device(volume, *node).disk == DiskState::UpToDate
-                    && self
-                        .connections
-                        .get(node)
-                        .is_some_and(|c| c.protocol() >= 123)
-            })
-            .collect();
-        let mut waits = Vec::new();
-        self.io.flush_sequence += 1;
-        let flush_sequence = self.io.flush_sequence;
-        for primary in primaries {
-            let is_primary = self
-                .state
-                .connections
-                .get(&primary)
-                .is_some_and(|c| c.peer_role == Role::Primary);
-            // What a demoted source owes comes from itself.
-            let answering = if is_primary {
-                answering
-            } else {
-                NodeMask::of(primary)
-            };
-            if answering.count() > 0 {
-                waits.push((primary, answering));
-            }
-            let packet = Packet::FlushRequests(FlushRequests { flush_sequence });
-            self.send(primary, Stream::Data, VolumeNr::NONE, packet);
-        }
-        let now = self.now;
-        if let Some(sync) = self.target(volume, peer) {
-            sync.flush_waits = waits;
-            sync.flush_asked = now;
-            sync.flush_sequence = flush_sequence;
-        }
-    }
-
-    /// A node has passed on everything that the Primary had for it.
-    pub(crate) fn flush_acked(&mut self, peer: NodeId, sequence: u64, primary: NodeId) {
-        let mut kicked = Vec::new();
-        for (volume, device) in &mut self.devices {
-            for (source, pd) in &mut device.peers {
-                let Some(sync) = pd.io.target.as_mut() else {
-                    continue;
-                };
-                if sync.flush_sequence != sequence {
-                    continue;
-                }
-                for (node, waits) in &mut sync.flush_waits {
-                    if *node == primary {
-                        waits.remove(peer);
-                    }
-                }
-                sync.flush_waits.retain(|(_, waits)| !waits.is_empty());
-                kicked.push((*volume, *source));
-            }
-        }
-        for (volume, source) in kicked {
-            self.target_kick(volume, source);
-        }
     }
 }
 

@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
     Barrier, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, FlushForward, FlushRequestsAck,
-    PeerAck, Trim,
+    Trim,
 };
 use lockstep_format::wire::{ConnState, DataFlags, DiskState, Features, Packet, ReplState};
 
@@ -28,7 +28,7 @@ use crate::timers::Timer;
 const FIRST_WITH_ACK_FLAGS: u32 = 100;
 
 /// A request of a front end from its admission to its end.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct AppRequest {
     pub(crate) id: RequestId,
     pub(crate) volume: VolumeNr,
@@ -40,6 +40,8 @@ pub(crate) struct AppRequest {
     pub(crate) completed: bool,
     /// It is in the list of held completions.
     pub(crate) held: bool,
+    /// It has left the log; only its completion is held.
+    pub(crate) settled: bool,
     pub(crate) local: Local,
     /// Place among the ranges in flight, until the completion to the front end.
     pub(crate) range: Option<RangeId>,
@@ -97,15 +99,6 @@ pub(crate) enum Ack {
     Failed,
 }
 
-/// Settled writes that the peers were not told of yet.
-#[derive(Debug, Default)]
-pub(crate) struct PeerAckQueue {
-    mask: NodeMask,
-    /// Last dagtag that each peer got.
-    last: Vec<(NodeId, Dagtag)>,
-    since: Dagtag,
-}
-
 /// A `P_FLUSH_REQUESTS` that waits until the writes before it are settled.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FlushDue {
@@ -124,6 +117,7 @@ impl AppRequest {
             payload: request.payload,
             completed: false,
             held: false,
+            settled: false,
             local: Local::None,
             range: None,
             al: None,
@@ -144,9 +138,13 @@ impl AppRequest {
         }
     }
 
+    /// Everybody it was sent to has it on stable storage or is given up. A completion that is held
+    /// changes nothing of that, and others may wait for the peer ack (`settle_flush_requests`):
+    /// the target of a resync, without which the data lack their redundancy.
     fn is_settled(&self) -> bool {
-        self.completed
+        (self.completed || self.held)
             && self.local != Local::Pending
+            && self.pending.is_empty()
             && self.unsettled.is_empty()
             && self.parked.is_empty()
     }
@@ -236,7 +234,7 @@ impl Resource {
         self.complete(req.id, Err(error));
     }
 
-    fn drop_range(&mut self, key: Key) {
+    pub(crate) fn drop_range(&mut self, key: Key) {
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
@@ -562,11 +560,14 @@ impl Resource {
         };
         req.completed = true;
         let ok = !fails && (req.local == Local::Ok || !req.ok.is_empty());
-        let (id, epoch) = (req.id, req.epoch);
+        let (id, epoch, settled) = (req.id, req.epoch, req.settled);
         if epoch == self.io.epoch {
             self.close_epoch();
         }
         self.drop_range(key);
+        if settled {
+            self.io.requests.remove(key);
+        }
         self.request_ended(volume);
         self.complete(id, if ok { Ok(()) } else { Err(RequestError::Io) });
         self.settle_log();
@@ -608,9 +609,15 @@ impl Resource {
     }
 
     fn settle_write(&mut self, key: Key) {
-        let Some(req) = self.io.requests.remove(key) else {
+        let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
+        req.settled = true;
+        let req = match req.completed {
+            true => self.io.requests.remove(key),
+            false => Some(req.clone()),
+        };
+        let Some(req) = req else { return };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let mut news = NodeMask::EMPTY;
         // Whoever has it differs from this disk if it failed here.
@@ -845,7 +852,6 @@ impl Resource {
             return;
         };
         let forgets = planted!(self, LossForgetsUnacked);
-        let parks = suspended && conn.net.protocol != Protocol::A;
         let sent = core::mem::take(&mut conn.io.sent);
         conn.io.unacked.clear();
         conn.io.epoch_writes = 0;
@@ -859,9 +865,11 @@ impl Resource {
         self.io.peer_ack.last.retain(|(node, _)| *node != peer);
         let mut missed = Vec::new();
         for key in sent {
+            let parks = suspended || self.cannot_mark(key);
             let Some(req) = self.io.requests.get_mut(key) else {
                 continue;
             };
+            // With protocol A nothing is pending but what has no other copy (`send_write`).
             if parks && req.pending.contains(peer) {
                 req.pending.remove(peer);
                 req.parked.insert(peer);
@@ -896,6 +904,19 @@ impl Resource {
         self.want_held_uuids();
     }
 
+    /// Nothing here says what a lost peer misses before the generation is made that leaves it out.
+    /// If it comes back before that it has to get the write.
+    fn cannot_mark(&self, key: Key) -> bool {
+        self.io.requests.get(key).is_some_and(|req| {
+            self.state.disk(req.volume) < DiskState::UpToDate
+                && !self.io_fails(req.volume)
+                && self
+                    .devices
+                    .get(&req.volume)
+                    .is_some_and(|d| d.new_uuid_pending)
+        })
+    }
+
     /// Resends or gives up what was parked (semantics.md, 5.1 point 16).
     pub(crate) fn settle_parked(&mut self) {
         if self.io.parked == 0 {
@@ -911,7 +932,8 @@ impl Resource {
             for peer in req.parked.iter() {
                 let p = self.state.peer_device(volume, peer);
                 let resends = p.repl == ReplState::Established && p.replicates();
-                let lost = !resends && (!suspended || p.repl > ReplState::Established);
+                let waits = suspended || self.cannot_mark(key);
+                let lost = !resends && (!waits || p.repl > ReplState::Established);
                 if !resends && !lost {
                     continue;
                 }
@@ -1012,63 +1034,6 @@ impl Resource {
         } else {
             self.timers.set(Timer::RequestAge(peer), due);
         }
-    }
-
-    // Peer acks (semantics.md, 18.3).
-
-    fn note_peer_ack(&mut self, req: &AppRequest) {
-        let mut mask = req.ok;
-        if req.local == Local::Ok {
-            mask.insert(self.node_id);
-        }
-        let got: Vec<NodeId> = req
-            .sent
-            .iter()
-            .filter(|peer| self.is_established(*peer))
-            .collect();
-        if got.is_empty() {
-            return;
-        }
-        if !self.io.peer_ack.last.is_empty() && self.io.peer_ack.mask != mask {
-            self.queue_peer_ack();
-        }
-        let queue = &mut self.io.peer_ack;
-        if queue.last.is_empty() {
-            queue.since = req.dagtag;
-        }
-        queue.mask = mask;
-        for peer in got {
-            match queue.last.iter_mut().find(|(node, _)| *node == peer) {
-                Some((_, dagtag)) => *dagtag = req.dagtag,
-                None => queue.last.push((peer, req.dagtag)),
-            }
-        }
-        let window = u64::from(self.options.peer_ack_window_sectors);
-        if req.dagtag.0.wrapping_sub(self.io.peer_ack.since.0) >= window {
-            self.queue_peer_ack();
-        } else {
-            let delay = Duration::from_millis(u64::from(self.options.peer_ack_delay_ms));
-            let at = self.now + delay;
-            self.timers.set(Timer::PeerAck, at);
-        }
-    }
-
-    /// Sends the peer ack that was gathered so far.
-    pub(crate) fn queue_peer_ack(&mut self) {
-        let mask = self.io.peer_ack.mask;
-        if planted!(self, PeerAckNeverSent) {
-            return;
-        }
-        for (peer, dagtag) in core::mem::take(&mut self.io.peer_ack.last) {
-            let packet = Packet::PeerAck(PeerAck { mask, dagtag });
-            self.send(peer, Stream::Control, VolumeNr::NONE, packet);
-        }
-        self.timers.clear(Timer::PeerAck);
-    }
-
-    /// `Timer::PeerAck`.
-    pub(crate) fn peer_ack_timer(&mut self) {
-        self.queue_peer_ack();
     }
 
     /// A sync target wants all peer acks of earlier writes out (semantics.md, 19.6).

@@ -1,0 +1,125 @@
+//! Clusters of three nodes and more: what worlds found and what was mended, a seed or story each.
+
+use lockstep_core::options::{OnLoss, Protocol, Quorum};
+use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::faults::parse;
+use lockstep_sim::plan::{Numbers, Orders};
+use lockstep_sim::scenario::{A, B, C, Scenario};
+use lockstep_sim::world::{Config, SECOND};
+
+const CLIENTS: &str = "diskless,quorum,crash,partition,reset";
+
+/// The world that `swarm` shrunk to these faults and requests.
+fn holds(nodes: usize, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
+    let orders = Orders {
+        nodes: Some(nodes),
+        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
+        only_faults: Some(Numbers::parse(faults).unwrap()),
+        only_requests: Some(Numbers::parse(requests).unwrap()),
+        ..Orders::default()
+    };
+    let played = run(seed, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(seed));
+}
+
+/// A client lost the link to the only good disk for a while. With protocol A its writes are sent
+/// again as well: a copy on a disk that is being resynced is none.
+#[test]
+fn writes_of_a_client_survive_a_cut_under_protocol_a() {
+    let requests = "0,90,92-96,302,305-306";
+    holds(3, 24, Some(CLIENTS), "0-1,7", requests);
+}
+
+/// A target of a resync acknowledged blocks while its marks towards a third, absent node were in
+/// memory only.
+#[test]
+fn marks_towards_an_absent_node_come_before_the_end_of_a_resync() {
+    holds(3, 1, None, "6,8,10,12,19", "15,24-25");
+}
+
+/// Two sources, one of which is a generation ahead of the other: the end of the resync with the
+/// older one does not make the disk UpToDate.
+#[test]
+fn a_target_of_two_sources_waits_for_the_newer_one() {
+    let requests = "502,505-518,528,531-535,537-539,541-544,547-551,557-560,562,564-567,570,572,\
+                    574-575,592";
+    holds(3, 207, None, "0-2,4,11,15,17,22", requests);
+}
+
+/// Requests are frozen until a resync brings the redundancy back; the resync must not wait for
+/// them, neither for peer acks nor for ranges.
+#[test]
+fn a_resync_does_not_wait_for_requests_that_wait_for_it() {
+    holds(3, 96, Some(CLIENTS), "1-2", "1-3,26");
+    holds(3, 164, Some(CLIENTS), "0-1,6", "1");
+    holds(4, 26, Some(CLIENTS), "4-6", "38,42");
+}
+
+/// A Primary on a disk that is being resynced announced a generation and gave it up when the
+/// disk was whole; the node that took it is no other branch.
+#[test]
+fn a_generation_announced_during_a_resync_is_an_ancestor() {
+    holds(4, 32, None, "1-2", "255,263");
+}
+
+/// A Primary told its next generation and lost the follower, and with it the quorum that making
+/// another one takes. The follower comes back as a target.
+#[test]
+fn a_frozen_primary_is_the_source_of_who_took_its_announcement() {
+    holds(4, 8, Some(CLIENTS), "0,3", "0");
+}
+
+/// A node that returns Outdated takes no redundancy away that was not there.
+#[test]
+fn a_primary_lets_a_node_in_that_is_behind() {
+    holds(4, 55, Some(CLIENTS), "4,7", "none");
+}
+
+/// A client gave a write up towards a peer that was back before the generation was made that
+/// leaves it out.
+#[test]
+fn a_peer_that_returns_before_the_new_generation_gets_what_it_missed() {
+    holds(5, 10, Some(CLIENTS), "2-6", "9,13-15");
+}
+
+/// Three targets waited for each other in a circle, and then everybody was Outdated, equal, and
+/// waited for a better disk that there was none of.
+#[test]
+fn nobody_waits_for_a_better_disk_than_there_is() {
+    holds(5, 93, Some(CLIENTS), "0-2,4,6-8", "2-5");
+}
+
+/// semantics.md, 11.1: nodes that leave in good order stop counting, so the last one goes on; and
+/// they are let go one after the other.
+#[test]
+fn the_last_man_keeps_quorum_when_the_others_leave_in_good_order() {
+    let config = Config {
+        nodes: 3,
+        protocol: Protocol::C,
+        ..Config::small(12)
+    };
+    let mut s = Scenario::with(
+        config,
+        |settings| {
+            settings.resource.quorum = Quorum::Majority;
+            settings.resource.on_no_data_accessible = OnLoss::SuspendIo;
+        },
+        false,
+    );
+    s.write_and_wait(A, 10, 4);
+    for leaver in [C, B] {
+        assert!(s.operator.down(&mut s.world, leaver));
+        s.pass(5 * SECOND);
+        let logs: Vec<_> = s.world.nodes.iter().map(|n| &n.log).collect();
+        assert!(
+            s.operator.is_down(leaver),
+            "node {leaver} may leave\n{logs:#?}"
+        );
+        s.write_and_wait(A, 10, 4);
+    }
+    for node in [B, C] {
+        s.restart(node);
+    }
+    s.in_sync();
+    s.read(A, 10, 4);
+}
