@@ -5,8 +5,11 @@
 /// DRBD's liveness question, and the answer to it. Neither has a payload.
 const PING: u16 = 0x13;
 const PING_ACK: u16 = 0x14;
-/// Acknowledgements of protocol B and C. With them a made-up answer would hold up writers, and a
-/// dead peer would be noticed late by those who wait for it.
+/// The answer to the end of an epoch, in every protocol.
+const BARRIER_ACK: u16 = 0x1c;
+/// Acknowledgements of single writes, as in protocol B and C. With these a made-up answer would hold
+/// up writers, and a dead peer would be noticed late by those who wait for it. With protocol A they
+/// come only during a resync, so an epoch without any says that it is protocol A.
 const SYNCHRONOUS: [u16; 3] = [0x15, 0x16, 0x51];
 /// Longest time that pings may be answered in the peer's name.
 pub(crate) const PING_HOLD_MAX_S: u64 = 60;
@@ -96,36 +99,50 @@ pub(crate) struct PingHold {
     /// Pings of the local DRBD without an answer, and the header of the last one.
     unanswered: u32,
     ping: Vec<u8>,
-    synchronous: bool,
+    /// A single write was acknowledged since the end of the last epoch; and in the epoch before it.
+    acked: bool,
+    acked_before: bool,
 }
 
 impl PingHold {
     /// The local DRBD sent these bytes.
     pub(crate) fn sent(&mut self, data: &[u8]) {
+        let mut other = Vec::new();
         self.from_local.take(data, |command, head| {
-            self.synchronous |= SYNCHRONOUS.contains(&command);
+            other.push(command);
             if command == PING {
                 self.unanswered += 1;
                 self.ping = head.to_vec();
             }
         });
+        other.into_iter().for_each(|command| self.note(command));
     }
 
     /// The local DRBD is given these bytes, which its peer sent.
     pub(crate) fn given(&mut self, data: &[u8]) {
+        let mut other = Vec::new();
         self.to_local.take(data, |command, _| {
-            self.synchronous |= SYNCHRONOUS.contains(&command);
+            other.push(command);
             if command == PING_ACK {
                 self.unanswered = self.unanswered.saturating_sub(1);
             }
         });
+        other.into_iter().for_each(|command| self.note(command));
+    }
+
+    /// Watches for signs of protocol B and C, in both directions.
+    fn note(&mut self, command: u16) {
+        if command == BARRIER_ACK {
+            self.acked_before = std::mem::take(&mut self.acked);
+        }
+        self.acked |= SYNCHRONOUS.contains(&command);
     }
 
     /// Answers to the pings that wait for one, if they can be put here. The peer answers them too,
     /// later; DRBD takes an answer that it does not wait for as a sign of life.
     pub(crate) fn answers(&mut self) -> Option<Vec<u8>> {
         let sure = !self.from_local.lost && self.to_local.is_between();
-        if self.unanswered == 0 || self.synchronous || !sure {
+        if self.unanswered == 0 || self.acked || self.acked_before || !sure {
             return None;
         }
         let mut answer = std::mem::take(&mut self.ping);
@@ -155,7 +172,7 @@ mod tests {
 
     /// A barrier ack with its payload of 8 bytes, header form 100.
     fn barrier_ack() -> Vec<u8> {
-        let mut out = with_command(&PING100, 0x18);
+        let mut out = with_command(&PING100, BARRIER_ACK);
         out[11] = 8;
         out.extend([0x83; 8]);
         out
@@ -207,6 +224,13 @@ mod tests {
             ack.extend([0; 24]);
             hold.given(&ack);
             assert_eq!(hold.answers(), None);
+            hold.given(&barrier_ack());
+            assert_eq!(hold.answers(), None, "the epoch had one");
+            hold.given(&barrier_ack());
+            assert!(
+                hold.answers().is_some(),
+                "a resync with protocol A has ended"
+            );
         }
     }
 }
