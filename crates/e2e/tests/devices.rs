@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use lockstep_e2e::{Cluster, Setup, can_mount, has_program, run};
+use lockstep_e2e::{Cluster, Setup, Shape, can_mount, has_program, run};
 
 fn setup(test: u8) -> Setup {
     Setup {
@@ -22,8 +22,12 @@ fn setup(test: u8) -> Setup {
 }
 
 /// A cluster in sync whose nodes are all Secondary.
-fn secondaries(test: u8) -> Result<Cluster> {
-    let cluster = Cluster::new(&setup(test))?;
+fn secondaries(test: u8, options: &str) -> Result<Cluster> {
+    let shape = Shape {
+        options: options.into(),
+        ..Shape::default()
+    };
+    let cluster = Cluster::shaped(&setup(test), shape)?;
     cluster.first_primary(0)?;
     cluster.adm(0, &["secondary", "r0"])?;
     Ok(cluster)
@@ -56,7 +60,8 @@ fn a_mount_promotes_its_node_and_the_unmount_demotes_it() -> Result<()> {
     if !can_mount() || !has_program("mkfs.ext4") {
         return Ok(());
     }
-    let mut cluster = secondaries(94)?;
+    // However slow the machine is, a mount waits for the other node's demotion.
+    let mut cluster = secondaries(94, "auto-promote-timeout 300;")?;
     // Both nodes have a device from the beginning on.
     let devices = [cluster.device(0, 94, 0)?, cluster.device(1, 94, 0)?];
     run(Command::new("mkfs.ext4").arg("-q").arg(&devices[0]))?;
@@ -95,7 +100,7 @@ fn reading_promotes_nobody_and_writing_is_refused_beside_a_primary() -> Result<(
     if !can_mount() {
         return Ok(());
     }
-    let cluster = secondaries(95)?;
+    let cluster = secondaries(95, "")?;
     let devices = [cluster.device(0, 95, 0)?, cluster.device(1, 95, 0)?];
     let write = |node: usize, byte: u8| -> std::io::Result<()> {
         let file = fs::File::options().write(true).open(&devices[node])?;
@@ -149,7 +154,7 @@ fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
     if !can_mount() {
         return Ok(());
     }
-    let cluster = secondaries(96)?;
+    let cluster = secondaries(96, "")?;
     let device = cluster.device(0, 96, 0)?;
     let user = fs::File::options().write(true).open(&device)?;
     user.write_all_at(&[1; 4096], 0)?;

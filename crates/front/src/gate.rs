@@ -24,7 +24,7 @@ const REFUSAL: Duration = Duration::from_secs(1);
 /// How often somebody who waits looks whether the device is given up.
 const GIVEN_UP_CHECK: Duration = Duration::from_millis(100);
 /// How long the kernel may take to tell whether somebody has claimed the device.
-const CLAIM_TIMEOUT: Duration = Duration::from_millis(500);
+const CLAIM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a request does to the volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
