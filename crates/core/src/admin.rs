@@ -142,9 +142,14 @@ impl Resource {
                 self.command_detach(id, volume, force, diskless);
                 return;
             }
-            Command::DiskOptions { volume, options } => match self.devices.get_mut(&volume) {
+            Command::DiskOptions {
+                volume,
+                mut options,
+            } => match self.devices.get_mut(&volume) {
                 Some(device) => match device.disk.as_mut() {
                     Some(disk) => {
+                        // The size is agreed with the peers: only `resize` changes it.
+                        options.size_sectors = disk.options.size_sectors;
                         let same_log = options.al_extents == disk.options.al_extents
                             && options.al_updates == disk.options.al_updates;
                         if same_log {

@@ -9,6 +9,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 
 pub use crate::data::{AckTimes, BOUNDS_US};
+use crate::options::{AfterSplitBrain, NetOptions, Protocol};
 use crate::state::{ConnState, DiskState, ReplState, Role};
 
 /// Something changed that a watcher wants to know.
@@ -99,6 +100,9 @@ pub struct DeviceReport {
     pub open: bool,
     /// Usable size in sectors.
     pub size_sectors: u64,
+    /// `size` of the attached disk's options in sectors, which `resize` changes on all nodes; 0
+    /// for the whole disk.
+    pub size_limit_sectors: Option<u64>,
     /// Sectors read by front ends from the local disk.
     pub read_sectors: u64,
     /// Sectors written to the local disk.
@@ -121,6 +125,34 @@ pub struct DeviceReport {
     pub flags: u32,
 }
 
+/// Options of a connection that its peer can change while it is established.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedOptions {
+    /// `protocol`.
+    pub protocol: Protocol,
+    /// `after-sb-0pri`, `after-sb-1pri` and `after-sb-2pri`.
+    pub after_sb: [AfterSplitBrain; 3],
+    /// `data-integrity-alg`.
+    pub data_integrity_alg: Option<String>,
+    /// `csums-alg`.
+    pub csums_alg: Option<String>,
+    /// `verify-alg`.
+    pub verify_alg: Option<String>,
+}
+
+impl SharedOptions {
+    /// Those of a connection's options.
+    pub fn of(net: &NetOptions) -> Self {
+        SharedOptions {
+            protocol: net.protocol,
+            after_sb: [net.after_sb_0pri, net.after_sb_1pri, net.after_sb_2pri],
+            data_integrity_alg: net.data_integrity_alg.clone(),
+            csums_alg: net.csums_alg.clone(),
+            verify_alg: net.verify_alg.clone(),
+        }
+    }
+}
+
 /// A connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnectionReport {
@@ -140,6 +172,8 @@ pub struct ConnectionReport {
     pub rs_in_flight_sectors: u64,
     /// The send queue is congested.
     pub congested: bool,
+    /// Options that a peer can change.
+    pub shared: SharedOptions,
     /// Volumes with this peer.
     pub peer_devices: Vec<PeerDeviceReport>,
 }

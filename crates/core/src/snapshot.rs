@@ -4,7 +4,9 @@ use alloc::vec::Vec;
 
 use lockstep_format::wire::{DiskState, Role};
 
-use crate::report::{ConnectionReport, DeviceReport, PeerDeviceReport, ResyncReport, Snapshot};
+use crate::report::{
+    ConnectionReport, DeviceReport, PeerDeviceReport, ResyncReport, SharedOptions, Snapshot,
+};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets};
 
@@ -97,6 +99,7 @@ impl Resource {
             quorum: state.have_quorum,
             open: device.openers.readers + device.openers.writers > 0,
             size_sectors: device.size_sectors,
+            size_limit_sectors: disk.map(|d| d.options.size_sectors.unwrap_or(0)),
             read_sectors: device.io.read_sectors,
             written_sectors: device.io.written_sectors,
             al_writes: disk.map_or(0, |d| d.io.transactions()),
@@ -141,6 +144,7 @@ impl Resource {
                 .map(|pd| pd.io.rs_in_flight_sectors())
                 .sum(),
             congested: false,
+            shared: SharedOptions::of(&conn.net),
             peer_devices: self
                 .devices
                 .keys()

@@ -905,7 +905,12 @@ impl Node {
     ) -> CommandResult {
         let entry = self.find(name)?;
         let peer = node(peer)?;
-        let old = known_peer(&entry, peer)?.options;
+        let mut old = known_peer(&entry, peer)?.options;
+        if let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id)
+            && let Some(conn) = snapshot.connections.iter().find(|conn| conn.peer == peer)
+        {
+            old = options::with_shared(&old, &conn.shared);
+        }
         let texts = options::merged(Set::Net, &old, given, moment)?;
         let net = options::net(&texts)?;
         let result = self.core(&entry, Command::NetOptions { peer, net });

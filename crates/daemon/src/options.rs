@@ -1,6 +1,7 @@
 //! From option texts to the core's option structures, by name, through the one option table.
 
 use lockstep_core::options as core;
+use lockstep_core::report::SharedOptions;
 use lockstep_format::conf::options as table;
 use lockstep_format::conf::options::Set;
 
@@ -141,6 +142,51 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
     })
 }
 
+/// The texts of `net` options with what the peer changed since they were given.
+pub fn with_shared(texts: &OptionTexts, shared: &SharedOptions) -> OptionTexts {
+    let mut texts = texts.clone();
+    let Ok(given) = net(&texts) else {
+        return texts;
+    };
+    let given = SharedOptions::of(&given);
+    if given == *shared {
+        return texts;
+    }
+    let mut set = |name: &str, text: Option<&str>| match text {
+        Some(text) => texts.insert(name.to_owned(), text.to_owned()),
+        None => texts.remove(name),
+    };
+    if given.protocol != shared.protocol {
+        let text = match shared.protocol {
+            core::Protocol::A => "A",
+            core::Protocol::B => "B",
+            core::Protocol::C => "C",
+        };
+        set("protocol", Some(text));
+    }
+    let names = ["after-sb-0pri", "after-sb-1pri", "after-sb-2pri"];
+    for ((name, old), new) in names.iter().zip(given.after_sb).zip(shared.after_sb) {
+        if old != new {
+            set(name, after_sb_text(new));
+        }
+    }
+    let algorithms = [
+        (
+            "data-integrity-alg",
+            &given.data_integrity_alg,
+            &shared.data_integrity_alg,
+        ),
+        ("csums-alg", &given.csums_alg, &shared.csums_alg),
+        ("verify-alg", &given.verify_alg, &shared.verify_alg),
+    ];
+    for (name, old, new) in algorithms {
+        if old != new {
+            set(name, new.as_deref());
+        }
+    }
+    texts
+}
+
 /// `disk` options for the core.
 pub fn disk(texts: &OptionTexts) -> Result<core::DiskOptions, OptionError> {
     let mut t = table::DiskOptions::default();
@@ -247,6 +293,25 @@ fn quorum(value: table::Quorum) -> core::Quorum {
     }
 }
 
+fn after_sb_text(value: core::AfterSplitBrain) -> Option<&'static str> {
+    use core::AfterSplitBrain as Of;
+    match value {
+        Of::Disconnect => Some("disconnect"),
+        Of::DiscardYoungerPrimary => Some("discard-younger-primary"),
+        Of::DiscardOlderPrimary => Some("discard-older-primary"),
+        Of::DiscardZeroChanges => Some("discard-zero-changes"),
+        Of::DiscardLeastChanges => Some("discard-least-changes"),
+        Of::DiscardLocal => Some("discard-local"),
+        Of::DiscardRemote => Some("discard-remote"),
+        Of::Consensus => Some("consensus"),
+        Of::DiscardSecondary => Some("discard-secondary"),
+        Of::CallPriLostAfterSb => Some("call-pri-lost-after-sb"),
+        Of::ViolentlyAs0p => Some("violently-as0p"),
+        // Of `rr-conflict` only, which no packet carries.
+        Of::RetryConnect | Of::AutoDiscard => None,
+    }
+}
+
 fn after_sb_0pri(value: table::AfterSb0pri) -> core::AfterSplitBrain {
     use core::AfterSplitBrain as To;
     match value {
@@ -347,6 +412,25 @@ mod tests {
         );
         let replaced = merged(Set::Disk, &old, &given, Moment::Replace).unwrap();
         assert_eq!(replaced, given);
+    }
+
+    #[test]
+    fn what_a_peer_changed_is_shown_and_kept() {
+        let given = texts(&[("protocol", "A"), ("ping-int", "7"), ("verify-alg", "md5")]);
+        let mut shared = SharedOptions::of(&net(&given).unwrap());
+        assert_eq!(with_shared(&given, &shared), given);
+        shared.protocol = core::Protocol::B;
+        shared.after_sb[1] = core::AfterSplitBrain::DiscardSecondary;
+        shared.verify_alg = None;
+        shared.csums_alg = Some("sha1".into());
+        let wanted = texts(&[
+            ("protocol", "B"),
+            ("ping-int", "7"),
+            ("after-sb-1pri", "discard-secondary"),
+            ("csums-alg", "sha1"),
+        ]);
+        assert_eq!(with_shared(&given, &shared), wanted);
+        assert_eq!(SharedOptions::of(&net(&wanted).unwrap()), shared);
     }
 
     #[test]

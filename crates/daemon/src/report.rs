@@ -333,6 +333,17 @@ fn suspension(reasons: &[&str]) -> Vec<String> {
         .collect()
 }
 
+/// Disk options with the size that holds since the last `resize` of any node.
+fn with_size(texts: &OptionTexts, limit_sectors: Option<u64>) -> OptionTexts {
+    let mut texts = texts.clone();
+    match limit_sectors {
+        None => None,
+        Some(0) => texts.remove("size"),
+        Some(limit) => texts.insert("size".to_owned(), format!("{limit}s")),
+    };
+    texts
+}
+
 fn join_device(configured: Option<&ConfiguredVolume>, device: &core::DeviceReport) -> DeviceReport {
     let empty = ConfiguredVolume::default();
     let configured = configured.unwrap_or(&empty);
@@ -347,7 +358,7 @@ fn join_device(configured: Option<&ConfiguredVolume>, device: &core::DeviceRepor
             .then(|| configured.disk.clone())
             .flatten(),
         device_options: configured.device_options.clone(),
-        disk_options: configured.disk_options.clone(),
+        disk_options: with_size(&configured.disk_options, device.size_limit_sectors),
         size_sectors: device.size_sectors,
         read_sectors: device.read_sectors,
         written_sectors: device.written_sectors,
@@ -379,7 +390,7 @@ fn join_connection(
         rs_in_flight_sectors: conn.rs_in_flight_sectors,
         tls: false,
         protocol_version: conn.protocol_version,
-        options: configured.options.clone(),
+        options: crate::options::with_shared(&configured.options, &conn.shared),
         // Which one is in use is known to the shard alone.
         paths: configured.paths.clone(),
         peer_devices: conn

@@ -86,3 +86,34 @@ fn mutated_dumps_never_panic() {
         }
     }
 }
+
+#[test]
+fn mutated_generations_never_panic() {
+    const PIECES: [&str; 8] = ["::", ":1", ":0", ":2", "F", "-", "é", "0123456789ABCDEF0"];
+    const LIST: &str = "1122334455667789:99887766554433FF:AAAAAAAAAAAAAAA0:BBBBBBBBBBBBBBB0:\
+                        1:1:1:0:1:0:0:1:0:0:0:1";
+    let mut random = Random(0x6765_6e73);
+    let vectors = all();
+    let with_superblock = vectors.iter().filter(|v| v.json.get("md_offset").is_some());
+    for vector in with_superblock {
+        let images = vector.images();
+        let Some((_, image)) = images.first() else {
+            continue;
+        };
+        let block = image.block(vector.number("md_offset") as u64);
+        for _ in 0..20 {
+            let mut list = LIST.to_owned();
+            for _ in 0..random.below(4) {
+                let at = random.below(list.len());
+                match (random.below(3), list.is_char_boundary(at)) {
+                    (0, true) => list.truncate(at),
+                    (_, true) => list.insert_str(at, PIECES[random.below(PIECES.len())]),
+                    (_, false) => {}
+                }
+            }
+            let mut bytes = block.to_vec();
+            bytes.extend_from_slice(list.as_bytes());
+            fuzz_entry_disk::generations(&bytes);
+        }
+    }
+}

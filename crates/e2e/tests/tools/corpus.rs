@@ -193,6 +193,108 @@ fn our_drbdadm_makes_the_calls_of_debians_for_many_configurations() -> Result<()
     Ok(())
 }
 
+/// Changes of the running state, each by a text of it and what stands there instead.
+const DIFFERENCES: &[(&str, &str)] = &[
+    ("", ""),
+    ("majority", "all"),
+    ("        auto-promote    \tno;\n", ""),
+    (
+        "auto-promote    \tno;",
+        "auto-promote    \tno;\n        cpu-mask        \t\"3\";",
+    ),
+    ("8000", "9000"),
+    (
+        "max-buffers     \t8000;",
+        "max-buffers     \t8000;\n            ko-count        \t3;",
+    ),
+    ("s3 cret", "other"),
+    ("\"bravo\"", "\"brave\""),
+    ("6007", "1237"),
+    (
+        "al-extents      \t6007;",
+        "al-extents      \t6007;\n                on-io-error     \tpass_on;",
+    ),
+    (
+        "al-extents      \t6007;",
+        "size            \t2048s;\n                al-extents      \t6007;",
+    ),
+    ("/dev/vg0/web0", "/dev/vg0/web9"),
+    ("meta-disk\t\t\tinternal", "meta-disk\t\t\t\"/dev/md\""),
+    (
+        "meta-disk\t\t\t\"/dev/vg0/web1md\"",
+        "meta-disk\t\t\tinternal",
+    ),
+    (
+        "disk\t\t\t\"/dev/vg0/web0\";\n            meta-disk\t\t\tinternal;",
+        "disk\t\t\tnone;",
+    ),
+    ("102400k", "50000k"),
+    ("_peer_node_id 2", "_peer_node_id 5"),
+    (
+        "_remote_host ipv4 10.1.0.2:7790",
+        "_remote_host ipv4 10.1.0.9:7790",
+    ),
+    ("        net {", "        _is_standalone;\n        net {"),
+    (
+        "        net {",
+        "        net {\n            transport       \t\"rdma\";",
+    ),
+    (
+        "        path {",
+        "        path {\n            _this_host ipv4 10.1.0.1:7790;\n            _remote_host ipv4 10.1.0.9:7790;\n        }\n        path {",
+    ),
+    (
+        "        volume 1 {\n            device",
+        "        volume 7 {\n            device\t\t\tminor 17;\n            disk\t\t\tnone;\n        }\n        volume 1 {\n            device",
+    ),
+];
+
+#[test]
+fn adjust_makes_the_calls_of_debians_for_each_difference() -> Result<()> {
+    if !machine_has("drbd-utils", Path::new(STOCK).exists()) {
+        return Ok(());
+    }
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/conf/corpus");
+    let file = corpus.join("adjust/web.conf");
+    let running = fs::read_to_string(corpus.join("adjust/web.show"))?;
+    let dir = tempfile::Builder::new()
+        .prefix("lockstep-adjust-")
+        .tempdir()?;
+    let ours = dir.path().join("drbdadm");
+    std::os::unix::fs::symlink(binary()?, &ours)?;
+    let show = dir.path().join("show");
+    for (from, to) in DIFFERENCES {
+        ensure!(running.contains(from), "{from} is not in the running state");
+        fs::write(&show, running.replacen(from, to, 1))?;
+        for command in [
+            "-d adjust web",
+            "-d adjust --skip-net web",
+            "-d adjust --skip-disk web",
+        ] {
+            let mut found = Vec::new();
+            for program in [Path::new(STOCK), &ours] {
+                let (code, text) = run_beside(program, &file, "alpha", command, &show)?;
+                // Later versions order them in another way, and wait between connections.
+                let is_call = |line: &&str| !line.is_empty() && !line.contains(" wait-connect-");
+                let calls = text.lines().filter(is_call);
+                let mut calls: Vec<String> = calls.map(str::to_owned).collect();
+                calls.sort();
+                found.push((code, calls));
+            }
+            ensure!(
+                found[0] == found[1],
+                "{command} with {from:?} replaced by {to:?}:\n{found:#?}"
+            );
+            ensure!(
+                found[0].0 == Some(0) && found[0].1.is_empty() == from.is_empty()
+                    || command.contains("skip"),
+                "{command}, {from:?}: {found:#?}"
+            );
+        }
+    }
+    Ok(())
+}
+
 /// What differs for one configuration.
 fn compare(index: usize, file: &Path, ours: &Path) -> Result<Vec<String>> {
     let text = fs::read_to_string(file)?;
@@ -233,6 +335,17 @@ fn compare(index: usize, file: &Path, ours: &Path) -> Result<Vec<String>> {
 
 /// Exit code and standard output, in one dialect.
 fn run(program: &Path, file: &Path, node: &str, command: &str) -> Result<(Option<i32>, String)> {
+    run_beside(program, file, node, command, Path::new("/dev/null"))
+}
+
+/// The same beside a running state.
+fn run_beside(
+    program: &Path,
+    file: &Path,
+    node: &str,
+    command: &str,
+    show: &Path,
+) -> Result<(Option<i32>, String)> {
     let nowhere = PathBuf::from("/nonexistent");
     let output = Command::new(program)
         // Without a slash in its name it prints its helpers without their directory.
@@ -242,7 +355,7 @@ fn run(program: &Path, file: &Path, node: &str, command: &str) -> Result<(Option
         .args(command.split(' '))
         .env("__DRBD_NODE__", node)
         .env("DRBD_DRIVER_VERSION_OVERRIDE", DRIVER)
-        .env("FAKE_DRBDSETUP_SHOW", "/dev/null")
+        .env("FAKE_DRBDSETUP_SHOW", show)
         .env("LOCKSTEP_DIR", nowhere)
         .stdin(Stdio::null())
         .output()

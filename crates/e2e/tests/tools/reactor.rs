@@ -1,10 +1,13 @@
 //! The exact calls of drbd-reactor (config-and-cli.md, 21.1), and what it reads from the answers.
 
 use std::collections::BTreeMap;
-use std::process::Command;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use lockstep_e2e::{has_program, run};
+use lockstep_e2e::{PATIENCE, has_program, run};
 
 use crate::lines::Lines;
 use crate::nodes::{Nodes, Setup, can_run_stock_tools};
@@ -250,3 +253,65 @@ fn events2_ends_with_its_reader_and_says_when_the_daemon_has_gone() -> Result<()
     ensure!(events.end()? == Some(121), "as when the module is unloaded");
     Ok(())
 }
+
+#[test]
+fn a_watcher_that_does_not_read_holds_nothing_up_and_ends_with_the_last_state() -> Result<()> {
+    if !can_run_stock_tools() {
+        return Ok(());
+    }
+    let nodes = Nodes::new(&Setup {
+        nodes: 2,
+        lines: "net { protocol C; }",
+        test: 14,
+        daemon: &["--no-device"],
+    })?;
+    nodes.bring_up()?;
+    let mut watcher = nodes
+        .command(0, "drbdsetup", &["events2", "--full", "r0"])
+        .process_group(0)
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut lines = BufReader::new(watcher.stdout.take().context("its output")?).lines();
+    let mut next = || lines.next().context("it has ended")?.context("a line");
+    while next()? != "exists -" {}
+    // From here on its pipe fills. Each request is answered, and each is a change to be told.
+    let mut control = UnixStream::connect(nodes.node_dir(0).join("control.sock"))?;
+    control.set_read_timeout(Some(PATIENCE))?;
+    let mut answers = BufReader::new(control.try_clone()?).lines();
+    let mut ask = |request: &str| -> Result<()> {
+        writeln!(control, "{request}")?;
+        let answer = answers.next().context("an answer")??;
+        ensure!(
+            answer.contains("\"is\":\"done\"") || answer.contains("hello"),
+            "{answer}"
+        );
+        Ok(())
+    };
+    let minor = nodes.minor(0);
+    ask(r#"{"do":"hello","version":1}"#)?;
+    for _ in 0..ROUNDS {
+        ask(&format!(r#"{{"do":"suspend-io","minor":{minor}}}"#))?;
+        ask(&format!(r#"{{"do":"resume-io","minor":{minor}}}"#))?;
+    }
+    ask(r#"{"do":"secondary","resource":"r0"}"#)?;
+    // What it has missed is left out; what it says in the end is how things are.
+    let mut told = 0;
+    let last = loop {
+        let line = next()?;
+        told += 1;
+        if line.starts_with("change resource") && line.contains(" role:Secondary ") {
+            break line;
+        }
+    };
+    ensure!(last.contains(" suspended:no "), "{last}");
+    ensure!(
+        told < 2 * ROUNDS,
+        "{told} lines: it missed nothing, so the test shows nothing"
+    );
+    watcher.kill()?;
+    watcher.wait()?;
+    Ok(())
+}
+
+/// Changes that fill a pipe, a socket and the daemon's backlog of one watcher.
+const ROUNDS: usize = 1000;

@@ -201,5 +201,35 @@ fn debians_drbdadm_verifies_and_resizes_a_volume_in_use() -> Result<()> {
     nodes.stock(0, &["resize", "--size=40M", "r0"])?;
     ensure!(size_kib(0)? == 40 << 10, "{} KiB", size_kib(0)?);
     nodes.wait("the peer has shrunk", |_| Ok(size_kib(1)? == 40 << 10))?;
+    // Both nodes know the size that was asked for. The configuration has none, which `adjust` sees;
+    // with the same size there is nothing left to do.
+    for node in 0..2 {
+        let shown = nodes.asked(node, &["show", "r0"])?;
+        ensure!(shown.contains("81920s"), "{shown}");
+        let planned = nodes.stock(node, &["-d", "adjust", "r0"])?;
+        let call = format!("drbdsetup resize {}\n", nodes.minor(node));
+        ensure!(planned.contains(&call), "{planned}");
+    }
+    let lines = "net { protocol C; verify-alg crc32c; }\n disk { size 40M; }";
+    nodes.configure(lines)?;
+    ensure!(nodes.stock(0, &["-d", "adjust", "r0"])?.is_empty());
+    // Other disk options leave the size alone.
+    nodes.configure(&lines.replace("size 40M;", "size 40M; disk-timeout 50;"))?;
+    nodes.stock(0, &["adjust", "r0"])?;
+    ensure!(nodes.stock(0, &["-d", "adjust", "r0"])?.is_empty());
+    ensure!(nodes.asked(0, &["show", "r0"])?.contains("81920s"));
+    // What one node changes of the connection is what its peer shows, and keeps.
+    nodes.asked(
+        0,
+        &["net-options", "r0", "1", "--protocol=A", "--csums-alg=sha1"],
+    )?;
+    let has = |node: usize, word: &str| -> Result<bool> {
+        Ok(nodes.asked(node, &["show", "r0"])?.contains(word))
+    };
+    nodes.wait("the peer shows it", |_| {
+        Ok(has(1, "csums-alg       \t\"sha1\";")? && has(1, "protocol        \tA;")?)
+    })?;
+    nodes.asked(1, &["net-options", "r0", "0", "--ping-int=9"])?;
+    ensure!(has(1, "protocol        \tA;")? && has(1, "ping-int        \t9;")?);
     Ok(())
 }

@@ -4,7 +4,8 @@
 use lockstep_format::disk::al::{self, AlForm, Block};
 use lockstep_format::disk::any::AnySuperBlock;
 use lockstep_format::disk::layout::{AlGeometry, Placement};
-use lockstep_format::disk::{dump, v08, v09};
+use lockstep_format::disk::{dump, gi, v08, v09};
+use lockstep_format::units::NodeId;
 
 /// A superblock of either format, and the layout it describes on devices of several sizes.
 pub(crate) fn superblock(data: &[u8]) {
@@ -46,6 +47,28 @@ pub(crate) fn superblock(data: &[u8]) {
             );
         }
     }
+}
+
+/// A list of generations as `set-gi` gets it, behind a superblock: what was taken reads back.
+pub(crate) fn generations(data: &[u8]) {
+    let Some((block, list)) = data.split_first_chunk::<4096>() else {
+        return;
+    };
+    let (Ok(mut superblock), Ok(list)) = (AnySuperBlock::decode(block), std::str::from_utf8(list))
+    else {
+        return;
+    };
+    let before = superblock.clone();
+    let node = NodeId(list.len() as u8 % 32);
+    if gi::apply(&mut superblock, node, list).is_err() {
+        assert!(superblock == before, "an error changes nothing");
+        return;
+    }
+    let printed = gi::print(&superblock, node);
+    gi::picture(&superblock, node);
+    let mut again = superblock.clone();
+    assert!(gi::apply(&mut again, node, &printed).is_ok(), "{printed}");
+    assert!(again == superblock, "{printed} is read as it was printed");
 }
 
 /// An activity log of eight blocks in each form.

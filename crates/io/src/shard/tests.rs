@@ -485,6 +485,7 @@ impl Engine for Toy {
             quorum: true,
             open: false,
             size_sectors: self.size_sectors,
+            size_limit_sectors: None,
             read_sectors: 0,
             written_sectors: 0,
             al_writes: 0,
