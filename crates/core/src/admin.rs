@@ -849,6 +849,12 @@ impl Resource {
             );
         };
         let fresh = disk.generations.current == created;
+        if !clear_bitmap && !fresh && self.state.disk(volume) == DiskState::Inconsistent {
+            return fail(
+                ErrorCode::NO_UP_TO_DATE_DISK,
+                format!("volume {volume} is Inconsistent: its data are no generation"),
+            );
+        }
         let option = clear_bitmap || force_resync;
         let mut qualifying = Vec::new();
         for (peer, p) in &self
@@ -1101,6 +1107,12 @@ impl Resource {
     /// Something on a disk failed: what `on-io-error` says (semantics.md, 8.4).
     pub(crate) fn disk_failed(&mut self, volume: VolumeNr, fault: crate::data::DiskFault) {
         let own = self.state.disk(volume);
+        if own == DiskState::Attaching {
+            if fault == crate::data::DiskFault::Meta {
+                self.attach_cannot_write(volume);
+            }
+            return;
+        }
         if own <= DiskState::Failed {
             if fault == crate::data::DiskFault::Meta {
                 self.leave_ungracefully(volume);

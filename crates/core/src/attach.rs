@@ -247,6 +247,12 @@ impl Resource {
         self.attach_failed(volume, error(ErrorCode::ERR_IO_MD_DISK, text));
     }
 
+    /// The superblock of a disk that is being attached cannot be written.
+    pub(crate) fn attach_cannot_write(&mut self, volume: VolumeNr) {
+        let text = format!("volume {volume}: writing its metadata failed");
+        self.attach_failed(volume, error(ErrorCode::ERR_IO_MD_DISK, text));
+    }
+
     /// A metadata operation of an attach is done.
     pub(crate) fn attach_io_done(
         &mut self,

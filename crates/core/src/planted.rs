@@ -131,8 +131,20 @@ registry! {
         "A peer ack clears the bits of nodes that do not have the write.";
     DrainForgetsThirdNodes "drain-forgets-third-nodes"
         "The loss of a Primary does not mark its last writes towards the other survivors.";
-    UnackedNotInBitmap "unacked-not-in-bitmap"
-        "Received writes without a peer ack are not marked in a bitmap that is sent.";
+    LogSkipsLastExtent "log-skips-last-extent"
+        "Of a write across extents the log gets only the first.";
+    BitmapEndNotMerged "bitmap-end-not-merged"
+        "The last bits of a bitmap that is received are dropped.";
+    BarrierFlushesOneVolume "barrier-flushes-one-volume"
+        "A barrier flushes one of the volumes that its epoch wrote to.";
+    ZeroesShort "zeroes-short"
+        "A zero-out reaches only the first half of its range.";
+    NegAckIgnored "neg-ack-ignored"
+        "A peer's failed write counts as done.";
+    CsumsAlwaysEqual "csums-always-equal"
+        "A resync by checksums takes every block for equal.";
+    ReadFromAnyPeer "read-from-any-peer"
+        "A read without a usable disk here goes to an Inconsistent peer.";
     RecoveryStampsEarly "recovery-stamps-early"
         "An attach calls the log clean before the bits that it stands for are durable.";
     PageWriteMissesBits "page-write-misses-bits"

@@ -67,6 +67,57 @@ pub fn differences_are_marked(w: &mut World) {
     }
 }
 
+/// If a node lost its power now, what it might lose is marked: its unflushed blocks lie in its
+/// activity log or are marked on one of two disks.
+pub fn losses_are_marked(w: &mut World) {
+    for volume in 0..w.config.volumes {
+        let v = usize::from(volume);
+        for x in w.storage() {
+            let volatile = w.nodes[x].disks[v].volatile();
+            if volatile.is_empty() || !is_whole(w, x, v) {
+                continue;
+            }
+            for y in w.storage().filter(|y| *y != x) {
+                if !is_whole(w, y, v) {
+                    continue;
+                }
+                let lost: Vec<u64> = volatile
+                    .iter()
+                    .filter(|(block, old)| {
+                        w.nodes[y].disks[v].content[**block as usize] != **old
+                            && !w.spoiled.contains_key(&(volume, **block))
+                    })
+                    .map(|(block, _)| *block)
+                    .collect();
+                let marks = |of: usize, towards: usize| w.nodes[of].disks[v].marks(towards, &lost);
+                let (Ok(own), Ok(theirs)) = (marks(x, y), marks(y, x)) else {
+                    continue;
+                };
+                if let Some(i) = (0..lost.len()).find(|i| !own[*i] && !theirs[*i]) {
+                    let block = lost[i];
+                    let text = format!(
+                        "volume {volume} block {block} is not flushed on {}, and if it were lost \
+                         neither it nor {} would mark the difference; {}",
+                        name(x),
+                        name(y),
+                        w.history.describe(volume, block)
+                    );
+                    w.fail(text);
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// According to its metadata the disk has all data of a generation.
+fn is_whole(w: &World, node: usize, volume: usize) -> bool {
+    w.nodes[node].disks[volume].superblock().is_ok_and(|s| {
+        s.flags
+            .contains(DeviceFlags::CONSISTENT | DeviceFlags::WAS_UP_TO_DATE)
+    })
+}
+
 /// The generations on a node's disks follow the rules: it opens, and the history neither repeats
 /// itself nor names the present generation.
 pub fn generations_are_sound(w: &mut World, node: usize) {

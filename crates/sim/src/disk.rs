@@ -357,6 +357,15 @@ impl Disk {
         }
     }
 
+    /// Blocks whose content a power cut may take back, with the oldest content that they may get.
+    pub fn volatile(&self) -> BTreeMap<u64, u64> {
+        let mut oldest = BTreeMap::new();
+        for v in &self.unflushed {
+            oldest.entry(v.block).or_insert(v.old);
+        }
+        oldest
+    }
+
     /// Everything up to this sequence number is durable.
     pub fn flushed(&mut self, upto: u64) {
         while self.unflushed.front().is_some_and(|v| v.sequence <= upto) {

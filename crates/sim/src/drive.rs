@@ -77,6 +77,11 @@ pub fn run(seed: u64, orders: &Orders, trace: Trace) -> Played {
     plan.config.trace = trace == Trace::Print;
     let shape = plan.describe();
     let mut w = World::new(plan.config.clone());
+    for node in &plan.theme.old_metadata {
+        for disk in &mut w.nodes[*node].disks {
+            disk.downgrade();
+        }
+    }
     if let Trace::Keep(lines) = trace {
         w.tail = Some(Tail::new(w.nodes.len(), lines));
     }
@@ -161,6 +166,7 @@ impl<'a> Drive<'a> {
         }
         self.start = w.now;
         self.look_at = w.now;
+        w.watches = self.plan.watches;
         self.go_on(w, o, |d| {
             d.next_fault < d.plan.faults.len() || !d.undo.is_empty()
         });
@@ -267,6 +273,7 @@ impl<'a> Drive<'a> {
         }
         if self.plan.watches && w.violation.is_none() {
             check::differences_are_marked(w);
+            check::losses_are_marked(w);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         self.rate_is_bounded(w);

@@ -4,6 +4,7 @@ use lockstep_core::event::MetaOp as CoreMetaOp;
 use lockstep_core::event::{DiskError, DiskOp, Input, Tag};
 use lockstep_format::units::{Sector, VolumeNr};
 
+use crate::check;
 use crate::disk::{BLOCK, DataOp, Fate, Flying, MetaOp};
 use crate::sometimes;
 use crate::story;
@@ -277,6 +278,10 @@ impl World {
                     disk.flushed(upto);
                 }
                 disk.store_meta(offset, &bytes);
+                if self.watches {
+                    check::differences_are_marked(self);
+                    check::losses_are_marked(self);
+                }
                 Vec::new()
             }
         });

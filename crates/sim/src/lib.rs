@@ -27,4 +27,5 @@ pub mod soak;
 pub mod stories;
 pub mod story;
 pub mod swarm;
+pub mod themes;
 pub mod world;

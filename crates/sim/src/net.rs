@@ -156,7 +156,7 @@ impl World {
         };
         let side = usize::from(l.ends[0] != node);
         let peer = l.ends[1 - side];
-        let delay = self.delay(Place::Wire(node, peer, stream), self.config.net_delay);
+        let delay = self.wire_delay(node, peer, stream);
         let len = bytes.as_ref().map_or(0, Vec::len) as u64
             + payload.as_ref().map_or(0, Vec::len) as u64 * BLOCK;
         let bandwidth = self.config.bandwidth;

@@ -14,7 +14,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use crate::disk::{Lose, Where};
 use crate::rng::Rng;
 use crate::sometimes;
-use crate::world::{Config, MAX_VOLUMES, World, name};
+use crate::world::{Config, MAX_VOLUMES, Weather, World, name};
 
 /// Options that differ between worlds.
 #[derive(Clone, Debug)]
@@ -532,6 +532,9 @@ impl Operator {
         if !may || self.is_changing() || self.primary.is_none() {
             return false;
         }
+        // With protocols A and B the Primary's own disk may be the only one with all data.
+        let only = w.config.protocol != Protocol::C && self.primary == Some(node);
+        let force = force && !(only && w.config.weather == Weather::ByPlace);
         // Who had everything until now must be known: without its disk the node cannot tell.
         self.learn(w);
         self.detached.insert((node, volume));

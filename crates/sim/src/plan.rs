@@ -12,7 +12,8 @@ use crate::extras::{self, Extra};
 use crate::faults::{self, Fault};
 use crate::operator::Settings;
 use crate::rng::{Rng, mixed};
-use crate::world::{Config, MS, SECOND, Weather};
+use crate::themes::{self, Theme};
+use crate::world::{self, Config, MS, SECOND, Weather};
 
 /// How large worlds are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -187,6 +188,8 @@ pub struct Plan {
     pub watches: bool,
     /// Typical time until the operator promotes an heir.
     pub takeover: u64,
+    /// What is special about it.
+    pub theme: Theme,
 }
 
 /// What the parts of a plan draw from: one stream for each, by name.
@@ -200,6 +203,7 @@ enum Part {
     Fault,
     Request,
     Roles,
+    Edges,
 }
 
 impl Plan {
@@ -213,13 +217,19 @@ impl Plan {
         for extra in &orders.extras {
             extras::apply(*extra, seed, &mut config, &mut settings);
         }
+        let theme = match orders.kinds.is_none() && orders.extras.is_empty() && !small {
+            true => themes::choose(seed, &mut config, &mut settings),
+            false => Theme::default(),
+        };
         let mut pace = part(Part::Pace, 0);
         let count = if small { 20 } else { pace.range(0, 25) };
         let pause = match small {
             true => 100 * MS,
             false => pace.pick(&[20 * MS, 100 * MS, 500 * MS, 2 * SECOND]),
         };
-        let kinds = kinds(orders, part(Part::Kinds, 0));
+        let mut kinds = kinds(orders, part(Part::Kinds, 0));
+        kinds.extend(&theme.kinds);
+        kinds.retain(|kind| !theme.without.contains(kind));
         let mut faults: Vec<PlannedFault> = Vec::new();
         let mut at = 0;
         for number in 0..count as u32 {
@@ -243,6 +253,7 @@ impl Plan {
             small,
             pause * (count + 1),
             part(Part::Load, 0),
+            theme.edges.then(|| part(Part::Edges, 0)),
             |n| part(Part::Request, n),
         );
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
@@ -269,6 +280,7 @@ impl Plan {
             full_sync: !small && !large && pace.permille(400) && !redundant,
             watches: !small && seed.is_multiple_of(8),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
+            theme,
         }
     }
 
@@ -289,8 +301,21 @@ impl Plan {
                 self.settings.resource.on_no_quorum
             ),
         };
+        let theme = match (self.theme.words, self.theme.edges) {
+            ("", false) => String::new(),
+            (words, false) => format!(" {words},"),
+            ("", true) => " requests at edges,".into(),
+            (words, true) => format!(" {words}, requests at edges,"),
+        };
+        let slow = c.slow.map_or_else(String::new, |s| {
+            format!(
+                " slow from {} to {},",
+                world::name(s.from),
+                world::name(s.to)
+            )
+        });
         format!(
-            "{} nodes{diskless},{quorum} protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
+            "{} nodes{diskless},{quorum}{theme}{slow} protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
             c.nodes,
             c.protocol,
             c.volumes,
@@ -303,7 +328,8 @@ impl Plan {
     }
 }
 
-const SMALL_BLOCKS: u64 = 8192;
+/// Blocks of a small volume.
+pub(crate) const SMALL_BLOCKS: u64 = 8192;
 const LARGE_BLOCKS: u64 = 131_072;
 
 fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config, Settings) {
@@ -339,6 +365,7 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         weather: Weather::ByPlace,
         metadata: Where::External,
         diskless: 0,
+        slow: None,
         bandwidth: rng
             .permille(300)
             .then(|| rng.pick(&[2 << 20, 12 << 20, 120 << 20])),
@@ -446,6 +473,7 @@ fn requests(
     small: bool,
     time: u64,
     mut rng: Rng,
+    edges: Option<Rng>,
     of: impl Fn(u64) -> Rng,
 ) -> Vec<PlannedRequest> {
     let count = if small {
@@ -455,13 +483,17 @@ fn requests(
     };
     let time = time.max(200 * MS) * rng.pick(&[6, 10, 13]) / 10;
     let gap = time / count;
-    let regions: Vec<u64> = if config.blocks > SMALL_BLOCKS && rng.permille(700) {
+    let mut regions: Vec<u64> = if config.blocks > SMALL_BLOCKS && rng.permille(700) {
         // One per extent, more extents than the activity log has room for.
         (0..120).map(|i| i * 1024 + 17).collect()
     } else {
         let count = rng.range(1, 6);
         (0..count).map(|_| rng.below(config.blocks - 64)).collect()
     };
+    let at_edges = edges.is_some();
+    if let Some(rng) = edges {
+        themes::edges(&mut regions, config.blocks, rng);
+    }
     let weights = [
         40 + rng.below(60),
         rng.below(60),
@@ -500,11 +532,21 @@ fn requests(
                 RequestKind::Flush => (0, 0),
                 _ => (block, count),
             };
+            let volume = rng.below(u64::from(config.volumes)) as u16;
+            let (mut kind, mut block, mut count) = (kind, block, count);
+            if at_edges {
+                block = block.min(config.blocks - 1);
+                count = count.min(config.blocks - block);
+                if kind == (RequestKind::Zeroes { unmap: false }) {
+                    let unmap = rng.permille(500);
+                    kind = RequestKind::Zeroes { unmap };
+                }
+            }
             PlannedRequest {
                 number: number as u32,
                 at,
                 kind,
-                volume: rng.below(u64::from(config.volumes)) as u16,
+                volume,
                 block,
                 count,
             }

@@ -70,7 +70,13 @@ fn shows(bug: Planted) -> Shows {
         | P::FuaIgnored
         | P::PeerAckClearsAll
         | P::DrainForgetsThirdNodes
-        | P::UnackedNotInBitmap
+        | P::LogSkipsLastExtent
+        | P::BitmapEndNotMerged
+        | P::BarrierFlushesOneVolume
+        | P::ZeroesShort
+        | P::NegAckIgnored
+        | P::CsumsAlwaysEqual
+        | P::ReadFromAnyPeer
         | P::RecoveryStampsEarly
         | P::PageWriteMissesBits
         | P::ResyncRequestIgnoresDagtag => Shows::Data,
@@ -257,7 +263,13 @@ const RARE: &[Planted] = &[
     Planted::DetachForgetsUnsettled,
     Planted::FlushWaitsForNoPeer,
     Planted::DrainForgetsThirdNodes,
-    Planted::UnackedNotInBitmap,
+    Planted::LogSkipsLastExtent,
+    Planted::BitmapEndNotMerged,
+    Planted::BarrierFlushesOneVolume,
+    Planted::ZeroesShort,
+    Planted::NegAckIgnored,
+    Planted::CsumsAlwaysEqual,
+    Planted::ReadFromAnyPeer,
     Planted::RecoveryStampsEarly,
     Planted::PageWriteMissesBits,
     Planted::ResyncRequestIgnoresDagtag,

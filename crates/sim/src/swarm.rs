@@ -134,6 +134,7 @@ fn draw(
         bandwidth: None,
         metadata: Where::External,
         diskless: 0,
+        slow: None,
     };
     let mut settings = Settings::new(protocol, config.resync_max_kib_s);
     if rng.permille(600) {

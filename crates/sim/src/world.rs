@@ -58,6 +58,21 @@ pub struct Config {
     pub metadata: Where,
     /// The last so many nodes have no disk on purpose.
     pub diskless: usize,
+    /// One direction in which packets take longer.
+    pub slow: Option<SlowWire>,
+}
+
+/// A direction in which packets take longer than elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlowWire {
+    /// Sender.
+    pub from: usize,
+    /// Receiver.
+    pub to: usize,
+    /// Only the data (0) or the control (1) stream.
+    pub stream: Option<usize>,
+    /// So many times longer.
+    pub factor: u64,
 }
 
 /// Where the delays and other small chances of a world come from.
@@ -114,6 +129,7 @@ impl Config {
             bandwidth: None,
             metadata: Where::External,
             diskless: 0,
+            slow: None,
         }
     }
 }
@@ -343,6 +359,8 @@ pub struct World {
     pub bad_node: Option<usize>,
     /// A state changed since the last look at who is Primary.
     changed: bool,
+    /// The marks are compared with the raw images at every metadata write.
+    pub watches: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
     pub spoiled: BTreeMap<(u16, u64), usize>,
     pub(crate) heap: BinaryHeap<Reverse<Scheduled>>,
@@ -421,6 +439,7 @@ impl World {
             marks: Marks::default(),
             bad_node: None,
             changed: false,
+            watches: false,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
             events: Vec::new(),
@@ -484,6 +503,16 @@ impl World {
     /// A time that something takes at a place.
     pub(crate) fn delay(&mut self, place: Place, typical: u64) -> u64 {
         self.chance(place).delay(typical)
+    }
+
+    /// How long a packet is under way.
+    pub(crate) fn wire_delay(&mut self, from: usize, to: usize, stream: usize) -> u64 {
+        let slow = self
+            .config
+            .slow
+            .filter(|s| (s.from, s.to) == (from, to) && s.stream.is_none_or(|only| only == stream));
+        let typical = self.config.net_delay * slow.map_or(1, |s| s.factor);
+        self.delay(Place::Wire(from, to, stream), typical)
     }
 
     pub(crate) fn mix(&mut self, value: u64) {

@@ -1,8 +1,12 @@
 //! Disks that report errors: worlds that failed once, shrunk, and what was wrong.
 
+use lockstep_core::options::Protocol;
+use lockstep_sim::disk::Lose;
 use lockstep_sim::drive::{Trace, run};
 use lockstep_sim::faults::parse;
 use lockstep_sim::plan::{Numbers, Orders};
+use lockstep_sim::scenario::{A, B, Scenario};
+use lockstep_sim::world::MS;
 
 const ALL_ERRORS: &str = "readerror,writeerror,flusherror,metaerror,reset,crash";
 
@@ -45,4 +49,23 @@ fn a_crashed_primary_whose_disk_was_not_whole_is_no_source() {
 #[test]
 fn a_copy_on_a_disk_that_is_not_whole_counts_for_nothing_under_protocol_a() {
     holds(285, "readerror", None);
+}
+
+/// The superblock of a disk that was being attached could not be written, and the attach never
+/// ended.
+#[test]
+fn an_attach_ends_whichever_metadata_operation_fails() {
+    let mut s = Scenario::new(27, 2, Protocol::C);
+    for step in 0..20 {
+        s.write_and_wait(A, step * 50, 2);
+        s.crash(B, Lose::InFlight);
+        s.restart(B);
+        s.world.run_for(step * MS / 4);
+        s.world.nodes[B].disks[0].trouble.metas = 1;
+        s.pass(500 * MS);
+        s.world.nodes[B].disks[0].trouble.metas = 0;
+        assert!(s.world.nodes[B].commands.is_empty(), "step {step}");
+        s.operator.heal(&mut s.world);
+        s.in_sync();
+    }
 }

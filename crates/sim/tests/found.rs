@@ -42,3 +42,9 @@ fn a_node_that_lost_its_disk_does_not_serve_an_ancestor_of_what_it_has_shown() {
 fn a_generation_that_its_source_makes_at_the_end_of_a_resync_reaches_the_target() {
     holds(20150, Size::Any, "1,4", "11");
 }
+
+#[test]
+fn an_inconsistent_disk_gets_no_generation_of_its_own() {
+    // `new-current-uuid` on a SyncTarget that had lost its source made it the source.
+    holds(929, Size::Any, "4-6,8,10,12", "3");
+}

@@ -234,10 +234,14 @@ impl Resource {
             Owner::Peer(..) => AlPriority::Peer,
             _ => AlPriority::Local,
         };
+        let logged = match planted!(self, LogSkipsLastExtent) {
+            true => 1,
+            false => size_bytes,
+        };
         let Some(io) = self.disk_io(volume) else {
             return true;
         };
-        if io.al.get(Extents::of(sector, size_bytes), owner, priority) {
+        if io.al.get(Extents::of(sector, logged), owner, priority) {
             return true;
         }
         self.al_run(volume);
@@ -254,11 +258,14 @@ impl Resource {
         if serial != self.al_serial(volume) {
             return;
         }
-        let size_bytes = size;
+        let logged = match planted!(self, LogSkipsLastExtent) {
+            true => 1,
+            false => size,
+        };
         let Some(io) = self.disk_io(volume) else {
             return;
         };
-        io.al.put(Extents::of(sector, size_bytes));
+        io.al.put(Extents::of(sector, logged));
         if io.al.has_waiters() {
             self.al_run(volume);
         }

@@ -27,9 +27,7 @@ impl Resource {
             if !planted!(self, InFlightNotInBitmap) {
                 self.mark_in_flight(volume, peer);
             }
-            if !planted!(self, UnackedNotInBitmap) {
-                self.apply_unacked(volume);
-            }
+            self.apply_unacked(volume);
         }
         let use_rle = self.connections.get(&peer).is_some_and(|c| c.net.use_rle);
         let dialect = self.dialect(peer);
@@ -148,10 +146,12 @@ impl Resource {
     }
 
     fn merge_runs(&mut self, peer: NodeId, volume: VolumeNr, total: u64, runs: &[(u64, u64)]) {
+        let forgets_end = planted!(self, BitmapEndNotMerged);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let Some(slot) = io.slot(peer) else { return };
+        let total = if forgets_end { total & !63 } else { total };
         let scale = io.bitmap.shape().block().sectors() / WIRE_BIT_SECTORS;
         for (at, run) in runs {
             let end = (at + run).min(total);

@@ -415,6 +415,9 @@ impl Resource {
             Packet::RecvAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Received),
             Packet::WriteAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Written),
             Packet::WriteAckInSync(ack) => self.write_ack(peer, volume, &ack, write::Ack::InSync),
+            Packet::NegAck(ack) if planted!(self, NegAckIgnored) => {
+                self.write_ack(peer, volume, &ack, write::Ack::Written);
+            }
             Packet::NegAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Failed),
             Packet::BarrierAck(ack) => self.barrier_ack(peer, ack.barrier, ack.set_size),
             Packet::ConfirmStable(confirm) => self.confirm_stable(peer, &confirm),

@@ -512,6 +512,10 @@ impl Resource {
             .into_iter()
             .filter(|v| self.takes_writes(*v) && !planted!(self, BarrierAckWithoutFlush))
             .collect();
+        let disks = match planted!(self, BarrierFlushesOneVolume) {
+            true => disks.into_iter().take(1).collect(),
+            false => disks,
+        };
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };

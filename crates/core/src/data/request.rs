@@ -363,7 +363,8 @@ impl Resource {
         let mut best: Option<(u8, bool, NodeId)> = None;
         for (peer, conn) in &self.connections {
             let p = self.state.peer_device(volume, *peer);
-            let usable = p.disk == DiskState::UpToDate
+            let usable = (p.disk == DiskState::UpToDate
+                || planted!(self, ReadFromAnyPeer) && p.disk == DiskState::Inconsistent)
                 && p.repl > ReplState::Off
                 && !matches!(p.repl, ReplState::Ahead | ReplState::Behind)
                 && conn.net.allow_remote_read

@@ -270,7 +270,9 @@ impl Resource {
         let request = read.request;
         let needless = match read.wanted {
             Wanted::Data => false,
-            Wanted::DataUnless(theirs) => theirs.as_bytes() == digest,
+            Wanted::DataUnless(theirs) => {
+                theirs.as_bytes() == digest || planted!(self, CsumsAlwaysEqual)
+            }
             Wanted::DataUnlessZero => digest == [1],
         };
         let zero = matches!(read.wanted, Wanted::DataUnlessZero);

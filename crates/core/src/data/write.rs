@@ -1147,7 +1147,10 @@ impl Resource {
             }
             RequestKind::Zeroes { unmap } => DiskOp::Zeroes {
                 sector,
-                len: size_bytes,
+                len: match planted!(self, ZeroesShort) {
+                    true => size_bytes.div_ceil(2).next_multiple_of(4096),
+                    false => size_bytes,
+                },
                 unmap,
             },
             RequestKind::Read | RequestKind::Flush => unreachable!("only writes come here"),
