@@ -218,7 +218,15 @@ fn a_pair_with_a_kernel_comes_together_after_every_trouble() -> Result<()> {
 const EXPECTED: &[&str] = &[
     "timed out",
     "error receiving",
+    "() failed",
     "State change failed",
     "state = {",
     "wanted = {",
+    "Out of sync: start=",
+    "Online verify found",
+    "sock_sendmsg",
+    "sock_recvmsg",
+    "short read",
+    "old_conn:",
+    "mask = 0x",
 ];
