@@ -104,6 +104,8 @@ impl LocalDisk {
                 if !idle {
                     old.flags |= v08::Flags::PRIMARY_IND;
                 }
+                old.written_for_peer = old.flags.contains(v08::Flags::PRIMARY_IND)
+                    && !old.flags.contains(v08::Flags::CRASHED_PRIMARY);
                 old.encode(&mut bytes);
             }
         }

@@ -1,6 +1,12 @@
 //! Two cores that speak the dialect of DRBD 8.4 to each other.
 
-use lockstep_sim::swarm::{Fault, Limits, run};
+use lockstep_core::options::Protocol;
+use lockstep_format::disk::v08;
+use lockstep_sim::disk::Lose;
+use lockstep_sim::operator::{Operator, Settings};
+use lockstep_sim::scenario::Scenario;
+use lockstep_sim::swarm::{self, Fault, Limits, run};
+use lockstep_sim::world::{Config, MS, World};
 
 #[track_caller]
 fn holds(seeds: impl IntoIterator<Item = u64>) {
@@ -96,4 +102,49 @@ fn disks_with_the_metadata_of_84_recover() {
 #[test]
 fn nodes_of_today_run_on_the_metadata_of_84() {
     holds_on_v08(&[0, 1], None, 0..15);
+}
+
+/// Kernel 8.4 writes PRIMARY_IND as Primary, and CRASHED_PRIMARY not before it finds that again.
+#[test]
+fn a_disk_of_a_crashed_primary_of_84_is_copied_from() {
+    for seed in 0..10 {
+        let config = Config {
+            nodes: 2,
+            protocol: Protocol::C,
+            ..Config::small(seed)
+        };
+        let mut settings = Settings::new(config.protocol, config.resync_max_kib_s);
+        settings.resource.protocol_max = 101;
+        let operator = Operator::new(settings, &config);
+        let mut s = Scenario {
+            world: World::new(config),
+            operator,
+        };
+        s.world.nodes[0].disks[0].downgrade();
+        swarm::bring_up(&mut s.world, &mut s.operator, true);
+        s.write_and_wait(0, 0, 64);
+
+        s.cut(0, 1, true);
+        s.write(0, 7, 20);
+        s.pass(20 * MS);
+        s.crash(0, Lose::InFlight);
+        s.crash(1, Lose::InFlight);
+        let disk = &mut s.world.nodes[0].disks[0];
+        let at = disk.layout.superblock_byte();
+        let mut block = disk.meta_at(at, 4096).try_into().unwrap();
+        let mut old = v08::SuperBlock::decode(&block).unwrap();
+        assert!(old.flags.contains(v08::Flags::PRIMARY_IND));
+        old.flags.remove(v08::Flags::CRASHED_PRIMARY);
+        old.encode(&mut block);
+        disk.store_meta(at, &block);
+
+        s.cut(0, 1, false);
+        s.restart(0);
+        s.restart(1);
+        s.in_sync();
+        assert_eq!(
+            s.world.nodes[0].disks[0].content,
+            s.world.nodes[1].disks[0].content
+        );
+    }
 }

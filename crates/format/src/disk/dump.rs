@@ -546,6 +546,7 @@ impl<'a> Parser<'a> {
             device_uuid: sizes.device_uuid,
             flags: v08::Flags::from_bits_retain(flags),
             magic_84_unclean: false,
+            written_for_peer: false,
             offsets: NO_OFFSETS,
             al_extents: CREATE_AL_EXTENTS,
             peer_max_bio_bytes: sizes.peer_max_bio_bytes,

@@ -37,6 +37,9 @@ bitflags! {
     }
 }
 
+/// The reserved bytes of a superblock with [`SuperBlock::written_for_peer`]: "LKSTPEER".
+const WRITTEN_FOR_PEER: u64 = u64::from_be_bytes(*b"LKSTPEER");
+
 /// A v08 superblock. It has one bitmap slot and 4096 bytes per bit, always.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SuperBlock {
@@ -54,6 +57,10 @@ pub struct SuperBlock {
     pub flags: Flags,
     /// True for the magic that an attached 8.4 writes: never clean, whatever AL_CLEAN says.
     pub magic_84_unclean: bool,
+    /// True if PRIMARY_IND speaks of the peer: this node was not Primary. A mark of this project
+    /// in bytes that every other program writes as zero; in its absence PRIMARY_IND means
+    /// that this node was Primary, because 8.4 sets it for nothing else.
+    pub written_for_peer: bool,
     /// Where activity log and bitmap are, relative to the superblock.
     pub offsets: StoredOffsets,
     /// Activity-log slots of the running configuration.
@@ -100,6 +107,7 @@ impl SuperBlock {
             device_uuid: 0,
             flags: Flags::AL_CLEAN,
             magic_84_unclean: false,
+            written_for_peer: false,
             offsets: layout.offsets(),
             al_extents: CREATE_AL_EXTENTS,
             peer_max_bio_bytes: 0,
@@ -151,6 +159,7 @@ impl SuperBlock {
             device_uuid: raw.device_uuid.get(),
             flags: Flags::from_bits_retain(raw.flags.get()),
             magic_84_unclean,
+            written_for_peer: raw.reserved_u64.get() == WRITTEN_FOR_PEER,
             offsets: StoredOffsets {
                 md_size_sectors: raw.md_size_sect.get(),
                 al_offset_sectors: raw.al_offset.get(),
@@ -162,7 +171,8 @@ impl SuperBlock {
         })
     }
 
-    /// Writes the whole 4 KiB. Reserved bytes become zero.
+    /// Writes the whole 4 KiB. Reserved bytes become zero, but for the mark
+    /// [`written_for_peer`](Self::written_for_peer).
     pub fn encode(&self, out: &mut [u8; BLOCK_BYTES]) {
         let raw: &mut Raw = zerocopy::transmute_mut!(out);
         raw.zero();
@@ -178,6 +188,9 @@ impl SuperBlock {
             Magic::V08_VALUE
         }
         .into();
+        if self.written_for_peer {
+            raw.reserved_u64 = WRITTEN_FOR_PEER.into();
+        }
         raw.md_size_sect = self.offsets.md_size_sectors.into();
         raw.al_offset = self.offsets.al_offset_sectors.into();
         raw.al_nr_extents = self.al_extents.into();
@@ -219,6 +232,13 @@ impl SuperBlock {
         self.magic_84_unclean = false;
     }
 
+    /// True if nobody has demoted this node since it wrote as Primary. 8.4 tells only by
+    /// PRIMARY_IND, and sets CRASHED_PRIMARY not before it attaches the disk again.
+    pub fn crashed_as_primary(&self) -> bool {
+        self.flags.contains(Flags::CRASHED_PRIMARY)
+            || (self.flags.contains(Flags::PRIMARY_IND) && !self.written_for_peer)
+    }
+
     /// The same state as v09 metadata with one bitmap slot, which stays where it is.
     ///
     /// The original drops the bitmap UUID. Here every entry gets it: no entry has a slot yet,
@@ -234,6 +254,9 @@ impl SuperBlock {
         for (old, new) in peer_map {
             peer_flags.set(new, self.flags.contains(old));
             flags.remove(old);
+        }
+        if self.crashed_as_primary() {
+            flags |= Flags::CRASHED_PRIMARY;
         }
         let entry = v09::Peer {
             bitmap_uuid: self.bitmap_uuid,
@@ -310,6 +333,7 @@ impl SuperBlock {
             device_uuid: old.device_uuid,
             flags,
             magic_84_unclean: false,
+            written_for_peer: false,
             offsets: layout.offsets(),
             al_extents: old.al_extents,
             peer_max_bio_bytes: old.peer_max_bio_bytes,
