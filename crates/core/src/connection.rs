@@ -97,6 +97,8 @@ pub struct Link {
     pub own_integrity: Option<DigestAlg>,
     /// A ping was sent and not answered.
     pub ping_outstanding: bool,
+    /// A ping came before the versions were agreed on here, and is answered when they are.
+    pub ping_unanswered: bool,
     /// Resyncs from an 8.4 source that end when so many more pings are answered.
     pub ends_after_pings: Vec<(VolumeNr, u8)>,
     /// The peer's `P_PROTOCOL` wants a dry run.
@@ -211,6 +213,7 @@ impl Resource {
             peer_integrity: None,
             own_integrity: None,
             ping_outstanding: false,
+            ping_unanswered: false,
             ends_after_pings: Vec::new(),
             dry_run: false,
             peer_discards: false,
@@ -303,6 +306,11 @@ impl Resource {
     ) -> Option<Packet> {
         let phase = self.connections.get(&peer)?.link.as_ref()?.phase.clone();
         match (packet, phase) {
+            (Packet::Ping, Phase::Features) => {
+                // The peer has agreed already: it expects another header than this node would send.
+                let conn = self.connections.get_mut(&peer)?;
+                conn.link.as_mut()?.ping_unanswered = true;
+            }
             (Packet::Ping, _) => {
                 self.send(peer, Stream::Control, VolumeNr::NONE, Packet::PingAck);
             }
@@ -399,6 +407,9 @@ impl Resource {
         };
         link.protocol = protocol;
         link.features = features;
+        if core::mem::take(&mut link.ping_unanswered) {
+            self.send(peer, Stream::Control, VolumeNr::NONE, Packet::PingAck);
+        }
         let Some(alg) = alg else {
             self.send_protocol(peer);
             return;

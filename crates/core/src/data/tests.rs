@@ -1156,3 +1156,37 @@ fn what_was_sent_on_a_closed_link_keeps_its_dialect() {
     assert_eq!(before.protocol, after.protocol);
     assert_eq!(before.features, after.features);
 }
+
+/// The streams of a link are not in step: what the peer sends on one after it has agreed may be here
+/// before its features on the other one.
+#[test]
+fn a_ping_before_the_versions_are_agreed_on_is_answered_afterwards() {
+    let mut world = World::new(1, 2, Setup::default());
+    world.connect();
+    while world.links.is_empty() {
+        if !world.step() {
+            let due = |n: &Node| n.resource.next_timeout();
+            world.now = world.nodes.iter().filter_map(due).min().unwrap();
+            (0..2).for_each(|index| world.input(index, Input::Timeout));
+        }
+        world.connect();
+    }
+    let link = *world.links.keys().next().unwrap();
+    let ping = Input::Packet {
+        peer: node_id(1),
+        link: LinkId(link),
+        stream: Stream::Control,
+        volume: VolumeNr::NONE,
+        packet: Packet::Ping,
+        payload: None,
+    };
+    world.input(0, ping);
+    let answers = |world: &World| {
+        let sent = world.wires.get(&(0, 1, link, false)).into_iter().flatten();
+        sent.filter(|(_, packet, _)| matches!(packet, Packet::PingAck))
+            .count()
+    };
+    assert_eq!(answers(&world), 0, "in a header that nobody expects");
+    assert!(world.deliver((1, 0, link, true)), "the features");
+    assert_eq!(answers(&world), 1);
+}
