@@ -183,7 +183,17 @@ const SIM_RUNS: &[&[&str]] = &[
     &[
         "swarm", "--nodes", "2", "--faults", ERRORS, "--seeds", "0..80",
     ],
+    &[
+        "swarm", "--nodes", "3", "--faults", CLIENTS, "--seeds", "0..100",
+    ],
+    &[
+        "swarm", "--nodes", "4", "--faults", CLIENTS, "--seeds", "0..40",
+    ],
+    &["swarm", "--nodes", "3", "--seeds", "0..60"],
 ];
+
+/// Nodes without a disk, quorum, processes that die, links that break.
+const CLIENTS: &str = "diskless,quorum,crash,partition,reset";
 
 /// Disks report errors, processes die, links break.
 const ERRORS: &str = "readerror,writeerror,flusherror,metaerror,crash,reset";
