@@ -51,6 +51,7 @@ told "restarts" "systemctl --user show -p NRestarts --value lockstep.service"
 # The units of active resources are reloaded once the daemon is up.
 timeout 20 drbdsetup events2 r0 | grep -q --max-count=1 "device name:r0"
 told "again" "drbdsetup role r0"
+until [ "$(systemctl --user is-active lockstep@r0.service)" != reloading ]; do sleep 0.1; done
 told "unit" "systemctl --user is-active lockstep@r0.service"
 systemctl --user stop lockstep@r0.service
 told "stopped" "drbdsetup role r0"
