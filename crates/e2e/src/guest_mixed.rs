@@ -86,6 +86,9 @@ pub struct Mixed84 {
     dir: tempfile::TempDir,
 }
 
+/// Lines of a `net` section with which nodes find each other soon after a loss.
+pub const PACE: &str = "connect-int 1; ping-timeout 30; socket-check-timeout 3;";
+
 impl Mixed84 {
     /// Boots the guest, starts the daemon, makes metadata and brings both up.
     pub fn start(setup: MixedSetup) -> Result<Mixed84> {
@@ -261,6 +264,18 @@ impl Mixed84 {
     /// SIGKILL to the daemon.
     pub fn kill_daemon(&mut self) -> Result<()> {
         self.node.kill_daemon()
+    }
+
+    /// The kernel becomes Primary instead of the Lockstep node.
+    pub fn hand_to_kernel(&self) -> Result<()> {
+        self.adm(&["secondary", "r0"])?;
+        self.kernel.sh("drbdadm primary r0").map(drop)
+    }
+
+    /// The Lockstep node becomes Primary instead of the kernel.
+    pub fn hand_to_lockstep(&self) -> Result<()> {
+        self.kernel.sh("drbdadm secondary r0")?;
+        self.adm(&["primary", "r0"])
     }
 
     /// `drbdadm` of the Lockstep node, which must succeed.

@@ -120,6 +120,25 @@ pub struct Setup {
     pub test: u8,
 }
 
+impl Setup {
+    /// Size of each disk of [`Setup::quick`].
+    pub const QUICK_DISK_MIB: u64 = 64;
+
+    /// Small disks with protocol C; a dead link is noticed within about a second.
+    pub fn quick(test: u8, nodes: usize) -> Setup {
+        Setup {
+            nodes,
+            volumes: 1,
+            disk_mib: Setup::QUICK_DISK_MIB,
+            net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
+            disk: String::new(),
+            cramped: None,
+            daemon: Vec::new(),
+            test,
+        }
+    }
+}
+
 impl Cluster {
     /// Starts the daemons and brings the resource up; nothing is Primary yet.
     pub fn new(setup: &Setup) -> Result<Cluster> {

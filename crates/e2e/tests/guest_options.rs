@@ -8,20 +8,8 @@ use anyhow::{Context, Result, ensure};
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::{COMMAND_LIMIT, can_emulate};
 use lockstep_e2e::guest_drbd::drbd_state;
-use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup};
+use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup, PACE};
 use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
-
-const PACE: &str = "connect-int 1; ping-timeout 30; socket-check-timeout 3;";
-
-fn to_kernel(pair: &Mixed84) -> Result<()> {
-    pair.adm(&["secondary", "r0"])?;
-    pair.kernel.sh("drbdadm primary r0").map(drop)
-}
-
-fn to_lockstep(pair: &Mixed84) -> Result<()> {
-    pair.kernel.sh("drbdadm secondary r0")?;
-    pair.adm(&["primary", "r0"])
-}
 
 /// What resyncs by checksums did not copy, in KiB, as the kernel's log says.
 fn eliminated_kib(pair: &Mixed84) -> Result<u64> {
@@ -47,7 +35,7 @@ fn checksums(pair: &Mixed84) -> Result<()> {
         towards_us >= before + 300,
         "equal: {before} to {towards_us} KiB"
     );
-    to_lockstep(pair)?;
+    pair.hand_to_lockstep()?;
     pair.kernel.sh("drbdadm disconnect r0")?;
     let device = pair.device(0)?;
     host_sh(&SAME.replace("$D", "$0"), &device)?;
@@ -59,7 +47,7 @@ fn checksums(pair: &Mixed84) -> Result<()> {
         towards_kernel >= towards_us + 300,
         "equal: {towards_us} to {towards_kernel} KiB"
     );
-    to_kernel(pair)
+    pair.hand_to_kernel()
 }
 
 /// The protocol that the kernel's connection has, and whether it was connected all the time.
@@ -159,7 +147,7 @@ fn resize(pair: &Mixed84) -> Result<()> {
     pair.kernel.sh(&format!(
         "dd if=/dev/urandom of=/dev/drbd0 bs=4k count=64 seek={seek} conv=notrunc,fsync"
     ))?;
-    to_lockstep(pair)?;
+    pair.hand_to_lockstep()?;
     grow_disks(pair, 48)?;
     pair.adm(&["resize", "r0"])?;
     grown(pair, 48)?;
@@ -186,9 +174,9 @@ fn checksums_integrity_changed_options_and_grown_disks_work_with_a_kernel_84_pee
     pair.wait_in_sync()?;
     // Each write carries a digest, both ways.
     scribble_in_kernel(&pair.kernel, 0)?;
-    to_lockstep(&pair)?;
+    pair.hand_to_lockstep()?;
     scribble(&pair.device(0)?)?;
-    to_kernel(&pair)?;
+    pair.hand_to_kernel()?;
     checksums(&pair)?;
     change_options(&mut pair, &common)?;
     resize(&pair)?;

@@ -9,12 +9,10 @@ use anyhow::Result;
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::{Cable, can_emulate};
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, drbd_state, wait_state};
-use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup};
+use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup, PACE};
 use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
 
 /// Does not wait long for a peer, and gives an emulated machine time to answer.
-const PACE: &str = "connect-int 1; ping-timeout 30; socket-check-timeout 3;";
-
 /// Changes a node's disk behind its back: three blocks of 4 KiB.
 fn rot(image: &Path) -> Result<()> {
     let file = fs::File::options().write(true).open(image)?;
@@ -33,16 +31,6 @@ fn start(minor: u32, volumes: u32, net: &str) -> Result<Mixed84> {
     })?;
     pair.wait_connected()?;
     Ok(pair)
-}
-
-fn to_kernel(pair: &Mixed84) -> Result<()> {
-    pair.adm(&["secondary", "r0"])?;
-    pair.kernel.sh("drbdadm primary r0").map(drop)
-}
-
-fn to_lockstep(pair: &Mixed84) -> Result<()> {
-    pair.kernel.sh("drbdadm secondary r0")?;
-    pair.adm(&["primary", "r0"])
 }
 
 /// A verify by the Primary finds what differs, and the next connect heals it.
@@ -64,7 +52,7 @@ fn verify(pair: &Mixed84) -> Result<()> {
         .sh("drbdadm disconnect r0 && drbdadm connect r0")?;
     pair.wait_in_sync()?;
 
-    to_lockstep(pair)?;
+    pair.hand_to_lockstep()?;
     rot(&pair.disk("bravo", 1))?;
     pair.adm(&["verify", "r0/1"])?;
     pair.wait("marks here", |pair| {
@@ -102,7 +90,7 @@ fn two_volumes_go_through_syncs_verifies_trims_and_pauses_in_both_directions() -
     // A full sync of one volume in each direction, asked for by the node that needs it.
     pair.kernel.sh("drbdadm invalidate r0/1")?;
     pair.wait_in_sync()?;
-    to_kernel(&pair)?;
+    pair.hand_to_kernel()?;
     pair.adm(&["invalidate", "r0/1"])?;
     pair.wait_in_sync()?;
     pair.kernel
@@ -142,7 +130,7 @@ fn two_volumes_go_through_syncs_verifies_trims_and_pauses_in_both_directions() -
     pair.wait_in_sync()?;
     pair.kernel.sh("drbdadm primary r0")?;
     scribble_in_kernel(&pair.kernel, 1)?;
-    to_lockstep(&pair)?;
+    pair.hand_to_lockstep()?;
     scribble(&pair.device(0)?)?;
     pair.adm(&["secondary", "r0"])?;
     pair.wait_in_sync()?;
@@ -243,7 +231,7 @@ fn quarrels_and_lost_links_end_as_the_policies_say() -> Result<()> {
     // The cable is pulled under writes of either side.
     pair.kernel.sh("drbdadm primary r0")?;
     lose_link(&pair, || scribble_in_kernel(&pair.kernel, 0))?;
-    to_lockstep(&pair)?;
+    pair.hand_to_lockstep()?;
     let device = pair.device(0)?;
     lose_link(&pair, || scribble(&device))?;
     pair.adm(&["secondary", "r0"])?;

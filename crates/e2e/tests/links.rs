@@ -12,20 +12,6 @@ use lockstep_e2e::{Cluster, Setup, can_mount, has_program, run};
 
 const BLOCK: u64 = 4096;
 
-fn setup(test: u8, nodes: usize) -> Setup {
-    Setup {
-        nodes,
-        volumes: 1,
-        disk_mib: 64,
-        // A dead link is noticed within about a second.
-        net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
-        disk: String::new(),
-        cramped: None,
-        daemon: Vec::new(),
-        test,
-    }
-}
-
 /// Writes 512 bytes into each of these blocks, durable.
 fn write_sectors(device: &Path, blocks: impl IntoIterator<Item = u64>, byte: u8) -> Result<()> {
     let file = fs::File::options().write(true).open(device)?;
@@ -84,7 +70,7 @@ fn a_cut_link_costs_exactly_the_blocks_written_meanwhile() -> Result<()> {
     if !can_mount() {
         return Ok(());
     }
-    let cluster = Cluster::new(&setup(21, 2))?;
+    let cluster = Cluster::new(&Setup::quick(21, 2))?;
     for (written_kib, resynced) in cut_and_mend(&cluster, 21, 2)? {
         ensure!(
             resynced == [written_kib],
@@ -99,7 +85,7 @@ fn no_source_sends_a_cut_off_node_more_than_it_missed() -> Result<()> {
     if !can_mount() {
         return Ok(());
     }
-    let cluster = Cluster::new(&setup(26, 3))?;
+    let cluster = Cluster::new(&Setup::quick(26, 3))?;
     for (written_kib, resynced) in cut_and_mend(&cluster, 26, 3)? {
         // What came from one source before the other one was connected may come from both.
         ensure!(
@@ -116,7 +102,7 @@ fn a_primary_that_is_cut_off_goes_on_and_keeps_its_data() -> Result<()> {
     if !can_mount() {
         return Ok(());
     }
-    let cluster = Cluster::new(&setup(22, 3))?;
+    let cluster = Cluster::new(&Setup::quick(22, 3))?;
     cluster.first_primary(0)?;
     let device = cluster.device(0, 22, 0)?;
     cluster.cut(0, Cut::Silent)?;
@@ -145,7 +131,7 @@ fn a_node_with_a_new_disk_gets_everything_under_load() -> Result<()> {
     if !can_mount() || !has_program("fio") {
         return Ok(());
     }
-    let mut cluster = Cluster::new(&setup(23, 3))?;
+    let mut cluster = Cluster::new(&Setup::quick(23, 3))?;
     cluster.first_primary(0)?;
     let device = cluster.device(0, 23, 0)?;
     cluster.kill(2)?;
@@ -187,7 +173,7 @@ fn full_disk(node: usize, test: u8) -> Result<()> {
     let setup = Setup {
         disk: "on-io-error detach;".into(),
         cramped: Some((node, 80)),
-        ..setup(test, 2)
+        ..Setup::quick(test, 2)
     };
     let cluster = Cluster::new(&setup)?;
     let ballast = cluster.image(node, 0).with_file_name("ballast");

@@ -10,22 +10,6 @@ use lockstep_e2e::load::Load;
 use lockstep_e2e::postgres::{Postgres, has_postgres};
 use lockstep_e2e::{Cluster, Setup, Shape, can_mount, has_program, run};
 
-const DISK_MIB: u64 = 64;
-
-fn setup(test: u8, nodes: usize) -> Setup {
-    Setup {
-        nodes,
-        volumes: 1,
-        disk_mib: DISK_MIB,
-        // A dead link is noticed within about a second.
-        net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
-        disk: String::new(),
-        cramped: None,
-        daemon: Vec::new(),
-        test,
-    }
-}
-
 fn quorate(clients: &[usize]) -> Shape {
     Shape {
         clients: clients.into(),
@@ -72,7 +56,7 @@ fn three_disks_and_a_client_work_on_in_the_larger_part_of_every_partition() -> R
     if !can_mount() {
         return Ok(());
     }
-    let cluster = Cluster::shaped(&setup(61, 4), quorate(&[3]))?;
+    let cluster = Cluster::shaped(&Setup::quick(61, 4), quorate(&[3]))?;
     cluster.primary_of_equal_disks(0)?;
     let device = cluster.device(0, 61, 0)?;
     let load = Load::start(&device, 4)?;
@@ -118,7 +102,7 @@ fn three_disks_and_a_client_work_on_in_the_larger_part_of_every_partition() -> R
     let mut ledger = load.end()?;
     ensure!(ledger.error().is_none(), "{:?}", ledger.error());
     cluster.adm(0, &["secondary", "r0"])?;
-    cluster.check_same_data(0, DISK_MIB - 4)?;
+    cluster.check_same_data(0, Setup::QUICK_DISK_MIB - 4)?;
     ledger.check(&cluster.image(2, 0))
 }
 
@@ -127,7 +111,7 @@ fn a_client_without_a_disk_breaks_the_tie() -> Result<()> {
     if !can_mount() {
         return Ok(());
     }
-    let mut cluster = Cluster::shaped(&setup(62, 3), quorate(&[2]))?;
+    let mut cluster = Cluster::shaped(&Setup::quick(62, 3), quorate(&[2]))?;
     cluster.primary_of_equal_disks(0)?;
     let device = cluster.device(0, 62, 0)?;
     let load = Load::start(&device, 4)?;
@@ -161,7 +145,7 @@ fn a_client_without_a_disk_breaks_the_tie() -> Result<()> {
     cluster.adm(2, &["up", "r0"])?;
     cluster.wait_in_sync()?;
     cluster.adm(0, &["secondary", "r0"])?;
-    cluster.check_same_data(0, DISK_MIB - 4)?;
+    cluster.check_same_data(0, Setup::QUICK_DISK_MIB - 4)?;
     ledger.check(&cluster.image(1, 0))
 }
 
@@ -173,7 +157,7 @@ fn postgres_sleeps_through_a_loss_of_quorum_and_io_error_means_errors() -> Resul
     let disk_mib = 256;
     let setup = Setup {
         disk_mib,
-        ..setup(63, 3)
+        ..Setup::quick(63, 3)
     };
     let mut cluster = Cluster::shaped(&setup, quorate(&[]))?;
     cluster.primary_of_equal_disks(0)?;

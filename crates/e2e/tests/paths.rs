@@ -109,15 +109,8 @@ fn a_connection_fails_over_between_its_paths_under_io() -> Result<()> {
         return Ok(());
     }
     let cluster = Cluster::new(&Setup {
-        nodes: 2,
-        volumes: 1,
         disk_mib: 48,
-        // A dead link is noticed within about a second.
-        net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
-        disk: String::new(),
-        cramped: None,
-        daemon: Vec::new(),
-        test: TEST,
+        ..Setup::quick(TEST, 2)
     })?;
     cluster.network().add_second_link()?;
     cluster.first_primary(0)?;

@@ -8,21 +8,6 @@ use anyhow::{Context, Result, ensure};
 use lockstep_e2e::load::Load;
 use lockstep_e2e::{Cluster, Setup, Shape, can_mount, has_program, run};
 
-const DISK_MIB: u64 = 64;
-
-fn setup(test: u8, nodes: usize) -> Setup {
-    Setup {
-        nodes,
-        volumes: 1,
-        disk_mib: DISK_MIB,
-        net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
-        disk: String::new(),
-        cramped: None,
-        daemon: Vec::new(),
-        test,
-    }
-}
-
 fn clients(clients: &[usize]) -> Shape {
     Shape {
         clients: clients.into(),
@@ -49,7 +34,7 @@ fn the_survivors_of_a_killed_primary_agree_and_have_every_acknowledged_write() -
     if !can_mount() {
         return Ok(());
     }
-    let mut cluster = Cluster::shaped(&setup(64, 4), clients(&[3]))?;
+    let mut cluster = Cluster::shaped(&Setup::quick(64, 4), clients(&[3]))?;
     cluster.primary_of_equal_disks(0)?;
     let mut ledger = None;
     for (primary, heir, third) in [(0, 1, 2), (1, 2, 0)] {
@@ -69,7 +54,7 @@ fn the_survivors_of_a_killed_primary_agree_and_have_every_acknowledged_write() -
         let mut images = Vec::new();
         for node in [heir, third] {
             let mut image = fs::read(cluster.image(node, 0))?;
-            image.truncate((DISK_MIB as usize - 4) << 20);
+            image.truncate((Setup::QUICK_DISK_MIB as usize - 4) << 20);
             images.push(image);
         }
         ensure!(images[0] == images[1], "the survivors' data differ");
@@ -81,7 +66,7 @@ fn the_survivors_of_a_killed_primary_agree_and_have_every_acknowledged_write() -
         cluster.wait_in_sync()?;
     }
     cluster.adm(2, &["secondary", "r0"])?;
-    cluster.check_same_data(0, DISK_MIB - 4)?;
+    cluster.check_same_data(0, Setup::QUICK_DISK_MIB - 4)?;
     let mut ledger = ledger.context("two rounds")?;
     ledger.check(&cluster.image(0, 0))
 }
@@ -91,7 +76,7 @@ fn a_client_runs_ext4_while_its_storage_nodes_die_and_return() -> Result<()> {
     if !can_mount() || !has_program("mkfs.ext4") {
         return Ok(());
     }
-    let mut cluster = Cluster::shaped(&setup(65, 3), clients(&[2]))?;
+    let mut cluster = Cluster::shaped(&Setup::quick(65, 3), clients(&[2]))?;
     cluster.primary_of_equal_disks(2)?;
     let device = cluster.device(2, 65, 0)?;
     run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
@@ -130,7 +115,7 @@ fn a_client_runs_ext4_while_its_storage_nodes_die_and_return() -> Result<()> {
     cluster.unmount(&mount)?;
     run(Command::new("fsck.ext4").args(["-f", "-n"]).arg(&device))?;
     cluster.adm(2, &["secondary", "r0"])?;
-    cluster.check_same_data(0, DISK_MIB - 4)
+    cluster.check_same_data(0, Setup::QUICK_DISK_MIB - 4)
 }
 
 #[test]
@@ -140,7 +125,7 @@ fn eight_nodes_in_a_full_mesh_hold_the_same() -> Result<()> {
     }
     let small = Setup {
         disk_mib: 36,
-        ..setup(66, 8)
+        ..Setup::quick(66, 8)
     };
     let cluster = Cluster::shaped(&small, Shape::default())?;
     cluster.primary_of_equal_disks(0)?;

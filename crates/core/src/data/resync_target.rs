@@ -497,34 +497,51 @@ impl Resource {
             self.send(peer, Stream::Data, volume, packet);
             return;
         }
-        let sectors = u64::from(size_bytes) / Sector::SIZE;
-        let thin = sectors == self.thin_sectors(volume, peer);
-        let features = self
-            .connections
-            .get(&peer)
-            .map_or(Features::empty(), |c| c.features());
-        let block_id = BlockId(key.0);
-        if thin {
-            self.target_send_thin(volume, peer, key);
-            return;
+        let thin = u64::from(size_bytes) / Sector::SIZE == self.thin_sectors(volume, peer);
+        if let Some(request) = self
+            .target(volume, peer)
+            .and_then(|s| s.requests.get_mut(key))
+        {
+            request.thin = thin;
         }
-        let packet = if features.contains(Features::RESYNC_DAGTAG) {
-            let (dagtag_node_id, dagtag) = self.followed_primary();
-            Packet::RsDagtagReq(DagtagRequest {
-                sector,
-                block_id,
-                size_bytes,
-                dagtag_node_id,
-                dagtag,
-            })
-        } else {
-            Packet::RsDataRequest(BlockRequest {
-                sector,
-                block_id,
-                size_bytes,
-            })
+        let request = BlockRequest {
+            sector,
+            block_id: BlockId(key.0),
+            size_bytes,
+        };
+        let packet = match (self.after_primary(peer, request), thin) {
+            (Some(request), false) => Packet::RsDagtagReq(request),
+            (Some(request), true) => Packet::RsThinDagtagReq(request),
+            (None, false) => Packet::RsDataRequest(request),
+            (None, true) => Packet::RsThinReq(request),
         };
         self.send(peer, Stream::Data, volume, packet);
+    }
+
+    /// The request as one that waits at the peer for the Primary's writes, if the peer knows such.
+    pub(crate) fn after_primary(
+        &self,
+        peer: NodeId,
+        request: BlockRequest,
+    ) -> Option<DagtagRequest> {
+        if !self.resync_dagtags(peer) {
+            return None;
+        }
+        let (dagtag_node_id, dagtag) = self.followed_primary();
+        Some(DagtagRequest {
+            sector: request.sector,
+            block_id: request.block_id,
+            size_bytes: request.size_bytes,
+            dagtag_node_id,
+            dagtag,
+        })
+    }
+
+    /// The peer knows requests that wait for writes.
+    pub(crate) fn resync_dagtags(&self, peer: NodeId) -> bool {
+        self.connections
+            .get(&peer)
+            .is_some_and(|c| c.features().contains(Features::RESYNC_DAGTAG))
     }
 
     /// Whose writes the source must have before it reads (wire.md, 7.5).

@@ -837,6 +837,18 @@ impl World {
     }
 
     /// Two or more fresh nodes, node 0 Primary, everything in sync.
+    /// Node 1 drops all it has and copies it from the others; `packets` counts from here on.
+    fn invalidate(&mut self) {
+        self.packets.clear();
+        let command = Command::Invalidate {
+            volume: VOLUME,
+            from: None,
+            reset_bitmap: true,
+        };
+        self.command(1, command);
+        self.pass(Duration::from_secs(1));
+    }
+
     fn synced(seed: u64, count: usize) -> World {
         let mut world = World::new(seed, count, Setup::default());
         world.pass(Duration::from_secs(3));

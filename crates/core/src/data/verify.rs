@@ -12,9 +12,9 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
-    BlockAck, BlockId, BlockRequest, DagtagRequest, DigestDagtagRequest, DigestRequest, OvResultId,
+    BlockAck, BlockId, BlockRequest, DigestDagtagRequest, DigestRequest, OvResultId,
 };
-use lockstep_format::wire::{Digest, DiskState, Features, OvResultCode};
+use lockstep_format::wire::{Digest, DiskState, OvResultCode};
 use lockstep_format::wire::{Packet, ReplState};
 
 use super::slab::{Key, Slab};
@@ -284,32 +284,17 @@ impl Resource {
             else {
                 return;
             };
-            let dagtags = self.resync_dagtags(peer);
-            let block_id = BlockId(key.0);
-            let packet = if dagtags {
-                let (dagtag_node_id, dagtag) = self.followed_primary();
-                Packet::OvDagtagReq(DagtagRequest {
-                    sector,
-                    block_id,
-                    size_bytes,
-                    dagtag_node_id,
-                    dagtag,
-                })
-            } else {
-                Packet::OvRequest(BlockRequest {
-                    sector,
-                    block_id,
-                    size_bytes,
-                })
+            let request = BlockRequest {
+                sector,
+                block_id: BlockId(key.0),
+                size_bytes,
+            };
+            let packet = match self.after_primary(peer, request) {
+                Some(request) => Packet::OvDagtagReq(request),
+                None => Packet::OvRequest(request),
             };
             self.send(peer, Stream::Data, volume, packet);
         }
-    }
-
-    fn resync_dagtags(&self, peer: NodeId) -> bool {
-        self.connections
-            .get(&peer)
-            .is_some_and(|c| c.features().contains(Features::RESYNC_DAGTAG))
     }
 
     fn verify_insert(

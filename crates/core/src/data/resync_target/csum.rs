@@ -9,8 +9,8 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
-use lockstep_format::wire::packet::{BlockAck, DigestDagtagRequest, DigestRequest};
-use lockstep_format::wire::{BlockId, Digest, Features, Packet, ReplState, UuidFlags};
+use lockstep_format::wire::packet::{BlockAck, BlockRequest, DigestDagtagRequest, DigestRequest};
+use lockstep_format::wire::{BlockId, Digest, Packet, ReplState, UuidFlags};
 
 use super::super::slab::Key;
 use super::super::{DataOp, FlushWaiter};
@@ -169,28 +169,27 @@ impl Resource {
         (sector, size_bytes): (Sector, u32),
         digest: Digest,
     ) -> Packet {
-        let features = self
-            .connections
-            .get(&peer)
-            .map_or(Features::empty(), |c| c.features());
         let block_id = BlockId(key.0);
-        if features.contains(Features::RESYNC_DAGTAG) {
-            let (dagtag_node_id, dagtag) = self.followed_primary();
-            Packet::RsCsumDagtagReq(DigestDagtagRequest {
+        let request = BlockRequest {
+            sector,
+            block_id,
+            size_bytes,
+        };
+        match self.after_primary(peer, request) {
+            Some(after) => Packet::RsCsumDagtagReq(DigestDagtagRequest {
                 sector,
                 block_id,
                 size_bytes,
-                dagtag_node_id,
-                dagtag,
+                dagtag_node_id: after.dagtag_node_id,
+                dagtag: after.dagtag,
                 digest,
-            })
-        } else {
-            Packet::CsumRsRequest(DigestRequest {
+            }),
+            None => Packet::CsumRsRequest(DigestRequest {
                 sector,
                 block_id,
                 size_bytes,
                 digest,
-            })
+            }),
         }
     }
 

@@ -2,11 +2,9 @@
 //! data if the source's block is all zero; this node's is discarded then (wire.md, 7.5 and 7.6).
 
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_format::wire::packet::{BlockId, BlockRequest, DagtagRequest};
-use lockstep_format::wire::{BIO_LEN_MAX, Features, Packet};
+use lockstep_format::wire::{BIO_LEN_MAX, Features};
 
 use super::super::slab::Key;
-use crate::event::Stream;
 use crate::resource::Resource;
 
 impl Resource {
@@ -25,40 +23,6 @@ impl Resource {
             true => u64::from(bytes) / Sector::SIZE,
             false => 0,
         }
-    }
-
-    /// Sends a request whose answer may be that the block is all zero.
-    pub(super) fn target_send_thin(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
-        let request = self
-            .target(volume, peer)
-            .and_then(|sync| sync.requests.get_mut(key));
-        let Some(request) = request else {
-            return;
-        };
-        request.thin = true;
-        let (sector, size_bytes) = (request.sector, request.size_bytes);
-        let block_id = BlockId(key.0);
-        let with_dagtag = self
-            .connections
-            .get(&peer)
-            .is_some_and(|c| c.features().contains(Features::RESYNC_DAGTAG));
-        let packet = if with_dagtag {
-            let (dagtag_node_id, dagtag) = self.followed_primary();
-            Packet::RsThinDagtagReq(DagtagRequest {
-                sector,
-                block_id,
-                size_bytes,
-                dagtag_node_id,
-                dagtag,
-            })
-        } else {
-            Packet::RsThinReq(BlockRequest {
-                sector,
-                block_id,
-                size_bytes,
-            })
-        };
-        self.send(peer, Stream::Data, volume, packet);
     }
 
     /// `P_RS_DEALLOCATED` and its successor: the source's block is all zero.

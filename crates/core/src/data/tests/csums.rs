@@ -32,14 +32,7 @@ fn invalidated(seed: u64, setup: Setup) -> World {
     // Silently different: only its digest shows it.
     w.nodes[1].data.write(Sector(160), &[3; 4096]);
     w.nodes[1].data.flush();
-    w.packets.clear();
-    let command = Command::Invalidate {
-        volume: VOLUME,
-        from: None,
-        reset_bitmap: true,
-    };
-    w.command(1, command);
-    w.pass(Duration::from_secs(1));
+    w.invalidate();
     w.pass_until("the full resync", 200, World::in_sync);
     w
 }

@@ -113,13 +113,7 @@ fn an_answer_for_a_lost_connection_does_not_count() {
 fn a_full_sync_is_asked_about_on_both_sides() {
     for protocol_max in [101, 124] {
         let mut w = clean(40, 2, setup(protocol_max));
-        let command = Command::Invalidate {
-            volume: VOLUME,
-            from: None,
-            reset_bitmap: true,
-        };
-        w.command(1, command);
-        w.pass(Duration::from_secs(1));
+        w.invalidate();
         let mut asked = Vec::new();
         for _ in 0..4 {
             for name in BOTH {
