@@ -97,6 +97,8 @@ struct Node {
     name: &'static str,
     dir: PathBuf,
     daemon: Option<Child>,
+    /// It ended by SIGKILL at least once.
+    killed: bool,
 }
 
 /// How a cluster is made.
@@ -210,6 +212,7 @@ impl Cluster {
                 name,
                 dir: node_dir,
                 daemon: None,
+                killed: false,
             });
         }
         if cluster.network.wan().is_some() {
@@ -389,6 +392,7 @@ impl Cluster {
         let mut child = n.daemon.take().context("the node does not run")?;
         child.kill()?;
         child.wait()?;
+        n.killed = true;
         Ok(())
     }
 
@@ -722,6 +726,15 @@ impl Drop for Cluster {
         for point in self.mounts.drain(..).rev() {
             // What cannot be unmounted any more is left to the kernel.
             let _ = Command::new("umount").arg("-l").arg(point).status();
+        }
+        // A node that was killed for good has left its devices: a new daemon takes them away.
+        for node in 0..self.nodes.len() {
+            if self.nodes[node].killed
+                && self.nodes[node].daemon.is_none()
+                && let Err(error) = self.start(node)
+            {
+                eprintln!("devices of a killed node stay: {error:#}");
+            }
         }
         let proxies = self.proxies.iter_mut().filter_map(Option::take);
         let daemons = self.nodes.iter_mut().filter_map(|node| node.daemon.take());
