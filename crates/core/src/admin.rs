@@ -154,6 +154,7 @@ impl Resource {
                             && options.al_updates == disk.options.al_updates;
                         if same_log {
                             disk.options = options;
+                            self.watch_disk(volume);
                             Ok(Answer::Done)
                         } else {
                             fail(
@@ -681,6 +682,7 @@ impl Resource {
         let until = Instant(u64::MAX);
         if force {
             self.hard_change(Change::new().disk(volume, DiskState::Failed));
+            self.force_detach(volume);
             self.waiting.push(Waiting {
                 id,
                 what: Wait::Diskless(volume),

@@ -163,6 +163,9 @@ impl Resource {
             restore_quorum: false,
             degraded: NodeMask::EMPTY,
             leaving: None,
+            forced: false,
+            abandoned: false,
+            suspect: None,
             resize: None,
             writer: MetaWriter::default(),
         });
@@ -724,6 +727,7 @@ impl Resource {
         for pd in device.peers.values_mut() {
             pd.negotiation = None;
         }
+        self.adopt_block_sizes(volume);
         let with_disk = self.state.devices.get(&volume).is_some_and(|d| {
             d.peers
                 .values()

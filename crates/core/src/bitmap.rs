@@ -35,6 +35,9 @@ struct Slot {
     pages: BTreeMap<u32, Page>,
     /// Set bits.
     count: u64,
+    /// Bits are cleared in whole groups of so many: the peer has larger blocks and could not
+    /// clear a part of one.
+    clear_unit: u64,
 }
 
 /// The bitmap of one volume.
@@ -63,6 +66,7 @@ impl Bitmap {
             default_set: false,
             pages: BTreeMap::new(),
             count: 0,
+            clear_unit: 1,
         };
         Bitmap {
             slots: vec![slot; usize::from(shape.slots())],
@@ -123,7 +127,13 @@ impl Bitmap {
     /// Clears the bits of blocks that lie wholly in the range; returns how many were set.
     pub fn clear_range(&mut self, slot: u8, sector: Sector, size_bytes: u32) -> u64 {
         let bits = self.shape.covered_bits(sector, u64::from(size_bytes));
-        self.clear_bits(slot, bits)
+        let unit = self.slots[usize::from(slot)].clear_unit;
+        let end = match bits.end >= self.shape.bits() {
+            true => bits.end,
+            false => bits.end / unit * unit,
+        };
+        let start = bits.start.next_multiple_of(unit);
+        self.clear_bits(slot, start..end.max(start))
     }
 
     /// Sets bits; returns how many were clear.
@@ -134,6 +144,12 @@ impl Bitmap {
     /// Clears bits; returns how many were set.
     pub fn clear_bits(&mut self, slot: u8, bits: Range<u64>) -> u64 {
         self.change(slot, bits, false)
+    }
+
+    /// The slot's peer has blocks of so many sectors.
+    pub fn set_peer_block(&mut self, slot: u8, sectors: u64) {
+        let unit = sectors / self.shape.block().sectors();
+        self.slots[usize::from(slot)].clear_unit = unit.max(1);
     }
 
     /// Sets or clears a whole slot.

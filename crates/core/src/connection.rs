@@ -31,6 +31,7 @@ pub const FEATURES: Features = Features::TRIM
     .union(Features::WZEROES)
     .union(Features::RESYNC_DAGTAG)
     .union(Features::TWOPC_V2)
+    .union(Features::BM_BLOCK_SHIFT)
     .union(Features::LOCKSTEP);
 
 /// A connection to one peer node.

@@ -98,6 +98,12 @@ pub struct LocalDisk {
     pub degraded: lockstep_format::units::NodeMask,
     /// How far a detach has come.
     pub leaving: Option<crate::attach::Leaving>,
+    /// `detach --force`: it goes, whatever it still does.
+    pub(crate) forced: bool,
+    /// The driver was told to give its operations up.
+    pub(crate) abandoned: bool,
+    /// An operation that was found too old once.
+    pub(crate) suspect: Option<crate::event::Tag>,
     /// A change of size or place of the metadata that is under way.
     pub(crate) resize: Option<crate::resize_local::LocalResize>,
     /// Superblock writes in flight and waiting.
@@ -294,6 +300,16 @@ pub struct PeerSizes {
     pub max_bio_bytes: u32,
     /// Bitmap block shift, 12 for 4 KiB.
     pub bitmap_block_shift: u8,
+}
+
+impl PeerSizes {
+    /// Its bitmap block in sectors.
+    pub const fn bitmap_block_sectors(&self) -> u64 {
+        match self.bitmap_block_shift {
+            shift @ 12..=20 => 1 << (shift - 9),
+            _ => 8,
+        }
+    }
 }
 
 impl PeerDevice {

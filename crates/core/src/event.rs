@@ -130,7 +130,7 @@ pub enum DiskError {
     },
     /// The device cannot do this operation (discard, zeroes).
     Unsupported,
-    /// The disk was closed before the operation ran.
+    /// The disk was closed before the operation ran, or was given up (`Output::AbandonDisk`).
     Gone,
 }
 
@@ -379,6 +379,14 @@ pub enum Output {
     CloseDisk {
         /// Completes with `DiskClosed`.
         tag: Tag,
+        /// The volume.
+        volume: VolumeNr,
+    },
+    /// The disk does not answer: end its operations in flight with [`DiskError::Gone`] now, and
+    /// those that still come, and `CloseDisk` without waiting. What the system has not returned
+    /// keeps its memory; until it has, the disk must not be opened again, because a write that
+    /// was given up may still happen.
+    AbandonDisk {
         /// The volume.
         volume: VolumeNr,
     },

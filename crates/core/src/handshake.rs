@@ -275,7 +275,7 @@ impl Resource {
             discard_enabled: u8::from(info.is_some_and(|i| i.discard)),
             discard_zeroes_data: 0,
             write_same_capable: 0,
-            bm_block_shift_minus_12: 0,
+            bm_block_shift_minus_12: self.block_shift_for(peer, volume),
         };
         let packet = Sizes {
             d_size: Sector(disk.map_or(0, |d| d.usable_sectors())),
@@ -417,7 +417,13 @@ impl Resource {
             self.refuse(peer, volume, ErrorCode::HANDSHAKE_DISCONNECT, text);
             return;
         }
-        let shift = sizes.limits.map_or(12, |l| 12 + l.bm_block_shift_minus_12);
+        let block_shift = match self.peer_block_shift(peer, volume, &sizes) {
+            Ok(shift) => shift,
+            Err(text) => {
+                self.refuse(peer, volume, ErrorCode::HANDSHAKE_DISCONNECT, text);
+                return;
+            }
+        };
         let Some(pd) = self.peer_device_mut(volume, peer) else {
             return;
         };
@@ -427,8 +433,9 @@ impl Resource {
             wanted_sectors: sizes.u_size.0,
             current_sectors: sizes.c_size.0,
             max_bio_bytes: sizes.max_bio_size_bytes,
-            bitmap_block_shift: shift,
+            bitmap_block_shift: block_shift,
         });
+        self.adopt_block_sizes(volume);
         if self.sizes_changed(peer, volume, before, sizes.dds_flags) {
             return;
         }

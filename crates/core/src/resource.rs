@@ -286,6 +286,7 @@ impl Resource {
                 Timer::LeftMarks(volume) => self.left_marks_timer(volume),
                 Timer::AheadEnd(peer) => self.ahead_end_timer(peer),
                 Timer::LookAgain(volume) => self.look_again_timer(volume),
+                Timer::DiskTimeout(volume) => self.disk_timeout_timer(volume),
             }
             self.settle();
         }
@@ -413,7 +414,8 @@ impl Resource {
     }
 
     pub(crate) fn meta(&mut self, volume: VolumeNr, op: MetaOp, pending: Pending) {
-        let tag = self.tags.insert(pending);
+        let tag = self.tags.insert_timed(pending, self.now);
+        self.watch_disk(volume);
         self.output(Output::Meta { tag, volume, op });
     }
 

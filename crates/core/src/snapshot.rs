@@ -162,7 +162,9 @@ impl Resource {
         let device = &self.devices[&volume];
         let own = self.state.disk(volume);
         let pd = device.peers.get(&peer);
-        let out_of_sync = self.out_of_sync_blocks(volume, peer) * 8;
+        let own_disk = device.attached();
+        let block = own_disk.map_or(8, |d| d.io.bitmap.shape().block().sectors());
+        let out_of_sync = self.out_of_sync_blocks(volume, peer) * block;
         let verify = self.verify_report(volume, peer);
         let verified = verify.map(|v| {
             let done = self.verify_done_sectors(volume, peer);
@@ -180,9 +182,9 @@ impl Resource {
             }
         });
         let resync = pd.filter(|_| p.repl.has_progress()).map(|pd| ResyncReport {
-            total_sectors: pd.io.resync_total_bits * 8,
+            total_sectors: pd.io.resync_total_bits * block,
             left_sectors: out_of_sync,
-            failed_sectors: pd.io.resync_failed_bits * 8,
+            failed_sectors: pd.io.resync_failed_bits * block,
             same_sectors: pd.io.resync_same_sectors,
             started: pd.io.resync_started,
             paused_ns: 0,

@@ -3,6 +3,7 @@
 use alloc::vec::Vec;
 
 use crate::event::Tag;
+use crate::time::Instant;
 
 /// Outstanding outputs of one resource. A tag is never reused: it carries its slot's generation.
 #[derive(Debug)]
@@ -15,6 +16,8 @@ pub struct Tags<T> {
 #[derive(Debug)]
 struct Slot<T> {
     generation: u32,
+    /// When it was started, if that matters.
+    since: Option<Instant>,
     value: Option<T>,
 }
 
@@ -37,6 +40,7 @@ impl<T> Tags<T> {
                 let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 outputs");
                 self.slots.push(Slot {
                     generation: 0,
+                    since: None,
                     value: None,
                 });
                 index
@@ -44,8 +48,24 @@ impl<T> Tags<T> {
         };
         let slot = &mut self.slots[index as usize];
         slot.value = Some(value);
+        slot.since = None;
         self.len += 1;
         Tag((u64::from(slot.generation) << 32) | u64::from(index))
+    }
+
+    /// The same for an output whose age may matter.
+    pub fn insert_timed(&mut self, value: T, now: Instant) -> Tag {
+        let tag = self.insert(value);
+        self.slots[(tag.0 & 0xffff_ffff) as usize].since = Some(now);
+        tag
+    }
+
+    /// Outstanding outputs of [`Tags::insert_timed`] with the time of their start.
+    pub fn timed(&self) -> impl Iterator<Item = (Tag, &T, Instant)> {
+        self.slots.iter().enumerate().filter_map(|(index, slot)| {
+            let tag = Tag((u64::from(slot.generation) << 32) | index as u64);
+            Some((tag, slot.value.as_ref()?, slot.since?))
+        })
     }
 
     /// Takes what the tag stood for; none for an old or unknown tag, which is a normal event.
@@ -87,6 +107,13 @@ mod tests {
         assert_eq!(tags.take(a), None);
         assert_eq!(tags.take(b), Some('b'));
         assert!(tags.is_empty());
+        let timed = tags.insert_timed('c', Instant(9));
+        tags.insert('d');
+        let found: Vec<_> = tags.timed().collect();
+        assert_eq!(found, [(timed, &'c', Instant(9))]);
+        tags.take(timed);
+        tags.insert('e');
+        assert_eq!(tags.timed().count(), 0);
         assert_eq!(tags.take(Tag(77)), None);
     }
 }

@@ -49,6 +49,8 @@ pub enum Timer {
     AheadEnd(NodeId),
     /// Compare again with a peer that is not equal.
     LookAgain(VolumeNr),
+    /// The oldest operation of the volume's disk may be overdue.
+    DiskTimeout(VolumeNr),
 }
 
 /// The running time-outs.

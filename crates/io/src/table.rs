@@ -66,6 +66,13 @@ impl BufTable {
         Ok(())
     }
 
+    /// Puts other memory behind a name.
+    pub fn replace(&mut self, id: BufId, buf: BufRef) {
+        if self.get(id).is_ok() {
+            self.slots[id.0 as u32 as usize].buf = Some(buf);
+        }
+    }
+
     /// Takes a reference back. With the last one the name ends and the memory is returned.
     pub fn release(&mut self, id: BufId) -> Result<Option<BufRef>, StaleBuf> {
         self.get(id)?;

@@ -7,7 +7,7 @@ use lockstep_core::event::{DiskInfo, Tag};
 use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al;
 use lockstep_format::disk::any::AnySuperBlock;
-use lockstep_format::disk::layout::{Geometry, Layout, Placement};
+use lockstep_format::disk::layout::{BitmapBlock, Geometry, Layout, Placement};
 use lockstep_format::disk::v08;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
 use lockstep_format::units::NodeId;
@@ -115,6 +115,8 @@ pub struct Trouble {
     pub misdirected: u32,
     /// Operations take so many times longer.
     pub slowness: u64,
+    /// Operations do not end.
+    pub hangs: bool,
     /// Something failed since the node started.
     pub happened: bool,
     /// Nothing fails while no other node has the data: with `on-io-error pass_on` the only copy
@@ -132,6 +134,7 @@ impl Default for Trouble {
             lost: 0,
             misdirected: 0,
             slowness: 1,
+            hangs: false,
             happened: false,
             spares_last: false,
         }
@@ -242,6 +245,14 @@ pub struct Disk {
     pub flying: BTreeMap<u64, Flying<DataOp>>,
     /// Metadata operations in flight.
     pub flying_meta: BTreeMap<u64, Flying<MetaOp>>,
+    /// Operations that should have ended, were the disk not hanging; whether they are metadata's.
+    pub hung: Vec<(u64, bool)>,
+    /// Operations that the node has given up and that may still happen.
+    pub abandoned: BTreeMap<u64, DataOp>,
+    /// The same of metadata.
+    pub abandoned_meta: BTreeMap<u64, MetaOp>,
+    /// The node has given it up and not closed it.
+    pub given_up: bool,
     /// Completes when nothing is in flight any more.
     pub closing: Option<Tag>,
     /// What is wrong with it.
@@ -253,8 +264,12 @@ pub const META_BYTES: u64 = 256 << 10;
 
 impl Disk {
     /// A zeroed disk after `create-md`.
-    pub fn new(node: usize, blocks: u64, peers: u8, meta: Where) -> Self {
-        let geometry = Geometry::for_peers(peers);
+    pub fn new(node: usize, blocks: u64, peers: u8, meta: Where, shift: Option<u8>) -> Self {
+        let mut geometry = Geometry::for_peers(peers);
+        if let Some(shift) = shift {
+            geometry.bitmap_block =
+                BitmapBlock::from_shift(shift).expect("a block of 4 KiB to 1 MiB");
+        }
         let (placement, device_bytes) = match meta {
             Where::External => (Placement::FlexExternal, META_BYTES),
             Where::Internal => (Placement::Internal, blocks * BLOCK + META_BYTES),
@@ -293,6 +308,10 @@ impl Disk {
             open: false,
             flying: BTreeMap::new(),
             flying_meta: BTreeMap::new(),
+            hung: Vec::new(),
+            abandoned: BTreeMap::new(),
+            abandoned_meta: BTreeMap::new(),
+            given_up: false,
             closing: None,
             trouble: Trouble::default(),
         }
@@ -383,10 +402,13 @@ impl Disk {
     /// The node dies. What is in flight happens in part, what is volatile is lost in part.
     pub fn crash(&mut self, lose: Lose, rng: &mut Rng) -> Toll {
         let mut toll = Toll::default();
-        let flying = std::mem::take(&mut self.flying);
+        let flying = std::mem::take(&mut self.flying).into_values().map(|f| f.op);
         let flying_meta = std::mem::take(&mut self.flying_meta);
-        for op in flying.into_values() {
-            if let DataOp::Write { block, content, .. } = op.op {
+        let flying_meta = flying_meta.into_values().map(|f| f.op);
+        let abandoned = std::mem::take(&mut self.abandoned).into_values();
+        let abandoned_meta = std::mem::take(&mut self.abandoned_meta).into_values();
+        for op in abandoned.chain(flying) {
+            if let DataOp::Write { block, content, .. } = op {
                 let all = rng.below(3);
                 toll.torn |= all == 1 && content.len() > 1;
                 for (i, value) in content.iter().enumerate() {
@@ -396,8 +418,8 @@ impl Disk {
                 }
             }
         }
-        for op in flying_meta.into_values() {
-            if let MetaOp::Write { offset, bytes, .. } = op.op {
+        for op in abandoned_meta.chain(flying_meta) {
+            if let MetaOp::Write { offset, bytes, .. } = op {
                 toll.meta = true;
                 self.torn_meta(offset, &bytes, rng);
             }
@@ -424,6 +446,8 @@ impl Disk {
         }
         self.open = false;
         self.closing = None;
+        self.hung.clear();
+        self.given_up = false;
         self.trouble.happened = false;
         toll
     }
@@ -492,7 +516,8 @@ impl Disk {
             .iter()
             .map(|block| {
                 entry.bitmap_index.is_some_and(|slot| {
-                    let (byte, mask) = shape.position(slot, *block);
+                    let bit = block * 8 / shape.block().sectors();
+                    let (byte, mask) = shape.position(slot, bit);
                     self.meta[base + byte as usize] & mask != 0
                 })
             })

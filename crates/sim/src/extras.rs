@@ -4,6 +4,7 @@
 use lockstep_core::options::{OnCongestion, Protocol};
 use lockstep_format::wire::alg::DigestAlg;
 
+use crate::disk::Where;
 use crate::operator::Settings;
 use crate::rng::{Rng, mixed};
 use crate::world::Config;
@@ -19,14 +20,17 @@ pub enum Extra {
     Thin,
     /// `on-congestion` with protocol A and a low limit.
     Congestion,
+    /// Bitmap blocks of 4 KiB to 1 MiB, another size on each node.
+    Blocks,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 4] = [
+pub const EXTRAS: [(Extra, &str); 5] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
     (Extra::Congestion, "congestion"),
+    (Extra::Blocks, "blocks"),
 ];
 
 /// The word of one.
@@ -69,6 +73,11 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         }
         Extra::Thin => {
             settings.disk.rs_discard_granularity_bytes = rng.pick(&[4096, 65536, 1 << 20]);
+        }
+        Extra::Blocks => {
+            // Internal metadata of other sizes would make devices of other sizes.
+            config.metadata = Where::External;
+            config.bitmap_shifts = (0..config.nodes).map(|_| rng.range(12, 21) as u8).collect();
         }
         Extra::Congestion => {
             config.protocol = Protocol::A;

@@ -79,6 +79,8 @@ pub enum Fault {
     Diskless,
     /// Quorum is configured; here: nothing passes between the Primary and all others for a while.
     Quorum,
+    /// A disk stops answering for a while; `disk-timeout` is configured.
+    HangDisk,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -120,12 +122,13 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 5] = [
+pub const BY_NAME: [(Fault, &str); 6] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
     (Fault::Diskless, "diskless"),
     (Fault::Quorum, "quorum"),
+    (Fault::HangDisk, "hangdisk"),
 ];
 
 /// Every kind with its word.
@@ -327,6 +330,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         | Fault::FlushError
         | Fault::MetaError
         | Fault::LostWrite
+        | Fault::HangDisk
         | Fault::Misdirect => {
             let is_error = !matches!(fault, Fault::SlowDisk);
             let a = a % w.storage().len();
@@ -345,6 +349,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
                 Fault::WriteError => trouble.writes = count,
                 Fault::FlushError => trouble.flushes = count,
                 Fault::MetaError => trouble.metas = count,
+                Fault::HangDisk => trouble.hangs = true,
                 Fault::LostWrite => trouble.lost = count,
                 _ => trouble.misdirected = count,
             }

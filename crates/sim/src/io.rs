@@ -59,6 +59,11 @@ impl World {
             DataOp::Write { block, content, .. } => Some((*block, content.len() as u64, true)),
             DataOp::Flush { .. } => None,
         };
+        if self.nodes[node].disks[v].given_up {
+            let result = Err(DiskError::Gone);
+            self.release_read(node, &op);
+            return self.soon(node, Input::DiskDone { tag, result });
+        }
         if !self.nodes[node].disks[v].open {
             self.fail(format!(
                 "{} uses volume {v}'s disk while it is closed",
@@ -111,6 +116,15 @@ impl World {
     }
 
     pub(crate) fn disk_done(&mut self, node: usize, v: usize, id: u64) {
+        let disk = &mut self.nodes[node].disks[v];
+        if disk.trouble.hangs {
+            disk.hung.push((id, false));
+            return;
+        }
+        if let Some(op) = disk.abandoned.remove(&id) {
+            self.late(node, v, &op);
+            return;
+        }
         let Some(Flying { tag, op }) = self.nodes[node].disks[v].flying.remove(&id) else {
             return;
         };
@@ -197,6 +211,10 @@ impl World {
             self.trace(node, || text);
         }
         let disk = &mut self.nodes[node].disks[v];
+        if disk.given_up {
+            let result = Err(DiskError::Gone);
+            return self.soon(node, Input::MetaDone { tag, result });
+        }
         let open = disk.open;
         let op = match op {
             CoreMetaOp::Read { offset, len } => MetaOp::Read { offset, len },
@@ -250,6 +268,18 @@ impl World {
     }
 
     pub(crate) fn meta_done(&mut self, node: usize, v: usize, id: u64) {
+        let disk = &mut self.nodes[node].disks[v];
+        if disk.trouble.hangs {
+            disk.hung.push((id, true));
+            return;
+        }
+        if let Some(op) = disk.abandoned_meta.remove(&id) {
+            let happens = self.chance(Place::Meta(node, v)).permille(500);
+            if let (MetaOp::Write { offset, bytes, .. }, true) = (op, happens) {
+                self.nodes[node].disks[v].store_meta(offset, &bytes);
+            }
+            return;
+        }
         if self.tears_metadata(node, v, id) {
             return;
         }
@@ -289,6 +319,80 @@ impl World {
         self.try_close(node, v);
     }
 
+    /// The node gives a disk up: what is in flight ends for it, and may still happen.
+    pub(crate) fn abandon_disk(&mut self, node: usize, v: usize) {
+        self.trace(node, || format!("gives the disk of volume {v} up"));
+        sometimes!(self.marks, "disk-given-up");
+        let disk = &mut self.nodes[node].disks[v];
+        disk.given_up = true;
+        disk.had_errors = true;
+        disk.trouble.happened = true;
+        let flying = std::mem::take(&mut disk.flying);
+        let flying_meta = std::mem::take(&mut disk.flying_meta);
+        for (id, Flying { tag, op }) in flying {
+            self.release_read(node, &op);
+            let result = Err(DiskError::Gone);
+            self.soon(node, Input::DiskDone { tag, result });
+            self.nodes[node].disks[v].abandoned.insert(id, op);
+        }
+        for (id, Flying { tag, op }) in flying_meta {
+            let result = Err(DiskError::Gone);
+            self.soon(node, Input::MetaDone { tag, result });
+            self.nodes[node].disks[v].abandoned_meta.insert(id, op);
+        }
+        self.try_close(node, v);
+    }
+
+    /// The disk answers again.
+    pub(crate) fn unhang(&mut self, node: usize, v: usize) {
+        let life = self.nodes[node].life;
+        for (id, meta) in std::mem::take(&mut self.nodes[node].disks[v].hung) {
+            let delay = self.delay(Place::Disk(node, v), self.config.disk_delay);
+            let volume = v;
+            let event = match meta {
+                true => Ev::Meta {
+                    node,
+                    life,
+                    volume,
+                    id,
+                },
+                false => Ev::Disk {
+                    node,
+                    life,
+                    volume,
+                    id,
+                },
+            };
+            self.at(delay, event);
+        }
+    }
+
+    /// An operation that was given up reaches the medium after all, or does not.
+    fn late(&mut self, node: usize, v: usize, op: &DataOp) {
+        let mut happens = || self.chance(Place::Disk(node, v)).permille(500);
+        match op {
+            DataOp::Write { block, content, .. } => {
+                if happens() {
+                    self.nodes[node].disks[v].write(*block, content, false);
+                }
+            }
+            DataOp::Flush { upto } => self.nodes[node].disks[v].flushed(*upto),
+            DataOp::Read { .. } | DataOp::ReadNew { .. } => {}
+        }
+    }
+
+    fn release_read(&mut self, node: usize, op: &DataOp) {
+        if let DataOp::Read { payload, .. } = op {
+            self.release(node, payload.buf);
+        }
+    }
+
+    fn soon(&mut self, node: usize, input: Input) {
+        let life = self.nodes[node].life;
+        let input = Box::new(input);
+        self.at(MS / 100, Ev::Input { node, life, input });
+    }
+
     /// A disk silently did something else than it was told.
     fn spoil(&mut self, node: usize, volume: usize, block: u64, count: u64) {
         sometimes!(self.marks, "silent-corruption");
@@ -305,6 +409,7 @@ impl World {
             && let Some(tag) = disk.closing.take()
         {
             disk.open = false;
+            disk.given_up = false;
             let input = Box::new(Input::DiskClosed { tag });
             self.at(MS / 100, Ev::Input { node, life, input });
         }

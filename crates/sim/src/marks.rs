@@ -204,6 +204,8 @@ pub const MARKS: &[(&str, &str)] = &[
     ("fault-freeze", "fault: a process stood still"),
     ("fault-clock", "fault: a clock jumped ahead"),
     ("fault-slowdisk", "fault: a disk became slow"),
+    ("fault-hangdisk", "fault: a disk stopped answering"),
+    ("disk-given-up", "a disk that did not answer was given up"),
     (
         "fault-powercut-twice",
         "fault: a node lost its power again while it recovered",

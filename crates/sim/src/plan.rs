@@ -366,6 +366,7 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         metadata: Where::External,
         diskless: 0,
         slow: None,
+        bitmap_shifts: Vec::new(),
         bandwidth: rng
             .permille(300)
             .then(|| rng.pick(&[2 << 20, 12 << 20, 120 << 20])),
@@ -406,6 +407,9 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
         let most = (config.nodes as u64 - 1).clamp(1, 2);
         config.diskless = 1 + usize::from(most > 1 && rng.permille(250));
         resource.on_no_data_accessible = loss(&mut rng);
+    }
+    if wants(Fault::HangDisk) {
+        settings.disk.disk_timeout_tenths = rng.pick(&[3, 10, 40]);
     }
     if wants(Fault::Quorum) {
         // One copy alone would never be enough for these.

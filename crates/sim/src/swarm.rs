@@ -135,6 +135,7 @@ fn draw(
         metadata: Where::External,
         diskless: 0,
         slow: None,
+        bitmap_shifts: Vec::new(),
     };
     let mut settings = Settings::new(protocol, config.resync_max_kib_s);
     if rng.permille(600) {

@@ -60,6 +60,8 @@ pub struct Config {
     pub diskless: usize,
     /// One direction in which packets take longer.
     pub slow: Option<SlowWire>,
+    /// log2 of each node's bitmap block; 4 KiB where none is given.
+    pub bitmap_shifts: Vec<u8>,
 }
 
 /// A direction in which packets take longer than elsewhere.
@@ -130,6 +132,7 @@ impl Config {
             metadata: Where::External,
             diskless: 0,
             slow: None,
+            bitmap_shifts: Vec::new(),
         }
     }
 }
@@ -414,7 +417,11 @@ impl World {
                 resource: None,
                 life: 0,
                 disks: (0..config.volumes)
-                    .map(|_| Disk::new(n, config.blocks, config.nodes as u8 - 1, config.metadata))
+                    .map(|_| {
+                        let peers = config.nodes as u8 - 1;
+                        let shift = config.bitmap_shifts.get(n).copied();
+                        Disk::new(n, config.blocks, peers, config.metadata, shift)
+                    })
                     .collect(),
                 buffers: Buffers::default(),
                 connecting: BTreeSet::new(),
@@ -705,6 +712,7 @@ impl World {
             happened: trouble.happened,
             ..Trouble::default()
         };
+        self.unhang(node, usize::from(volume));
     }
 
     /// The node hears of its next link so much later than the peer.
@@ -778,8 +786,12 @@ impl World {
         match output {
             Output::OpenDisk { tag, volume, .. } => {
                 let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
+                let left = disk.abandoned.len() + disk.abandoned_meta.len();
                 let result = if disk.open {
                     Err("the disk is open already".to_string())
+                } else if left > 0 {
+                    disk.trouble.happened = true;
+                    Err("operations of its last use may still happen".to_string())
                 } else {
                     disk.open = true;
                     Ok(disk.info())
@@ -799,6 +811,7 @@ impl World {
                 disk.closing = Some(tag);
                 self.try_close(node, usize::from(volume.0));
             }
+            Output::AbandonDisk { volume } => self.abandon_disk(node, usize::from(volume.0)),
             Output::Disk { tag, volume, op } => self.disk_output(node, tag, volume, op),
             Output::Meta { tag, volume, op } => self.meta_output(node, tag, volume, op),
             Output::Send {

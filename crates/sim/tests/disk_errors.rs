@@ -69,3 +69,16 @@ fn an_attach_ends_whichever_metadata_operation_fails() {
         s.in_sync();
     }
 }
+
+/// Disks stop answering for a while, and are given up after `disk-timeout`; what was given up may
+/// still happen when they answer again.
+#[test]
+fn a_disk_that_hangs_is_a_disk_that_failed() {
+    for seed in 0..25 {
+        holds(
+            seed,
+            "hangdisk,reset,crash,powercut,partition,handover",
+            None,
+        );
+    }
+}

@@ -116,3 +116,18 @@ fn thin_resyncs_leave_no_difference() {
         assert_eq!(played.violation, None, "{}", orders.command(seed));
     }
 }
+
+#[test]
+fn bitmaps_of_different_granularity_hold_together() {
+    for (nodes, seeds) in [(2, 0..20), (3, 0..8)] {
+        for seed in seeds {
+            let orders = Orders {
+                nodes: Some(nodes),
+                extras: vec![Extra::Blocks],
+                ..orders("reset,partition,crash,powercut,handover,invalidate")
+            };
+            let played = run(seed, &orders, Trace::Off);
+            assert_eq!(played.violation, None, "{}", orders.command(seed));
+        }
+    }
+}

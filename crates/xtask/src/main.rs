@@ -168,10 +168,16 @@ fn e2e(root: &Path) -> Result<(), String> {
     run(command)
 }
 
+/// Disks that stop answering, beside what else happens.
+const HANGS: &str = "hangdisk,reset,partition,crash,powercut,handover,invalidate";
+
 /// What the simulator runs in CI.
 ///
 /// Kinds of worlds that still fail are not among them; docs/testing.md, "State", names them.
 const SIM_RUNS: &[&[&str]] = &[
+    &[
+        "swarm", "--nodes", "2", "--faults", HANGS, "--with", "blocks", "--seeds", "0..60",
+    ],
     &[
         "run", "--nodes", "2", "--faults", KILLS, "--seeds", "1..301",
     ],

@@ -4,6 +4,7 @@
 
 use alloc::format;
 use alloc::vec::Vec;
+use core::ops::Range;
 
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::packet::{BitmapWords, CompressedBitmap, RunKind};
@@ -32,16 +33,28 @@ impl Resource {
         let use_rle = self.connections.get(&peer).is_some_and(|c| c.net.use_rle);
         let dialect = self.dialect(peer);
         let total = self.wire_bits(volume);
+        let theirs = self.peer_block_sectors(volume, peer);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let Some(slot) = io.slot(peer) else { return };
+        // A kernel with large blocks reads plain words wrongly if this side's differ: a bitmap of
+        // whole blocks of both sides always compresses.
+        let unequal = theirs != io.bitmap.shape().block().sectors();
+        let unit = theirs.max(io.bitmap.shape().block().sectors()) / WIRE_BIT_SECTORS;
+        let use_rle = use_rle || unequal;
         let mut packets = Vec::new();
         let mut at = 0;
         let mut plain_end = false;
         while at < total {
             let code = if use_rle {
-                compress(&io.bitmap, slot, at, total, dialect.bitmap_code_len_max())
+                compress(
+                    &io.bitmap,
+                    slot,
+                    at..total,
+                    unit,
+                    dialect.bitmap_code_len_max(),
+                )
             } else {
                 None
             };
@@ -223,24 +236,35 @@ fn wire_word(bitmap: &Bitmap, slot: u8, index: u64) -> u64 {
     word
 }
 
-/// One compressed packet from bit `at` on and the bit behind it; none if plain words are shorter.
+/// One compressed packet of the first bits in `bits` and the bit behind it; none if plain words are
+/// shorter. Runs of set bits are made of whole groups of `unit`.
 fn compress(
     bitmap: &Bitmap,
     slot: u8,
-    at: u64,
-    total: u64,
+    bits: Range<u64>,
+    unit: u64,
     code_bytes: usize,
 ) -> Option<(CompressedBitmap, u64)> {
+    let (at, total) = (bits.start, bits.end);
     let scale = bitmap.shape().block().sectors() / WIRE_BIT_SECTORS;
+    // The group's other bits count as set: the search begins where the group does.
     let next_set = |at: u64| {
         bitmap
-            .next_set(slot, at / scale)
-            .map_or(total, |bit| (bit * scale).max(at).min(total))
+            .next_set(slot, at / unit * unit / scale)
+            .map_or(total, |bit| (bit * scale / unit * unit).max(at).min(total))
     };
     let next_clear = |at: u64| {
-        (bitmap.next_clear(slot, at / scale) * scale)
-            .max(at)
-            .min(total)
+        let mut end = at;
+        loop {
+            let clear = bitmap.next_clear(slot, end / scale) * scale;
+            end = clear.max(end + 1).next_multiple_of(unit);
+            if end >= total {
+                return total;
+            }
+            if next_set(end) != end {
+                return end;
+            }
+        }
     };
     let mut set = next_set(at) == at;
     let kind = if set { RunKind::Set } else { RunKind::Clear };
@@ -285,7 +309,7 @@ mod tests {
             let mut copy = Bitmap::new(shape);
             let total = 100_003;
             while at < total {
-                let (packet, end) = compress(&bitmap, 1, at, total, 4).unwrap();
+                let (packet, end) = compress(&bitmap, 1, at..total, scale, 4).unwrap();
                 let reached = for_each_set_run(&packet, at, total, |first, run| {
                     copy.set_bits(1, first / scale..(first + run).div_ceil(scale));
                 });

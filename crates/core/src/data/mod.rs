@@ -533,7 +533,8 @@ impl Resource {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.io.lower_pending += 1;
         }
-        let tag = self.tags.insert(Pending::Data(data));
+        let tag = self.tags.insert_timed(Pending::Data(data), self.now);
+        self.watch_disk(volume);
         self.output(Output::Disk { tag, volume, op });
     }
 
@@ -592,7 +593,7 @@ impl Resource {
             .collect()
     }
 
-    fn volume_of(&self, op: DataOp) -> Option<VolumeNr> {
+    pub(crate) fn volume_of(&self, op: DataOp) -> Option<VolumeNr> {
         match op {
             DataOp::AppWrite(key) | DataOp::AppRead(key) => {
                 self.io.requests.get(key).map(|r| r.volume)

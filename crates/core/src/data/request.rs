@@ -48,6 +48,10 @@ impl Resource {
             .devices
             .get(&request.volume)
             .ok_or(RequestError::NoMedium)?;
+        if self.state.fail_io {
+            // Whoever had it open at a forced demotion is told that his data did not arrive.
+            return Err(RequestError::Io);
+        }
         let writes = !matches!(request.kind, RequestKind::Read | RequestKind::Flush);
         if self.state.role != Role::Primary && (writes || !self.secondary_reads(request.volume)) {
             return Err(if writes {

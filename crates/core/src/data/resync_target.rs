@@ -299,8 +299,8 @@ impl Resource {
                 .map_or(2048, |c| c.net.max_buffers),
             ..RateInput::default()
         };
+        load.granule_sectors = self.common_block_sectors(volume, peer);
         if let Some(disk) = self.disk_io(volume) {
-            load.granule_sectors = disk.bitmap.shape().block().sectors();
             load.application_waits = disk.al.has_waiters();
         }
         if let Some(device) = self.devices.get_mut(&volume) {
@@ -331,6 +331,9 @@ impl Resource {
             return;
         }
         let thin_sectors = self.thin_sectors(volume, peer);
+        // Requests of whole blocks of both sides: what is clear in a larger block of the peer's
+        // comes once more.
+        let block = self.common_block_sectors(volume, peer);
         loop {
             let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
             let Some(device) = self.devices.get_mut(&volume) else {
@@ -357,14 +360,20 @@ impl Resource {
             if sync.pace.grant_sectors == 0 {
                 return;
             }
-            let block = disk.bitmap.shape().block().sectors();
+            let own_bits = block / disk.bitmap.shape().block().sectors();
             let unit = thin_sectors / block;
             let granted = sync.pace.grant_sectors.max(thin_sectors);
             let clear = disk.bitmap.next_clear(slot, bit);
-            let (start, end) = request_bits(clear, bit, block, granted, unit);
+            let (start, end) = request_bits(
+                clear.div_ceil(own_bits),
+                bit / own_bits,
+                block,
+                granted,
+                unit,
+            );
             let sector = Sector(start * block);
             let end_sector = (end * block).min(size);
-            sync.cursor = end;
+            sync.cursor = end * own_bits;
             if end_sector <= sector.0 {
                 continue;
             }

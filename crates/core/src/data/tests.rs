@@ -8,7 +8,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al::encode_initialised;
-use lockstep_format::disk::layout::{Geometry, Layout, Placement};
+use lockstep_format::disk::layout::{BitmapBlock, Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
@@ -28,13 +28,16 @@ mod balancing;
 mod chaos;
 mod congesting;
 mod csums;
+mod failing;
 mod fencing;
+mod granularity;
 mod handlers;
 mod integrity;
 mod opening;
 mod options;
 mod ordering;
 mod resizing;
+mod stalling;
 mod thinning;
 mod verifying;
 
@@ -128,6 +131,8 @@ struct Setup {
     diskless: Option<usize>,
     /// Where the metadata lies.
     index: MetaIndex,
+    /// log2 of each node's bitmap block; 4 KiB where none is given.
+    block_shifts: Vec<u8>,
 }
 
 impl Default for Setup {
@@ -145,6 +150,7 @@ impl Default for Setup {
             options: ResourceOptions::default(),
             diskless: None,
             index: MetaIndex::FlexExternal,
+            block_shifts: Vec::new(),
         }
     }
 }
@@ -162,6 +168,7 @@ struct World {
     cut: bool,
     /// What is sent to this node on data streams waits.
     stalled: Option<usize>,
+    hanging: stalling::Hanging,
     /// The next payload in a packet of this name is changed on its way.
     spoil: Option<&'static str>,
     packets: BTreeMap<&'static str, u64>,
@@ -189,7 +196,11 @@ fn fresh_meta(node: usize, peers: u8, setup: &Setup) -> Vec<u8> {
         MetaIndex::Internal => (Placement::Internal, setup.size),
         _ => (Placement::FlexExternal, META),
     };
-    let layout = Layout::new(placement, Geometry::for_peers(peers), bytes).unwrap();
+    let mut geometry = Geometry::for_peers(peers);
+    if let Some(shift) = setup.block_shifts.get(node) {
+        geometry.bitmap_block = BitmapBlock::from_shift(*shift).unwrap();
+    }
+    let layout = Layout::new(placement, geometry, bytes).unwrap();
     let mut meta = vec![0u8; bytes as usize];
     let mut superblock = SuperBlock::fresh(&layout);
     superblock.node_id = Some(node_id(node));
@@ -234,6 +245,7 @@ impl World {
             next_id: 1,
             cut: false,
             stalled: None,
+            hanging: stalling::Hanging::default(),
             spoil: None,
             packets: BTreeMap::new(),
             answers: BTreeMap::new(),
@@ -366,6 +378,9 @@ impl World {
                 ));
             }
             Output::CloseDisk { tag, .. } => {
+                if self.hanging.node == Some(index) {
+                    self.hanging.abandoned = false;
+                }
                 self.todo
                     .push(Todo::Input(index, Input::DiskClosed { tag }));
             }
@@ -374,9 +389,10 @@ impl World {
                     DiskOp::Write { payload, .. } => self.bytes(index, payload),
                     _ => Vec::new(),
                 };
-                self.todo.push(Todo::Disk(index, tag, op, bytes));
+                self.hang(index, Todo::Disk(index, tag, op, bytes));
             }
-            Output::Meta { tag, op, .. } => self.todo.push(Todo::Meta(index, tag, op)),
+            Output::Meta { tag, op, .. } => self.hang(index, Todo::Meta(index, tag, op)),
+            Output::AbandonDisk { .. } => self.abandon(index),
             Output::Send {
                 peer,
                 link,

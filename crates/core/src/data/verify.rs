@@ -143,9 +143,7 @@ impl Resource {
         start: Option<u64>,
         stop: Option<u64>,
     ) {
-        let block = self
-            .disk_io(volume)
-            .map_or(8, |io| io.bitmap.shape().block().sectors());
+        let block = self.common_block_sectors(volume, peer);
         let Some(verify) = self.verify(volume, peer) else {
             return;
         };
@@ -253,12 +251,10 @@ impl Resource {
             if self.state.peer_device(volume, peer).repl != ReplState::VerifyS {
                 return;
             }
-            let Some(block) = self
-                .disk_io(volume)
-                .map(|io| io.bitmap.shape().block().sectors())
-            else {
+            if self.disk_io(volume).is_none() {
                 return;
-            };
+            }
+            let block = self.common_block_sectors(volume, peer);
             let Some(verify) = self.verify(volume, peer) else {
                 return;
             };

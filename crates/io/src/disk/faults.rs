@@ -1,5 +1,5 @@
 //! Faults on purpose: tests make operations of a disk fail with a chosen error, and measurements
-//! make its reads slow.
+//! make its reads slow, or stop it.
 //!
 //! Plans are kept per path for the process and looked up when a disk is opened, so a disk without
 //! a plan costs one comparison per operation.
@@ -9,7 +9,7 @@ use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::ring::Errno;
+use crate::ring::{Errno, Fd};
 
 /// What fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +29,8 @@ pub enum FaultOn {
 pub struct FaultPlan {
     rules: Mutex<Vec<Rule>>,
     pace: Mutex<Option<Pace>>,
+    /// While it is there, transfers wait until it becomes readable.
+    gate: Mutex<Option<Fd>>,
 }
 
 /// Reads leave one after the other with this time between them.
@@ -94,6 +96,30 @@ impl FaultPlan {
             next: Instant::now(),
         });
         *self.pace.lock().unwrap_or_else(PoisonError::into_inner) = pace;
+    }
+
+    /// Reads and writes that start from now on do not end until [`FaultPlan::release`].
+    pub fn hold(&self) -> std::io::Result<()> {
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        let gate = Arc::new(rustix::event::eventfd(0, flags)?);
+        *self.gate.lock().unwrap_or_else(PoisonError::into_inner) = Some(gate);
+        Ok(())
+    }
+
+    /// The disk answers again.
+    pub fn release(&self) -> std::io::Result<()> {
+        let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gate) = gate.take() {
+            rustix::io::write(&*gate, &1_u64.to_ne_bytes())?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn gate(&self) -> Option<Fd> {
+        self.gate
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// Takes the next turn; how long to wait for it, if at all.

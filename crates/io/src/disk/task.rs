@@ -168,7 +168,7 @@ struct Transfer {
     turn: Turn,
 }
 
-/// A read of a disk that is slow on purpose waits for its turn.
+/// A transfer of a disk that is slow or stopped on purpose waits for its turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
     NotTaken,
@@ -512,7 +512,15 @@ impl Transfer {
         let Some(plan) = &self.device.faults else {
             return Ok(None);
         };
-        if self.write || self.turn != Turn::NotTaken {
+        if self.turn != Turn::NotTaken {
+            return Ok(None);
+        }
+        if let Some(fd) = plan.gate() {
+            self.turn = Turn::Waiting;
+            let events = libc::POLLIN;
+            return Ok(Some(Op::Poll { fd, events }));
+        }
+        if self.write {
             return Ok(None);
         }
         let Some(wait) = plan.turn() else {

@@ -9,7 +9,7 @@ use lockstep_format::units::VolumeNr;
 use super::{Engine, Owner, Shard};
 use crate::arena::Key;
 use crate::disk::{DataWork, Disk, MetaWork, OpenError, Outcome, Step, Task};
-use crate::pool::{BLOCK_BYTES_MAX, BufRef, Claim};
+use crate::pool::{BLOCK_BYTES_MAX, BufRef, Claim, IoBuf};
 use crate::ring::{Done, Op};
 
 /// A volume's open disk.
@@ -19,6 +19,8 @@ pub(super) struct OpenDisk {
     in_flight: usize,
     /// The core wants it closed and waits.
     closing: Option<Tag>,
+    /// The core has given it up.
+    abandoned: bool,
 }
 
 /// A disk that a worker thread opens, or whose size it looks at.
@@ -46,9 +48,14 @@ pub(super) struct Run {
 
 enum Kind {
     Data,
+    /// A read into a buffer of the core.
+    ReadInto(Payload),
     /// A read into a new buffer, with its length.
     ReadNew(BufRef, u32),
     Meta,
+    /// Given up: nobody waits for it, but it keeps its memory, and the disk open and locked, until
+    /// the kernel has returned it.
+    Abandoned(Disk),
 }
 
 /// Work that waits for pool memory.
@@ -78,6 +85,11 @@ impl<E: Engine> Shard<E> {
         data_path: String,
         meta_path: Option<String>,
     ) {
+        if let Err(text) = self.may_open(resource, volume, &data_path, meta_path.as_deref()) {
+            let result = Err(text);
+            let input = Input::DiskOpened { tag, result };
+            return self.inputs.push_back((resource, input));
+        }
         let result = Arc::new(Mutex::new(None));
         let opening = Opening {
             resource,
@@ -122,6 +134,7 @@ impl<E: Engine> Shard<E> {
                         disk,
                         in_flight: 0,
                         closing: None,
+                        abandoned: false,
                     };
                     slot.disks.insert(opening.volume, open);
                 }
@@ -181,6 +194,7 @@ impl<E: Engine> Shard<E> {
         let mut kind = Kind::Data;
         let work = match op {
             DiskOp::Read { sector, payload } => self.payload(payload).map(|buf| {
+                kind = Kind::ReadInto(payload);
                 let Payload {
                     offset: start, len, ..
                 } = payload;
@@ -295,7 +309,7 @@ impl<E: Engine> Shard<E> {
     /// The disk, unless it is not open or being closed.
     fn usable_disk(&self, resource: Key, volume: VolumeNr) -> Option<Disk> {
         let open = self.resources.get(resource)?.disks.get(&volume)?;
-        open.closing.is_none().then(|| open.disk.clone())
+        (open.closing.is_none() && !open.abandoned).then(|| open.disk.clone())
     }
 
     fn start_run(&mut self, mut run: Run) {
@@ -318,6 +332,10 @@ impl<E: Engine> Shard<E> {
         // What the operation owned goes before the core learns of it.
         let Done { token, op, result } = done;
         drop(op);
+        if let Kind::Abandoned(_) = run.kind {
+            self.abandoned_returned(key);
+            return;
+        }
         match run.task.advance(result) {
             Step::Run(op) => {
                 self.ring.push(token, op);
@@ -345,7 +363,8 @@ impl<E: Engine> Shard<E> {
         // The task shares the buffer; without this a completed read's buffer were not unique.
         drop(task);
         let input = match kind {
-            Kind::Data => Input::DiskDone {
+            Kind::Abandoned(_) => return,
+            Kind::Data | Kind::ReadInto(_) => Input::DiskDone {
                 tag,
                 result: result.map(|_| None),
             },
@@ -382,6 +401,124 @@ impl<E: Engine> Shard<E> {
             .get_mut(run.resource)?
             .disks
             .get_mut(&run.volume)
+    }
+
+    /// The disk does not answer: whoever waits for it is told so, and the operations stay behind.
+    pub(super) fn abandon_disk(&mut self, resource: Key, volume: VolumeNr) {
+        let Some(slot) = self.resources.get_mut(resource) else {
+            return;
+        };
+        let Some(open) = slot.disks.get_mut(&volume) else {
+            return;
+        };
+        open.abandoned = true;
+        open.in_flight = 0;
+        let (disk, closing) = (open.disk.clone(), open.closing.take());
+        let is_of = |run: &Run| run.resource == resource && run.volume == volume;
+        let runs = self.runs.iter().filter(|(_, run)| is_of(run));
+        let keys: Vec<Key> = runs.map(|(key, _)| key).collect();
+        let mut given_up = 0_u32;
+        for key in keys {
+            let Some(run) = self.runs.get_mut(key) else {
+                continue;
+            };
+            if let Kind::Abandoned(_) = run.kind {
+                continue;
+            }
+            let tag = run.tag;
+            let kind = std::mem::replace(&mut run.kind, Kind::Abandoned(disk.clone()));
+            given_up += 1;
+            let input = match kind {
+                Kind::Meta => Input::MetaDone {
+                    tag,
+                    result: Err(DiskError::Gone),
+                },
+                kind => {
+                    if let Kind::ReadInto(payload) = kind {
+                        self.renew(payload);
+                    }
+                    Input::DiskDone {
+                        tag,
+                        result: Err(DiskError::Gone),
+                    }
+                }
+            };
+            self.inputs.push_back((resource, input));
+        }
+        let starved = std::mem::take(&mut self.starved.reads);
+        for (of, tag, nr, op) in starved {
+            if of == resource && nr == volume {
+                let result = Err(DiskError::Gone);
+                let input = Input::DiskDone { tag, result };
+                self.inputs.push_back((resource, input));
+            } else {
+                self.starved.reads.push_back((of, tag, nr, op));
+            }
+        }
+        let path = disk.data().path();
+        tracing::warn!(
+            path,
+            operations = given_up,
+            "operations of a disk are given up"
+        );
+        if let Some(tag) = closing {
+            self.close_disk(resource, tag, volume);
+        }
+    }
+
+    /// The kernel may still fill the memory of a read that was given up: the core's buffer gets
+    /// other memory, with the bytes around the read.
+    fn renew(&mut self, payload: Payload) {
+        let Ok(old) = self.table.get(payload.buf) else {
+            return;
+        };
+        let capacity = old.capacity();
+        let new = self.pool.alloc(capacity, Claim::Receive);
+        let Some(mut new) = new.or_else(|| IoBuf::standalone(capacity).ok()) else {
+            tracing::error!("no memory in place of a buffer that a dead disk may still fill");
+            std::process::abort();
+        };
+        let (start, len) = (payload.offset as usize, payload.len as usize);
+        let old = old.clone();
+        old.read_at(0, &mut new[..start]);
+        old.read_at(start + len, &mut new[start + len..capacity]);
+        self.table.replace(payload.buf, new.share());
+    }
+
+    fn abandoned_returned(&mut self, key: Key) {
+        let Some(Run { kind, .. }) = self.runs.remove(key) else {
+            return;
+        };
+        if let Kind::Abandoned(disk) = kind {
+            let path = disk.data().path();
+            tracing::info!(path, "an operation that was given up has returned");
+        }
+    }
+
+    /// A write that was given up may still happen: it must not hit what comes next.
+    fn may_open(
+        &self,
+        resource: Key,
+        volume: VolumeNr,
+        data_path: &str,
+        meta_path: Option<&str>,
+    ) -> Result<(), String> {
+        let meta_path = meta_path.unwrap_or(data_path);
+        let blocks = |run: &Run| match &run.kind {
+            Kind::Abandoned(disk) => {
+                let own = run.resource == resource && run.volume == volume;
+                disk.data().path() == data_path || own && disk.meta().path() == meta_path
+            }
+            Kind::Data | Kind::ReadInto(_) | Kind::ReadNew(..) | Kind::Meta => false,
+        };
+        match self.runs.iter().filter(|(_, run)| blocks(run)).count() {
+            0 => Ok(()),
+            count => Err(format!(
+                "{data_path}: {count} operations of its last use, which were given up, have not \
+                 come back from the kernel and may still write; wait until the disk answers, or \
+                 attach another"
+            )),
+        }
     }
 
     /// Memory came back: goes on with what waited for it, in the order in which it waited.

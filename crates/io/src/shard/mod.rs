@@ -411,6 +411,7 @@ impl<E: Engine> Shard<E> {
             }
             Output::ProbeDisk { tag, volume } => self.probe_disk(key, tag, volume),
             Output::CloseDisk { tag, volume } => self.close_disk(key, tag, volume),
+            Output::AbandonDisk { volume } => self.abandon_disk(key, volume),
             Output::Disk { tag, volume, op } => self.disk_op(key, tag, volume, op),
             Output::Meta { tag, volume, op } => self.meta_op(key, tag, volume, op),
             Output::Send {

@@ -31,6 +31,7 @@ use crate::tcp::{Acceptor, Path, PeerNet};
 
 mod paths;
 mod services;
+mod stalls;
 
 const VOLUME: VolumeNr = VolumeNr(3);
 const DISK_BYTES: u64 = 4 << 20;
@@ -249,7 +250,11 @@ impl Toy {
                     meta_path,
                 });
             }
-            Command::Detach { .. } => {
+            Command::Detach { force, .. } => {
+                if force {
+                    let volume = VOLUME;
+                    self.outputs.push_back(Output::AbandonDisk { volume });
+                }
                 let tag = self.tag();
                 self.commands.insert(tag.0, id);
                 self.outputs.push_back(Output::CloseDisk {

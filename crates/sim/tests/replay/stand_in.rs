@@ -287,6 +287,7 @@ impl StandIn {
                 });
                 self.inputs.push_back(Input::DiskOpened { tag, result });
             }
+            Output::AbandonDisk { .. } => panic!("these disks answer"),
             Output::CloseDisk { tag, .. } => self.inputs.push_back(Input::DiskClosed { tag }),
             Output::Disk { tag, op, .. } => {
                 let result = Ok(self.disk(op));

@@ -18,9 +18,10 @@ impl Resource {
             return 0;
         };
         let bytes = disk.options.rs_discard_granularity_bytes.min(BIO_LEN_MAX);
-        let block = disk.io.bitmap.shape().block().bytes();
-        match offered && bytes > 0 && bytes.is_multiple_of(block) {
-            true => u64::from(bytes) / Sector::SIZE,
+        let sectors = u64::from(bytes) / Sector::SIZE;
+        let block = self.common_block_sectors(volume, peer);
+        match offered && bytes > 0 && sectors.is_multiple_of(block) {
+            true => sectors,
             false => 0,
         }
     }
