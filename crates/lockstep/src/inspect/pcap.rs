@@ -390,6 +390,41 @@ mod tests {
     }
 
     #[test]
+    fn mutated_captures_never_panic() {
+        let mut state = 0x7063_6170_u64;
+        let mut below = |bound: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 33) as usize % bound
+        };
+        for _ in 0..5000 {
+            let mut bytes = one_frame();
+            bytes.truncate(40);
+            // A frame of any bytes that begins like IPv4 over Ethernet or after a cooked header.
+            let len = below(120);
+            bytes[32] = len as u8;
+            bytes[36] = len as u8;
+            bytes.extend((0..len).map(|_| below(256) as u8));
+            if len > 14 {
+                bytes[52..54].copy_from_slice(&[0x08, [0x00, 0x06][below(2)]]);
+                bytes[54] = 0x40 | below(16) as u8;
+            }
+            for _ in 0..below(4) {
+                let at = below(bytes.len());
+                bytes[at] = [0, 1, 113, 0xFF, below(256) as u8][below(5)];
+            }
+            let Ok(mut capture) = capture(&bytes) else {
+                continue;
+            };
+            let link = capture.link();
+            while let Ok(Some(frame)) = capture.next_frame() {
+                content(link, frame.bytes);
+            }
+        }
+    }
+
+    #[test]
     fn padding_of_a_short_frame_is_not_payload() {
         let mut frame = vec![0; 12];
         frame.extend_from_slice(&[0x08, 0x00, 0x45, 0, 0, 42, 0, 0, 0, 0, 64, 6, 0, 0]);
