@@ -375,7 +375,10 @@ impl Resource {
             self.go_standalone(peer, text);
             return;
         }
-        let protocol = own_max.min(peer_max);
+        let mut protocol = own_max.min(peer_max);
+        if self.options.unnumbered && self.peer_chose_the_same_id(peer, &theirs) {
+            protocol = protocol.min(wire::PROTOCOL_MAX_84);
+        }
         let legacy = crate::legacy::is_legacy(protocol);
         let named = theirs.sender_node_id == peer && theirs.receiver_node_id == self.node_id;
         if !legacy && !named {
@@ -441,6 +444,14 @@ impl Resource {
             VolumeNr::NONE,
             Packet::AuthChallenge(own),
         );
+    }
+
+    /// Whether the peer numbers the two nodes as this one does, each beginning with itself, and
+    /// both can do without numbers. What is compared is the same on both sides, and so the answer.
+    fn peer_chose_the_same_id(&self, peer: NodeId, theirs: &ConnectionFeatures) -> bool {
+        theirs.sender_node_id == self.node_id
+            && theirs.receiver_node_id == peer
+            && theirs.protocol_min.max(self.protocol_min(peer)) <= wire::PROTOCOL_MAX_84
     }
 
     /// Oldest protocol version for this peer: 8.4 knows two nodes only.

@@ -326,6 +326,9 @@ pub struct ResourceOptions {
     pub peer_ack_window_sectors: u32,
     /// `peer-ack-delay` in milliseconds, default 100.
     pub peer_ack_delay_ms: u32,
+    /// `drbd8-api-compatibility`, default no: the node was given no id, as in DRBD 8.4, and a peer
+    /// that has chosen the same one by itself is spoken to in the dialect that has no ids.
+    pub unnumbered: bool,
     /// Newest protocol version that is offered, default 124; lower ones are for tests.
     pub protocol_max: u32,
     /// Handlers that the configuration names (`fence-peer`, `split-brain`, …); others count as
@@ -347,6 +350,7 @@ impl Default for ResourceOptions {
             nr_requests: 8000,
             peer_ack_window_sectors: 4096,
             peer_ack_delay_ms: 100,
+            unnumbered: false,
             protocol_max: lockstep_format::wire::PROTOCOL_MAX,
             handlers: Vec::new(),
         }

@@ -9,6 +9,7 @@ const _: () = assert!(
 pub mod board;
 pub mod client;
 mod devices;
+mod foreign;
 mod handlers;
 mod holding;
 pub mod lockstepd;
@@ -20,6 +21,7 @@ pub mod node;
 mod notify;
 pub mod options;
 pub mod place;
+pub mod proc_drbd;
 mod progress;
 pub mod protocol;
 pub mod report;

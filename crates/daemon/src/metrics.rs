@@ -75,7 +75,17 @@ fn serve(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
             "200 OK",
             page(&node.reports(None), &node.counts(), &node.acks()),
         ),
-        ["GET", _, _] => ("404 Not Found", "the metrics are at /metrics\n".to_owned()),
+        ["GET", "/metrics/drbd-reactor", _] => {
+            ("200 OK", crate::foreign::reactor(&node.reports(None)))
+        }
+        ["GET", "/metrics/node-exporter", _] => {
+            ("200 OK", crate::foreign::node_exporter(&node.reports(None)))
+        }
+        ["GET", _, _] => (
+            "404 Not Found",
+            "the metrics are at /metrics, /metrics/drbd-reactor, /metrics/node-exporter\n"
+                .to_owned(),
+        ),
         _ => ("405 Method Not Allowed", "GET /metrics\n".to_owned()),
     };
     write!(
@@ -103,19 +113,23 @@ pub(crate) fn page(
     page.text
 }
 
+/// A page in the making.
 #[derive(Default)]
-struct Page {
-    text: String,
+pub(crate) struct Page {
+    /// What it has.
+    pub(crate) text: String,
     name: String,
 }
 
 impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
+    /// Begins a metric.
+    pub(crate) fn family(&mut self, name: &str, kind: &str, help: &str) {
         name.clone_into(&mut self.name);
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    fn sample(&mut self, labels: &[(&str, &str)], value: impl std::fmt::Display) {
+    /// A sample of the metric that was begun last.
+    pub(crate) fn sample(&mut self, labels: &[(&str, &str)], value: impl std::fmt::Display) {
         let name = self.name.clone();
         self.named(&name, labels, value);
     }
@@ -125,7 +139,11 @@ impl Page {
             .iter()
             .map(|(key, value)| format!("{key}=\"{}\"", escaped(value)))
             .collect();
-        let _ = writeln!(self.text, "{name}{{{}}} {value}", labels.join(","));
+        let labels = match labels.join(",") {
+            none if none.is_empty() => none,
+            some => format!("{{{some}}}"),
+        };
+        let _ = writeln!(self.text, "{name}{labels} {value}");
     }
 }
 

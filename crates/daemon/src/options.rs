@@ -270,6 +270,7 @@ pub fn resource(
         nr_requests: t.max_io_depth_requests,
         peer_ack_window_sectors: t.peer_ack_window_sectors,
         peer_ack_delay_ms: t.peer_ack_delay_ms,
+        unnumbered: t.drbd8_api_compatibility,
         handlers: handlers.to_vec(),
         ..core::ResourceOptions::default()
     })

@@ -2,8 +2,14 @@
 
 #[path = "tools/console.rs"]
 mod console;
+#[path = "tools/consumers.rs"]
+mod consumers;
 #[path = "tools/corpus.rs"]
 mod corpus;
+#[path = "tools/exporters.rs"]
+mod exporters;
+#[path = "tools/form84.rs"]
+mod form84;
 #[path = "tools/lines.rs"]
 mod lines;
 #[path = "tools/metadata.rs"]

@@ -59,6 +59,10 @@ pub(crate) const COMMANDS: &[(&str, &str)] = &[
         "demo",
         "three nodes, a database, and the Primary killed in mid-load",
     ),
+    (
+        "proc",
+        "prints the state as /proc/drbd of DRBD 8.4 does, for programs that read it",
+    ),
     ("completions", "prints shell completions: bash, zsh, fish"),
     ("man", "writes manual pages into a directory"),
 ];
@@ -100,7 +104,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "hold" => hold::run(args),
         "inspect" => inspect::run(args),
         "proxy" => proxy::run(args),
-        "status" | "explain" | "top" | "recover" => console::run(command, args),
+        "status" | "explain" | "top" | "recover" | "proc" => console::run(command, args),
         "completions" | "man" => words::run(command, args),
         "--help" | "-h" | "help" => {
             println!("{}", usage());

@@ -33,6 +33,7 @@ mod fencing;
 mod granularity;
 mod handlers;
 mod integrity;
+mod numbering;
 mod opening;
 mod options;
 mod ordering;
@@ -127,6 +128,8 @@ struct Setup {
     net: NetOptions,
     disk: DiskOptions,
     options: ResourceOptions,
+    /// Every node says that it is the one that it takes the peer for.
+    same_ids: bool,
     /// The node without a disk.
     diskless: Option<usize>,
     /// Where the metadata lies.
@@ -148,6 +151,7 @@ impl Default for Setup {
                 ..DiskOptions::default()
             },
             options: ResourceOptions::default(),
+            same_ids: false,
             diskless: None,
             index: MetaIndex::FlexExternal,
             block_shifts: Vec::new(),
@@ -405,6 +409,9 @@ impl World {
             } => {
                 assert!(want_sent.is_none());
                 let mut packet = packet;
+                if let (Packet::ConnectionFeatures(f), true) = (&mut packet, self.setup.same_ids) {
+                    core::mem::swap(&mut f.sender_node_id, &mut f.receiver_node_id);
+                }
                 let mut bytes = payload.map(|p| self.bytes(index, p));
                 if let (Some(alg), Some(bytes)) = (integrity, &bytes) {
                     packet.set_integrity(integrity_of(alg, bytes));

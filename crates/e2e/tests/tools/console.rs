@@ -1,21 +1,16 @@
 //! What Lockstep adds: status with advice, explain, top, recovery of a split brain, metrics.
 
 use std::fs;
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::{has_program, run};
 
+use crate::exporters;
 use crate::nodes::{Nodes, Setup, can_run_stock_tools};
 
 fn get(path: &str) -> Result<String> {
-    let mut stream = TcpStream::connect(METRICS)?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    Ok(answer)
+    exporters::get(METRICS, path)
 }
 
 /// An address of this test's own network.
@@ -140,5 +135,23 @@ fn a_split_brain_is_explained_and_ended_by_choice() -> Result<()> {
         );
     }
     ensure!(get("/")?.starts_with("HTTP/1.1 404"), "another path");
+
+    // The same under the names of exporters of others, and as the text that they read.
+    let reactor = get("/metrics/drbd-reactor")?;
+    for line in [
+        "drbd_resource_role{name=\"r0\",drbd_resource_role=\"Primary\"} 1",
+        "drbd_connection_state{name=\"r0\",conn_name=\"bravo\",drbd_connection_state=\"Connected\"} 1",
+        "drbd_device_state{name=\"r0\",volume=\"0\",minor=\"30700\",drbd_device_state=\"UpToDate\"} 1",
+    ] {
+        ensure!(
+            reactor.lines().any(|found| found == line),
+            "{line}\nis not in\n{reactor}"
+        );
+    }
+    let text = nodes.tool(0, "lockstep", &["proc"])?.stdout;
+    let text = String::from_utf8(text)?;
+    ensure!(text.contains("30700: cs:Connected ro:Primary/"), "{text}");
+    let page = get("/metrics/node-exporter")?;
+    exporters::reads_as(nodes.node_dir(0), &text, &page)?;
     Ok(())
 }

@@ -135,6 +135,16 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ),
     ("30-", "-d dump", "9.22 shows it where it was inherited to"),
     (
+        "68-",
+        "sh-resources",
+        "a wrong configuration is refused by every command",
+    ),
+    (
+        "74-",
+        "sh-",
+        "a wrong configuration is refused by every command",
+    ),
+    (
         "47-",
         "dump-xml",
         "9.22 prints plugins in braces, which is no XML",

@@ -1,6 +1,7 @@
 //! Somebody new with two machines and `docs/getting-started.md`: every command is a line of the
 //! page, and so is the configuration. The machines are namespaces with their own host name,
-//! network, `/etc`, `/run` and `/dev`.
+//! network, `/etc`, `/run` and `/dev`, and `/usr` and `/var` where the package is installed; the
+//! other one gets the binary and its names, as the page says for other systems.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -12,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 use lockstep_e2e::{has_program, machine_has, terminate};
 
 use crate::nodes::{binary, output};
+use crate::package::build_package;
 
 const PAGE: &str = include_str!(concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -29,19 +31,32 @@ const OWN: &str = "set -e\n\
     mount -t overlay -o lowerdir=/dev,upperdir=/run/own/dev,workdir=/run/own/work overlay /dev\n\
     mount -t overlay -o lowerdir=/etc,upperdir=/run/own/etc,workdir=/run/own/work2 overlay /etc\n\
     mount --bind \"$2\" /srv\n\
+    if [ -n \"$3\" ]; then\n\
+        for dir in usr var; do\n\
+            mkdir -p /run/own/$dir /run/own/work-$dir\n\
+            mount -t overlay -o lowerdir=/$dir,upperdir=/run/own/$dir,workdir=/run/own/work-$dir overlay /$dir\n\
+        done\n\
+        dpkg --no-triggers --install \"$3\" >/dev/null\n\
+    fi\n\
     mount -t tmpfs tmpfs /mnt\n\
     echo ready\n\
     exec sleep infinity";
+
+/// Where a fresh system looks for programs.
+const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 
 struct Machine {
     namespace: String,
     keeper: Child,
     daemon: Option<Child>,
     path: String,
+    /// How its daemon is started.
+    start: String,
 }
 
 impl Machine {
-    fn new(name: &str, dir: &Path) -> Result<Machine> {
+    /// With the package installed, else with links in `DIR/bin`.
+    fn new(name: &str, dir: &Path, package: Option<&str>) -> Result<Machine> {
         let disks = dir.join(name);
         fs::create_dir(&disks)?;
         let disk = fs::File::create(disks.join("r0"))?;
@@ -54,6 +69,7 @@ impl Machine {
                 "unshare", "--mount", "--uts", "bash", "-c", OWN, "bash", name,
             ])
             .arg(&disks)
+            .arg(package.unwrap_or_default())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -61,10 +77,11 @@ impl Machine {
             namespace,
             keeper,
             daemon: None,
-            path: format!(
-                "{}:/usr/sbin:/usr/bin:/sbin:/bin",
-                dir.join("bin").display()
-            ),
+            path: match package {
+                Some(_) => SYSTEM_PATH.to_owned(),
+                None => format!("{}:{SYSTEM_PATH}", dir.join("bin").display()),
+            },
+            start: "lockstepd".to_owned(),
         };
         let out = machine.keeper.stdout.take().context("standard output")?;
         let mut line = String::new();
@@ -74,6 +91,16 @@ impl Machine {
             "the machine {name} is not ready: {line:?}"
         );
         machine.ip(&["link", "set", "lo", "up"])?;
+        if package.is_some() {
+            machine.do_as_told("lockstep-divert on")?;
+            // There is no systemd in a namespace: what its unit says is done by hand.
+            ensure!(PAGE.contains("systemctl enable --now lockstep.service"));
+            let unit = machine.run("cat /usr/lib/systemd/system/lockstep.service")?;
+            let line = unit
+                .lines()
+                .find_map(|line| line.strip_prefix("ExecStart="));
+            machine.start = line.context("ExecStart")?.to_owned();
+        }
         Ok(machine)
     }
 
@@ -133,6 +160,8 @@ fn a_newcomer_gets_a_cluster_of_two_by_the_page() -> Result<()> {
         || !has_program("ip")
         || !has_program("nsenter")
         || !has_program("mkfs.ext4")
+        || !has_program("dpkg-deb")
+        || !has_program("strip")
     {
         return Ok(());
     }
@@ -143,8 +172,11 @@ fn a_newcomer_gets_a_cluster_of_two_by_the_page() -> Result<()> {
         symlink(binary()?, dir.path().join("bin").join(name))?;
     }
     fs::write(dir.path().join("drbd.conf"), configuration()?)?;
-    let mut alfa = Machine::new("alfa", dir.path())?;
-    let mut bravo = Machine::new("bravo", dir.path())?;
+    ensure!(PAGE.contains("    make deb ") && PAGE.contains("apt install ./lockstep_*.deb"));
+    let package = build_package(dir.path())?;
+    let mut alfa = Machine::new("alfa", dir.path(), Some(&package))?;
+    ensure!(alfa.run("readlink -f /usr/sbin/drbdadm")? == "/usr/bin/lockstep\n");
+    let mut bravo = Machine::new("bravo", dir.path(), None)?;
     alfa.ip(&[
         "link",
         "add",
@@ -164,9 +196,10 @@ fn a_newcomer_gets_a_cluster_of_two_by_the_page() -> Result<()> {
         machine.run(&format!("cp {} /etc/drbd.conf", conf.display()))?;
         machine.do_as_told("drbdadm sh-nop")?;
         ensure!(PAGE.contains("    lockstepd &\n"));
+        let start = format!("exec {}", machine.start);
         let log = fs::File::create(dir.path().join(format!("{}.log", machine.namespace)))?;
         let daemon = machine
-            .command("exec lockstepd")
+            .command(&start)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)

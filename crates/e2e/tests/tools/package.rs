@@ -13,6 +13,15 @@ fn packaging() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging")
 }
 
+/// Builds the package of the binary under test, and names its file.
+pub(crate) fn build_package(dir: &Path) -> Result<String> {
+    let out = dir.join("deb");
+    let build = packaging().join("build-deb");
+    output(Command::new(build).arg(binary()?).arg(&out))?;
+    let deb = fs::read_dir(out)?.next().context("a package")??.path();
+    Ok(deb.to_str().context("the path is UTF-8")?.to_owned())
+}
+
 fn dpkg(root: &Path, args: &[&str]) -> Result<String> {
     output(
         Command::new("dpkg")
@@ -30,16 +39,7 @@ fn the_package_installs_beside_drbd_utils_takes_its_names_on_request_and_goes() 
         return Ok(());
     }
     let dir = tempfile::Builder::new().prefix("lockstep-deb-").tempdir()?;
-    output(
-        Command::new(packaging().join("build-deb"))
-            .arg(binary()?)
-            .arg(dir.path()),
-    )?;
-    let deb = fs::read_dir(dir.path())?
-        .next()
-        .context("a package")??
-        .path();
-    let deb = deb.to_str().context("the path is UTF-8")?;
+    let deb = build_package(dir.path())?;
 
     // A machine with files where drbd-utils has its own.
     let root = dir.path().join("root");
@@ -54,7 +54,7 @@ fn the_package_installs_beside_drbd_utils_takes_its_names_on_request_and_goes() 
     for name in tools {
         fs::write(theirs(name), "theirs")?;
     }
-    dpkg(&root, &["-i", deb])?;
+    dpkg(&root, &["-i", &deb])?;
     let files = dpkg(&root, &["-L", "lockstep"])?;
     let others = output(Command::new("dpkg").args(["-L", "drbd-utils"]))?;
     for file in files.lines() {

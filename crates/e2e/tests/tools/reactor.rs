@@ -93,7 +93,7 @@ const FIELDS: &[(&str, &[&str])] = &[
 ];
 
 /// A line as the reader takes it: every field of its object is there and numbers are numbers.
-fn parse(line: &str) -> Result<(String, BTreeMap<String, String>)> {
+pub(crate) fn parse(line: &str) -> Result<(String, BTreeMap<String, String>)> {
     let mut words = line.split(' ');
     let verb = words.next().context("a verb")?;
     // Runs of handlers are not read.

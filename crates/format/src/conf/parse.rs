@@ -355,7 +355,7 @@ impl<'p, 'a, 't> Parser<'p, 'a, 't> {
     }
 
     fn resource(&mut self) -> Result<(), Abort> {
-        let name = self.text("resource name")?;
+        let name = self.name("resource name")?;
         let pos = self.pos(&name);
         if name.text.is_empty() || name.text.chars().any(char::is_control) {
             let what = match name.text.is_empty() {

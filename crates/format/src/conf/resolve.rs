@@ -43,6 +43,7 @@ pub fn resolve(config: &mut Config, node: &Node<'_>) -> Vec<Diagnostic> {
         select_host(config, index, node, &mut report);
         connections::complete(config, index, &mut report);
         volumes::check(config, index, &mut report);
+        volumes::check_references(config, index, &mut report);
     }
     volumes::check_unique(config, &mut report);
     connections::check_addresses(config, &mut report);

@@ -203,7 +203,7 @@ fn wrong_values_are_all_reported_with_what_is_allowed() {
          Allowed values are: A | B | C\n\
          drbd.conf:2: Parse error: while parsing value ('16q')\n\
          for max-buffers. Value is not a number.\n\
-         allowed: 32..131072 (pages), default 2048\n\
+         allowed: 32..131072, default 2048\n\
          drbd.conf:3: Parse error: while parsing value ('foo')\n\
          for on-io-error. Value is not valid.\n\
          Allowed values are: pass_on | call-local-io-error | detach\n\
@@ -576,4 +576,90 @@ fn mutated_files_never_panic() {
             dump_xml::config(&parsed.config);
         }
     }
+}
+
+#[test]
+fn words_numbers_and_addresses_are_names_only_in_quotes() {
+    for name in [
+        "disk",
+        "on",
+        "yes",
+        "123",
+        "12M",
+        "10.0.0.1",
+        "9.1.7",
+        "_this_host",
+    ] {
+        let found = errors(&format!("resource {name} {{ }}"));
+        let wanted = format!("'resource name' expected,\n\tbut got '{name}'\n\tput it in quotes");
+        assert!(found.contains(&wanted), "{found}");
+        assert_eq!(errors(&format!("resource \"{name}\" {{ }}")), "");
+        let host = format!("resource r {{ on {name} {{ node-id 0; }} }}");
+        assert!(errors(&host).contains("'host name' expected"), "{name}");
+    }
+    for name in [
+        "quorum",
+        "protocol",
+        "1k",
+        "123456789",
+        "1.2.3.4.5",
+        "a.b.c",
+        "none",
+    ] {
+        assert_eq!(errors(&format!("resource {name} {{ }}")), "");
+    }
+}
+
+#[test]
+fn an_option_that_is_inherited_twice_must_have_one_value() {
+    let conflicts = |general: &str, own: &str| {
+        let text = format!(
+            "common {{ {general} }}\nresource r {{ {own}\n\
+             on a {{ node-id 0; address 10.0.0.1:1; device minor 1; disk /d; }}\n\
+             on b {{ node-id 1; address 10.0.0.2:1; device minor 1; disk /d; }} }}"
+        );
+        let mut config = on_node(&text, "a");
+        let found = inherit(&mut config);
+        found.iter().map(|d| d.text.clone()).collect::<String>()
+    };
+    for (general, own, name) in [
+        ("", "net { timeout 50; timeout 60; }", "timeout"),
+        ("protocol A; net { protocol B; }", "", "protocol"),
+        ("options { quorum 1; quorum 2; }", "", "quorum"),
+        ("handlers { fence-peer a; fence-peer b; }", "", "fence-peer"),
+        (
+            "startup { wfc-timeout 5; wfc-timeout 6; }",
+            "",
+            "wfc-timeout",
+        ),
+        ("disk { c-max-rate 1M; c-max-rate 2M; }", "", "c-max-rate"),
+    ] {
+        let found = conflicts(general, own);
+        let wanted = format!("ambiguous inheritance for option \"{name}\"");
+        assert!(found.contains(&wanted), "{general} {own}: {found}");
+    }
+    for (general, own) in [
+        ("net { timeout 50; }", "net { timeout 60; }"),
+        ("", "net { timeout 50; timeout 50; }"),
+        ("", "options { quorum 1; quorum 2; }"),
+    ] {
+        assert_eq!(conflicts(general, own), "", "{general} {own}");
+    }
+}
+
+#[test]
+fn options_of_a_volume_that_does_not_exist_are_an_error() {
+    let text = "resource r {\n\
+        on a { node-id 0; address 10.0.0.1:1; volume 0 { device minor 1; disk /d; } }\n\
+        on b { node-id 1; address 10.0.0.2:1; volume 0 { device minor 1; disk /d; } }\n\
+        connection { host a; host b; volume 9 { disk { c-min-rate 1M; } } } }";
+    let found = resolve_errors(text);
+    for host in ["a", "b"] {
+        let wanted = format!(
+            "/etc/drbd.conf:4: Resource r: There is a reference to a volume 9 that is not known \
+             in this resource on host {host}\n"
+        );
+        assert!(found.contains(&wanted), "{found}");
+    }
+    assert_eq!(resolve_errors(&text.replace("volume 9", "volume 0")), "");
 }

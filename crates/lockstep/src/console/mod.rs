@@ -1,4 +1,4 @@
-//! `lockstep status`, `explain`, `top`, `recover`: for people, beside the compatible tools.
+//! `lockstep status`, `explain`, `top`, `recover`, `proc`: for people, beside the compatible tools.
 
 mod advice;
 mod explain;
@@ -23,11 +23,13 @@ Usage: lockstep status [--color[=always|auto|never]] [RESOURCE]
        lockstep top [--interval SECONDS] [--once]
        lockstep recover RESOURCE [--peer NAME] [--peer-status FILE]
                         [--keep-mine | --discard-mine [--yes]]
+       lockstep proc
 
   status    the resources as a tree; for each state that is not good why, and what to do
   explain   generations, quorum, who waits for whom
   top       requests, their times, and resyncs, live
   recover   shows what each side of a split brain would lose; then, if told, ends it
+  proc      the state as /proc/drbd of DRBD 8.4 has it, one peer per volume
 
 The node is the one in /run/lockstep or in the directory LOCKSTEP_DIR.
 Exit code: 0 if it was done, 1 if not, 2 for wrong usage; of status 3 if something is not good.";
@@ -57,6 +59,7 @@ pub(crate) fn run(command: &str, args: &[String]) -> ExitCode {
         "status" => status(&place, args),
         "explain" => explain(&place, args),
         "top" => live(&place, args),
+        "proc" => proc_drbd(&place, args),
         _ => recovery(args).and_then(|wanted| Ok(recover::run(&place, &wanted).map(|()| 0)?)),
     };
     match result {
@@ -123,6 +126,14 @@ fn explain(place: &Place, args: &[String]) -> Result<u8, Wrong> {
     for report in reports(place, Some(name))? {
         print(&explain::text(&report));
     }
+    Ok(0)
+}
+
+fn proc_drbd(place: &Place, args: &[String]) -> Result<u8, Wrong> {
+    if let Some(word) = args.first() {
+        return Err(Wrong::Usage(format!("'{word}' is one word too many")));
+    }
+    print(&lockstep_daemon::proc_drbd::text(&reports(place, None)?));
     Ok(0)
 }
 

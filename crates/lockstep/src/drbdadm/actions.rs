@@ -196,6 +196,12 @@ impl App<'_> {
         for (index, volume) in target.volumes(config).into_iter().enumerate() {
             let code = match self.command.action {
                 Action::ShVolume if self.command.name == "sh-resource" && index > 0 => 0,
+                // Of a volume without peers nothing is asked, and so no disk.
+                Action::Generations | Action::SetGenerations
+                    if resource.hosts.len() > 1 && target.connections(config).is_empty() =>
+                {
+                    0
+                }
                 _ if self.command.needs_disk() && volume.disk_path().is_none() => {
                     self.end_for_lack_of_a_disk()
                 }
@@ -731,7 +737,7 @@ impl App<'_> {
         let mut schedule = Schedule::default();
         if self.command.action == Action::Up {
             for target in targets {
-                deferred::up(&mut schedule, &config, target.resource(&config));
+                deferred::up(&mut schedule, &config, target);
             }
         } else {
             let running = match self.running(&config, targets) {

@@ -1,9 +1,10 @@
 //! Calls that are collected first and run stage by stage, for `up` and `adjust`.
 
-use lockstep_format::conf::model::{Config, Resource, Volume};
+use lockstep_format::conf::model::{Config, Volume};
 
 use super::calls::{Call, OptionWords};
 use super::commands::TimeClass;
+use super::targets::Target;
 
 /// When a call's turn is. The order of the variants is the order of the stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -210,8 +211,10 @@ pub(super) fn attach_calls(words: &OptionWords<'_>, volume: &Volume) -> Vec<Call
     ]
 }
 
-/// Schedules everything for a resource that is not there yet.
-pub(super) fn up(schedule: &mut Schedule, config: &Config, resource: &Resource) {
+/// Schedules everything for a resource that is not there yet; of its connections only one, if one is
+/// named.
+pub(super) fn up(schedule: &mut Schedule, config: &Config, target: &Target) {
+    let resource = target.resource(config);
     let words = OptionWords { config, cli: &[] };
     let name = &resource.name;
     let Some(host) = resource.my_host() else {
@@ -231,7 +234,7 @@ pub(super) fn up(schedule: &mut Schedule, config: &Config, resource: &Resource) 
             schedule.add(Stage::Disk, name, calls, Some(minor));
         }
     }
-    for view in resource.my_connections() {
+    for view in target.connections(config) {
         let call = words.net("new-peer", resource, &view, &[]);
         let peer = schedule.call(Stage::NetPrepareUp, name, call, Some(first));
         for path in &view.paths {

@@ -71,6 +71,18 @@ fn up_makes_the_calls_of_the_original() {
 }
 
 #[test]
+fn up_of_one_connection_leaves_the_others_alone() {
+    let (code, all, _) = run_alpha("example.conf", &["-d", "up", "web"]);
+    assert_eq!(code, 0);
+    let (code, one, _) = run_alpha("example.conf", &["-d", "up", "web:bravo"]);
+    assert_eq!(code, 0);
+    let of_charlie = |line: &&str| line.contains(" web 2 ") || line.ends_with(" web 2");
+    let wanted: Vec<&str> = all.lines().filter(|line| !of_charlie(line)).collect();
+    assert!(wanted.len() < all.lines().count());
+    assert_lines(&one, &wanted.join("\n"));
+}
+
+#[test]
 fn up_is_the_example_of_the_specification() {
     let (code, out, err) = run_alpha("example.conf", &["-d", "up", "web"]);
     assert_eq!(code, 0, "{err}");

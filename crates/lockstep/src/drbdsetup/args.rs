@@ -22,8 +22,9 @@ pub(super) struct Parsed {
 /// What is wrong with a command line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
-    /// Unknown command or option: the general help is shown.
+    /// Unknown command, or unknown option of one: the general help is shown.
     Unknown {
+        verb: Option<&'static str>,
         word: String,
         /// The nearest known one.
         near: Option<&'static str>,
@@ -75,6 +76,7 @@ fn parse_for(verb: &'static Verb, rest: Vec<String>) -> Result<Parsed, Wrong> {
             let letters = &word[1..];
             for letter in letters.chars() {
                 let unknown = || Wrong::Unknown {
+                    verb: Some(verb.name),
                     word: word.clone(),
                     near: None,
                 };
@@ -119,7 +121,8 @@ fn split_verb(
     }
     let word = name(0).to_owned();
     let near = nearest(&word, VERBS.iter().map(|verb| verb.name));
-    Err(Wrong::Unknown { word, near })
+    let verb = None;
+    Err(Wrong::Unknown { verb, word, near })
 }
 
 impl Parsed {
@@ -131,6 +134,7 @@ impl Parsed {
     ) -> Result<(), Wrong> {
         let verb = self.verb;
         let unknown = || Wrong::Unknown {
+            verb: Some(verb.name),
             word: format!("--{name}"),
             near: nearest(name, verb.option_names().into_iter()),
         };
@@ -330,18 +334,22 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named() {
-        let unknown = |word: &str, near| Wrong::Unknown {
+        let unknown = |verb, word: &str, near| Wrong::Unknown {
+            verb,
             word: word.into(),
             near,
         };
-        assert_eq!(line("frobnicate").unwrap_err(), unknown("frobnicate", None));
+        assert_eq!(
+            line("frobnicate").unwrap_err(),
+            unknown(None, "frobnicate", None)
+        );
         assert_eq!(
             line("attahc 1 a b c").unwrap_err(),
-            unknown("attahc", Some("attach"))
+            unknown(None, "attahc", Some("attach"))
         );
         assert_eq!(
             line("net-options r 1 --pign-int=3").unwrap_err(),
-            unknown("--pign-int", Some("ping-int"))
+            unknown(Some("net-options"), "--pign-int", Some("ping-int"))
         );
         assert_eq!(
             line("new-minor a").unwrap_err(),

@@ -1,8 +1,9 @@
 //! The forms of DRBD 8.4 as the calls of today that they stand for (config-and-cli.md, 9 and 22).
 //!
 //! There a resource has one peer, which has no number: here the own node is 0 if it was not given,
-//! and the peer the lowest other one. Options that were given at the attach and are a peer's today
-//! wait in a file of the node for the connect.
+//! and the peer the lowest other one. Where the peer does the same, the two speak the dialect of
+//! 8.4, which has no numbers (`drbd8-api-compatibility`). Options that were given at the attach and
+//! are a peer's today wait in a file of the node for the connect.
 
 use std::path::PathBuf;
 
@@ -22,6 +23,9 @@ pub(super) fn run(place: &Place, parsed: Parsed) -> u8 {
                 parsed.words[0].clone(),
                 "0".into(),
             ];
+            if !parsed.options.contains_key("drbd8-api-compatibility") {
+                words.push("--drbd8-api-compatibility=yes".to_owned());
+            }
             words.extend(texts(&parsed.options));
             super::run_to_code(&words)
         }
@@ -174,7 +178,7 @@ fn attach(place: &Place, parsed: Parsed) -> u8 {
         } else if name == "fencing" || options::find(Set::PeerDevice, name).is_some() {
             later.insert(name.clone(), value.clone());
         } else {
-            eprintln!("drbdsetup: unknown command or option '--{name}'");
+            eprintln!("attach: unrecognized option '--{name}'");
             return USAGE;
         }
     }

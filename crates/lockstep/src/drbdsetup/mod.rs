@@ -119,8 +119,11 @@ fn help_of(name: Option<&String>, text: fn(&verbs::Verb) -> String) -> u8 {
 
 fn usage_error(wrong: Wrong) -> u8 {
     match wrong {
-        Wrong::Unknown { word, near } => {
-            eprintln!("drbdsetup: unknown command or option '{word}'");
+        Wrong::Unknown { verb, word, near } => {
+            match verb {
+                Some(verb) => eprintln!("{verb}: unrecognized option '{word}'"),
+                None => eprintln!("drbdsetup: unknown command '{word}'"),
+            }
             if let Some(near) = near {
                 eprintln!("\tdid you mean '{near}'?");
             }

@@ -103,6 +103,10 @@ impl Printer {
 
     fn resource(&mut self, r: &ResourceReport) {
         self.open(&format!("resource {}", quoted(&r.name)));
+        let compatible = r.options.get("drbd8-api-compatibility");
+        if compatible.is_some_and(|value| value == "yes") && self.dialect == Dialect::Current {
+            self.line("# This resource is in drbd-8.4 compatibility mode!");
+        }
         self.section("options", &[(Set::Resource, &r.options)]);
         self.open("_this_host");
         self.line(&format!("node-id\t\t\t{};", r.node_id));
@@ -402,7 +406,7 @@ mod tests {
         net {
             cram-hmac-alg   \t\"sha256\";
             shared-secret   \t\"s3 cret\";
-            max-buffers     \t8000; # pages
+            max-buffers     \t8000;
             _name           \t\"bravo\";
         }
         volume 0 {

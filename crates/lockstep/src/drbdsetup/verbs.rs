@@ -97,24 +97,40 @@ impl Verb {
     pub(super) fn usage(&self) -> String {
         let mut words = format!("USAGE: drbdsetup {}", self.name);
         for argument in self.arguments {
-            match argument.strip_prefix('[') {
-                Some(optional) => {
-                    words.push_str(&format!(" [{{{}}}]", &optional[..optional.len() - 1]))
-                }
-                None => words.push_str(&format!(" {{{argument}}}")),
+            match (self.name, *argument) {
+                (_, "[resource]") | ("down", _) => words.push_str(" { {resource} | all }"),
+                // For the call that the original's drbdadm makes; not for people.
+                ("outdate", "[minor]") => {}
+                _ => words.push_str(&format!(" {{{argument}}}")),
             }
         }
         let mut out = format!("drbdsetup {} - {}\n\n{words}\n", self.name, self.summary);
-        for spec in self.specs() {
-            out.push_str(&format!("    [--{}={}]\n", spec.name, value_words(spec)));
+        let waits = self.name.starts_with("wait-");
+        let of_spec = |spec: &'static OptionSpec| match spec.name {
+            "set-defaults" => "[--set-defaults]".to_owned(),
+            name if waits => format!("[--{name}=...]"),
+            name => format!("[--{name}={}]", value_words(spec)),
+        };
+        let of_flag = |flag: &Flag| match flag.value {
+            FlagValue::None => format!("[--{}]", flag.name),
+            FlagValue::Optional | FlagValue::Needed => format!("[--{}=...]", flag.name),
+        };
+        let (first, others): (Vec<_>, Vec<_>) =
+            self.specs().partition(|spec| spec.name == "set-defaults");
+        let specs = first.into_iter().chain(others).map(of_spec);
+        let mut column = 0;
+        for word in specs.chain(self.flags.iter().map(of_flag)) {
+            if column > 0 && column + 1 + word.len() <= USAGE_COLUMNS {
+                out.push(' ');
+                column += 1 + word.len();
+            } else {
+                out.push_str(if column > 0 { "\n    " } else { "    " });
+                column = 4 + word.len();
+            }
+            out.push_str(&word);
         }
-        for flag in self.flags {
-            let value = match flag.value {
-                FlagValue::None => "",
-                FlagValue::Optional => "[=WORD]",
-                FlagValue::Needed => "=VALUE",
-            };
-            out.push_str(&format!("    [--{}{value}]\n", flag.name));
+        if column > 0 {
+            out.push('\n');
         }
         out
     }
@@ -177,11 +193,14 @@ fn value_words(spec: &OptionSpec) -> String {
             min, max, symbols, ..
         } => {
             let names: Vec<&str> = symbols.iter().map(|symbol| symbol.name).collect();
-            format!("({min} ... {max})|{{{}}}", names.join("|"))
+            format!("{{{}}}|({min} ... {max})", names.join("|"))
         }
-        Kind::Text { .. } | Kind::Key { .. } => "STRING".to_owned(),
+        Kind::Text { .. } | Kind::Key { .. } => "<str>".to_owned(),
     }
 }
+
+/// Width of the usage of a command.
+const USAGE_COLUMNS: usize = 80;
 
 fn xml_option(spec: &OptionSpec) -> String {
     let name = spec.name;

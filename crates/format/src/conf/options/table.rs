@@ -243,8 +243,7 @@ const NET: &[OptionSpec] = &[
         131_072,
         2048,
         "Most pages in receive buffers.",
-    )
-    .unit_text("pages"),
+    ),
     yes_no(
         "allow-remote-read",
         true,

@@ -130,8 +130,8 @@ fn numbers_take_suffixes_and_round_up() {
     assert_eq!(stored(""), Err(ValueError::NotANumber));
     assert_eq!(stored("k"), Err(ValueError::NotANumber));
     assert_eq!(stored("1kk"), Err(ValueError::NotANumber));
-    assert_eq!(stored("99999999999999999999"), Err(ValueError::NotANumber));
-    assert_eq!(stored("99999999999999999G"), Err(ValueError::NotANumber));
+    assert_eq!(stored("99999999999999999999"), Err(ValueError::TooBig));
+    assert_eq!(stored("99999999999999999G"), Err(ValueError::TooBig));
     assert_eq!(stored("0"), Err(ValueError::TooSmall));
     assert_eq!(stored("-1"), Err(ValueError::TooSmall));
     assert_eq!(stored("9G"), Err(ValueError::TooBig));

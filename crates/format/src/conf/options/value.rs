@@ -70,13 +70,13 @@ pub enum ValueError {
     /// A boolean that is neither.
     #[error("not 'yes' or 'no'")]
     NotYesNo,
-    /// No digits, trailing characters, an unknown suffix, or beyond 64 bits.
+    /// No digits, trailing characters, an unknown suffix.
     #[error("not a number")]
     NotANumber,
     /// Below the range.
     #[error("too small")]
     TooSmall,
-    /// Above the range.
+    /// Above the range, or beyond 64 bits.
     #[error("too big")]
     TooBig,
     /// Text longer than it can be stored.
@@ -232,7 +232,18 @@ fn number(text: &str, scale: Scale) -> Result<i64, ValueError> {
         .position(|byte| !byte.is_ascii_digit())
         .unwrap_or(text.len());
     let (digits, suffix) = text.split_at(split);
-    let plain: u64 = digits.parse().map_err(|_| ValueError::NotANumber)?;
+    let too_long = || {
+        if negative {
+            ValueError::TooSmall
+        } else {
+            ValueError::TooBig
+        }
+    };
+    let plain: u64 = match digits.parse() {
+        Ok(number) => number,
+        Err(_) if digits.is_empty() => return Err(ValueError::NotANumber),
+        Err(_) => return Err(too_long()),
+    };
     let stored = match suffix {
         "" => plain,
         "K" | "k" => convert(plain, 1 << 10, scale)?,
@@ -241,15 +252,13 @@ fn number(text: &str, scale: Scale) -> Result<i64, ValueError> {
         "s" => convert(plain, 512, scale)?,
         _ => return Err(ValueError::NotANumber),
     };
-    let stored = i64::try_from(stored).map_err(|_| ValueError::NotANumber)?;
+    let stored = i64::try_from(stored).map_err(|_| too_long())?;
     Ok(if negative { -stored } else { stored })
 }
 
 /// Multiplies by a suffix and divides by the storage unit, rounding up.
 fn convert(plain: u64, multiplier: u64, scale: Scale) -> Result<u64, ValueError> {
-    let bytes = plain
-        .checked_mul(multiplier)
-        .ok_or(ValueError::NotANumber)?;
+    let bytes = plain.checked_mul(multiplier).ok_or(ValueError::TooBig)?;
     Ok(bytes.div_ceil(scale.factor()))
 }
 

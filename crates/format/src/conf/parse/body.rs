@@ -169,7 +169,7 @@ impl Parser<'_, '_, '_> {
     fn on(&mut self, token: &Token, resource: &mut Resource) -> Result<(), Abort> {
         let pos = self.pos(token);
         let (names, kind) = match token.text.as_str() {
-            "on" => match self.texts("host name")? {
+            "on" => match self.names("host name")? {
                 (names, '{') => (names, HostKind::On),
                 _ => {
                     let end = Token {
@@ -220,7 +220,7 @@ impl Parser<'_, '_, '_> {
 
     fn stacked(&mut self, token: &Token, resource: &mut Resource) -> Result<(), Abort> {
         let pos = self.pos(token);
-        let lower = self.text("resource name")?.text;
+        let lower = self.name("resource name")?.text;
         self.state.claim("stacked-on-top-of", lower.clone(), pos);
         self.expect('{')?;
         let host = self.host_body(HostKind::Stacked { lower }, Vec::new(), pos, resource)?;
@@ -285,7 +285,7 @@ impl Parser<'_, '_, '_> {
 
     /// A proxy behind `proxy on`.
     pub(super) fn proxy_body(&mut self, pos: Pos) -> Result<Proxy, Abort> {
-        let (hosts, end) = self.texts("host name")?;
+        let (hosts, end) = self.names("host name")?;
         let mut proxy = Proxy {
             hosts,
             pos,

@@ -163,7 +163,7 @@ impl Parser<'_, '_, '_> {
         if token.text == "address" {
             end.address = Some(self.address()?);
         } else {
-            end.host_name = Some(self.text("host name")?.text);
+            end.host_name = Some(self.name("host name")?.text);
             if self.accept_word("address")? {
                 end.address = Some(self.address()?);
             } else if self.accept_word("port")? {
@@ -246,7 +246,7 @@ impl Parser<'_, '_, '_> {
         while let Some(token) = self.statement()? {
             let here = self.pos(&token);
             match token.text.as_str() {
-                "hosts" => match self.texts("host name")? {
+                "hosts" => match self.names("host name")? {
                     (hosts, ';') => {
                         self.state.claim("hosts statement", key.clone(), here);
                         mesh.hosts = hosts;

@@ -136,6 +136,22 @@ impl Parser<'_, '_, '_> {
         }
     }
 
+    /// A name: like [`Self::text`], but without quotes no word of the language, number or address.
+    pub(super) fn name(&mut self, expected: &str) -> Result<Token, Abort> {
+        let token = self.text(expected)?;
+        if token.kind == Kind::Word && is_taken(&token.text) {
+            let text = format!(
+                "Parse error: '{expected}' expected,\n\tbut got '{}'\n\tput it in quotes if it is \
+                 meant as a name",
+                token.text
+            );
+            let pos = self.pos(&token);
+            self.state.report(Severity::Error, Some(pos), text);
+            return Err(Abort);
+        }
+        Ok(token)
+    }
+
     pub(super) fn value_text(&mut self, name: &str) -> Result<Token, Abort> {
         let token = self.next()?;
         if token.is_text() {
@@ -173,6 +189,19 @@ impl Parser<'_, '_, '_> {
             return Err(self.wrong(&token, "}"));
         }
         Ok(Some(token))
+    }
+
+    /// Names up to a `;` or `{`, which is taken too and returned.
+    pub(super) fn names(&mut self, what: &str) -> Result<(Vec<String>, char), Abort> {
+        let mut found = Vec::new();
+        while found.is_empty() || self.peek()?.is_text() {
+            found.push(self.name(what)?.text);
+        }
+        let token = self.next()?;
+        match token.kind {
+            Kind::Operator(end @ (';' | '{')) => Ok((found, end)),
+            _ => Err(self.wrong(&token, what)),
+        }
     }
 
     /// Texts up to a `;` or `{`, which is taken too and returned.
@@ -329,6 +358,80 @@ fn find(set: Set, name: &str) -> Option<(&'static OptionSpec, bool)> {
 fn is_ipv4(text: &str) -> bool {
     text.parse::<core::net::Ipv4Addr>().is_ok()
 }
+
+/// Whether an unquoted word is something else than a name: a word of the language, a number with or
+/// without a unit, a version, an address.
+fn is_taken(text: &str) -> bool {
+    let digits = text.trim_end_matches(['M', 'K', 'G', 's']);
+    let is_number = (1..=8).contains(&digits.len())
+        && digits.bytes().all(|byte| byte.is_ascii_digit())
+        && text.len() <= digits.len() + 1;
+    let mut parts = text.split('.');
+    let is_dotted = matches!(text.split('.').count(), 3 | 4)
+        && parts.all(|part| {
+            (1..=3).contains(&part.len()) && part.bytes().all(|byte| byte.is_ascii_digit())
+        });
+    is_number
+        || is_dotted
+        || WORDS.contains(&text)
+        || text.starts_with("require-drbd-module-version-")
+}
+
+/// Words that are no names without quotes.
+const WORDS: &[&str] = &[
+    "_is_standalone",
+    "_peer_node_id",
+    "_remote_host",
+    "_this_host",
+    "address",
+    "ask",
+    "cmd-timeout-long",
+    "cmd-timeout-medium",
+    "cmd-timeout-short",
+    "common",
+    "connection",
+    "connection-mesh",
+    "device",
+    "dialog-refresh",
+    "disable-ip-verification",
+    "disk",
+    "flexible-meta-disk",
+    "floating",
+    "global",
+    "handlers",
+    "host",
+    "hosts",
+    "include",
+    "inside",
+    "ipv4",
+    "ipv6",
+    "meta-disk",
+    "minor",
+    "minor-count",
+    "net",
+    "no",
+    "node-id",
+    "on",
+    "options",
+    "outside",
+    "path",
+    "port",
+    "proxy",
+    "resource",
+    "sci",
+    "sdp",
+    "skip",
+    "ssocks",
+    "stacked-on-top-of",
+    "startup",
+    "syncer",
+    "template-file",
+    "udev-always-use-vnr",
+    "usage-count",
+    "via",
+    "volume",
+    "yes",
+];
 
 /// IPv6, with an optional scope behind `%`.
 fn is_ipv6(text: &str) -> bool {

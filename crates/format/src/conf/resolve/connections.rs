@@ -151,6 +151,8 @@ fn node_ids(config: &mut Config, index: usize, implied_only: bool, report: &mut 
                     config.style = Style::V8;
                 }
             }
+            // Said of the hosts themselves.
+            None if ends.contains(&None) => {}
             None => {
                 let text = format!(
                     "in resource {}: BAD LUCK, equal hashes: give each host a node-id.",

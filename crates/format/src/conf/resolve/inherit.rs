@@ -18,18 +18,20 @@ pub fn inherit(config: &mut Config) -> Vec<Diagnostic> {
             .template
             .as_ref()
             .map(|template| template.sections.clone());
+        let mut found = Vec::new();
         if let Some(general) = general.or_else(|| common.clone()) {
             let own = &mut resource.sections;
-            copy(&general.net, &mut own.net);
-            copy_disk(&general.disk, &mut own.disk);
-            copy(&general.startup, &mut own.startup);
-            copy(&general.proxy, &mut own.proxy);
+            copy(&general.net, &mut own.net, &mut found);
+            let mut inherited = DiskSettings::default();
+            copy_disk(&general.disk, &mut own.disk, &mut inherited, &mut found);
+            copy(&general.startup, &mut own.startup, &mut found);
+            copy(&general.proxy, &mut own.proxy, &mut found);
             copy_plugins(&general.plugins, &mut own.plugins);
-            copy(&general.handlers, &mut own.handlers);
-            copy(&general.options, &mut own.options);
+            copy(&general.handlers, &mut own.handlers, &mut found);
+            copy(&general.options, &mut own.options, &mut found);
             own.stacked_timeouts |= general.stacked_timeouts;
         }
-        let mut found = volumes(resource);
+        found.extend(volumes(resource));
         found.extend(connections(resource));
         for conflict in found {
             // Each host of the resource has the same.
@@ -60,7 +62,7 @@ pub fn inherit(config: &mut Config) -> Vec<Diagnostic> {
     diagnostics
 }
 
-/// An option that a volume or peer device gets from two places with different values.
+/// An option that a section gets twice with different values.
 #[derive(Clone, PartialEq, Eq)]
 struct Conflict {
     name: alloc::string::String,
@@ -69,18 +71,8 @@ struct Conflict {
 }
 
 /// Copies each option that `own` lacks to its head, so that later ones come first.
-fn copy(general: &Settings, own: &mut Settings) {
-    for setting in &general.0 {
-        if own.get(&setting.name).is_none() {
-            own.0.insert(0, setting.clone());
-        }
-    }
-}
-
-fn copy_disk(general: &DiskSettings, own: &mut DiskSettings) {
-    copy(&general.disk, &mut own.disk);
-    copy(&general.device, &mut own.device);
-    copy(&general.peer_device, &mut own.peer_device);
+fn copy(general: &Settings, own: &mut Settings, conflicts: &mut Vec<Conflict>) {
+    copy_checked(general, own, &mut Settings::default(), conflicts);
 }
 
 fn copy_plugins(general: &[alloc::string::String], own: &mut Vec<alloc::string::String>) {
@@ -102,13 +94,13 @@ fn volumes(resource: &mut Resource) -> Vec<Conflict> {
     {
         let mut inherited = DiskSettings::default();
         let own = &mut volume.settings;
-        copy_disk_checked(general, own, &mut inherited, &mut conflicts);
+        copy_disk(general, own, &mut inherited, &mut conflicts);
         let level = resource
             .volumes
             .iter()
             .find(|level| level.number == volume.number);
         if let Some(level) = level {
-            copy_disk_checked(&level.settings, own, &mut inherited, &mut conflicts);
+            copy_disk(&level.settings, own, &mut inherited, &mut conflicts);
         }
         if volume.disk == Some(Disk::None) {
             volume.meta_disk = None;
@@ -123,7 +115,7 @@ fn volumes(resource: &mut Resource) -> Vec<Conflict> {
     conflicts
 }
 
-fn copy_disk_checked(
+fn copy_disk(
     general: &DiskSettings,
     own: &mut DiskSettings,
     inherited: &mut DiskSettings,
@@ -152,10 +144,10 @@ fn connections(resource: &mut Resource) -> Vec<Conflict> {
         ..
     } = resource;
     for connection in connections {
-        copy(&sections.net, &mut connection.net);
+        copy(&sections.net, &mut connection.net, &mut conflicts);
         for end in connection.paths.iter_mut().flat_map(|path| &mut path.ends) {
             if let Some(Via::Proxy(proxy)) = &mut end.via {
-                copy(&sections.proxy, &mut proxy.settings);
+                copy(&sections.proxy, &mut proxy.settings, &mut conflicts);
                 copy_plugins(&sections.plugins, &mut proxy.plugins);
             }
         }
@@ -193,7 +185,7 @@ fn connections(resource: &mut Resource) -> Vec<Conflict> {
     }
     for host in hosts {
         if let Some(proxy) = &mut host.proxy {
-            copy(&sections.proxy, &mut proxy.settings);
+            copy(&sections.proxy, &mut proxy.settings, &mut conflicts);
             copy_plugins(&sections.plugins, &mut proxy.plugins);
         }
     }

@@ -146,6 +146,29 @@ pub(super) fn check(config: &Config, index: usize, report: &mut Report) {
     }
 }
 
+/// Checks that volumes for which connections have options exist on both hosts.
+pub(super) fn check_references(config: &Config, index: usize, report: &mut Report) {
+    let resource = &config.resources[index];
+    for connection in &resource.connections {
+        let ends = connection.paths.first().map_or(&[][..], |path| &path.ends);
+        for volume in &connection.volumes {
+            let number = volume.number;
+            for host in ends.iter().filter_map(|end| end.host) {
+                let host = &resource.hosts[host];
+                if host.volume(number).is_none() {
+                    let text = format!(
+                        "Resource {}: There is a reference to a volume {number} that is not \
+                         known in this resource on host {}",
+                        resource.name,
+                        host.joined_name()
+                    );
+                    report.error(config, connection.pos, &text);
+                }
+            }
+        }
+    }
+}
+
 /// Checks that no host uses a minor, device name, disk or metadata slot twice.
 pub(super) fn check_unique(config: &Config, report: &mut Report) {
     let mut used: BTreeMap<(&str, String), Pos> = BTreeMap::new();
