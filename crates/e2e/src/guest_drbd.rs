@@ -177,6 +177,13 @@ impl Pair84 {
         Ok(())
     }
 
+    /// Changes the `net` and `disk` sections of the running nodes and the ports that they connect to.
+    pub fn readjust(&mut self, net: &str, disk: &str, ports: (u16, u16)) -> Result<()> {
+        self.setup.disk = disk.to_string();
+        self.ports = ports;
+        self.adjust(net)
+    }
+
     fn write_configuration(&self, guest: &Guest) -> Result<()> {
         let port = if guest.name() == "alfa" {
             self.ports.0

@@ -25,6 +25,7 @@ pub struct Proxies {
     pub wan: Line,
     near_a: Line,
     near_b: Line,
+    inside_a: SocketAddr,
     directory: tempfile::TempDir,
 }
 
@@ -81,6 +82,7 @@ impl Proxies {
             wan,
             near_a: Line::beside(Side::Above, DRBD_PORT, inside_a)?,
             near_b: Line::beside(Side::Below, DRBD_PORT, inside_b)?,
+            inside_a,
             directory,
         };
         proxies.b.start()?;
@@ -91,6 +93,13 @@ impl Proxies {
     /// The ports of 127.0.0.1 where alfa and bravo find their proxy.
     pub fn ports(&self) -> (u16, u16) {
         (self.near_a.address().port(), self.near_b.address().port())
+    }
+
+    /// Moves alfa's proxy to a port on the same side of DRBD's own as bravo's, so that both nodes
+    /// choose alike who opens which socket first. Answers as [`Proxies::ports`].
+    pub fn make_symmetric(&mut self) -> Result<(u16, u16)> {
+        self.near_a = Line::beside(Side::Below, DRBD_PORT, self.inside_a)?;
+        Ok(self.ports())
     }
 
     /// Waits until the proxies have a session.

@@ -330,6 +330,25 @@ impl Cluster {
         Ok(())
     }
 
+    /// Gives both proxies the same inside port, so that the ends of DRBD choose alike who opens
+    /// which socket first.
+    pub fn make_symmetric(&self) -> Result<()> {
+        let ctl = self.dir.path().join("bin/drbd-proxy-ctl");
+        let ctl = ctl.to_str().context("the path is UTF-8")?;
+        for node in 0..2 {
+            self.adm(node, &["down", "r0"])?;
+            self.adm(node, &["-p", ctl, "proxy-down", "r0"])?;
+            let path = self.nodes[node].dir.join("drbd.conf");
+            let text = fs::read_to_string(&path)?;
+            let other = text.replace("inside 127.0.0.2:7914", "inside 127.0.0.2:7916");
+            ensure!(other != text, "{text}");
+            fs::write(&path, other)?;
+            self.adm(node, &["-p", ctl, "proxy-up", "r0"])?;
+            self.adm(node, &["up", "r0"])?;
+        }
+        Ok(())
+    }
+
     /// SIGKILL to a node's proxy.
     pub fn kill_proxy(&mut self, node: usize) -> Result<()> {
         let mut child = self.proxies[node]

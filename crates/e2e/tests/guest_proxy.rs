@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use lockstep_e2e::guest::{COMMAND_LIMIT, can_emulate};
+use lockstep_e2e::guest::{COMMAND_LIMIT, HostFiles, can_emulate};
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, Pair84, PairSetup, drbd_state, wait_state};
 use lockstep_e2e::guest_line::LineState;
 use lockstep_e2e::guest_proxy::{Proxies, Proxy};
@@ -24,10 +24,11 @@ struct World {
 
 impl World {
     /// Two connected nodes, alfa Primary. `options` are those of `add connection`.
-    fn connected(net: &str, options: &str) -> Result<World> {
+    fn connected(net: &str, options: &str, disk_mib: u64, host_files: HostFiles) -> Result<World> {
         let mut proxies = None;
         let mut setup = PairSetup::new(net);
-        setup.disk_mib = 48;
+        setup.disk_mib = disk_mib;
+        setup.host_files = host_files;
         let pair = Pair84::start(&setup, |alfa, bravo| {
             let made = Proxies::start(alfa, bravo, options, "--memory-max 512M --workers 2")?;
             let ports = made.ports();
@@ -46,7 +47,11 @@ impl World {
 
     /// [`World::connected`] with a filesystem on alfa and load on it.
     fn under_load(options: &str) -> Result<World> {
-        let world = World::connected(NET, options)?;
+        World::loaded(NET, options)
+    }
+
+    fn loaded(net: &str, options: &str) -> Result<World> {
+        let world = World::connected(net, options, 48, HostFiles::Hidden)?;
         world
             .pair
             .alfa
@@ -118,7 +123,7 @@ fn cuts_codec_switches_and_upgrades_leave_drbd_connected_and_a_thin_line_makes_i
     let cuts = [
         (LineState::Down, 0),
         (LineState::Stalled, 0),
-        (LineState::Down, seconds("LOCKSTEP_WAN_CUT_S", 8)),
+        (LineState::Down, number("LOCKSTEP_WAN_CUT_S", 8)),
     ];
     for (state, seconds) in cuts {
         let before = proxies.a.state()?["counters"]["resumes"].as_u64();
@@ -204,7 +209,7 @@ fn drbd_resyncs_after_a_long_cut_and_after_the_crash_of_either_proxy() -> Result
     wait_state(alfa, "the end of the session", DRBD_LIMIT, |s| {
         s.connection == "WFConnection" && s.out_of_sync_kib > 512
     })?;
-    std::thread::sleep(Duration::from_secs(seconds("LOCKSTEP_WAN_LONG_CUT_S", 0)));
+    std::thread::sleep(Duration::from_secs(number("LOCKSTEP_WAN_LONG_CUT_S", 0)));
     proxies.wan.set_state(LineState::Up);
     back_to_work("a long cut")?;
     let crash = |proxy: &Proxy, what: &str| -> Result<()> {
@@ -224,8 +229,151 @@ fn drbd_resyncs_after_a_long_cut_and_after_the_crash_of_either_proxy() -> Result
     world.pair.check_same_data()
 }
 
+#[test]
+fn ping_hold_keeps_drbd_connected_through_a_cut_longer_than_its_ping_timeout() -> Result<()> {
+    if !can_emulate() {
+        return Ok(());
+    }
+    // Nine seconds of silence are more than DRBD takes.
+    let net = "protocol A; ping-timeout 60; ping-int 3; socket-check-timeout 10; connect-int 3; \
+         timeout 60; ko-count 0;";
+    let world = World::loaded(net, "--memlimit=128M --session-hold=60")?;
+    let (proxies, alfa) = (&world.proxies, &world.pair.alfa);
+    world.wait_bytes(1 << 19)?;
+    proxies.wan.set_state(LineState::Stalled);
+    wait_state(alfa, "without it DRBD gives up", DRBD_LIMIT, |s| {
+        s.connection != "Connected"
+    })?;
+    for proxy in [&proxies.a, &proxies.b] {
+        proxy.ctl(&[&format!("set ping-hold {} 60", proxy.connection)])?;
+    }
+    proxies.wan.set_state(LineState::Up);
+    world.pair.wait_in_sync().with_context(|| proxies.logs())?;
+    // The end of a resync is acknowledged write by write; epochs after it are not.
+    world.wait_bytes(1 << 19)?;
+    let losses = world.losses()?;
+    for state in [LineState::Stalled, LineState::Down] {
+        let resumes = proxies.a.state()?["counters"]["resumes"].as_u64();
+        proxies.wan.set_state(state);
+        proxies
+            .a
+            .wait("the suspension", |s| s["state"] == "Suspended")?;
+        // The length of the cut is what is tested.
+        std::thread::sleep(Duration::from_secs(15));
+        proxies.wan.set_state(LineState::Up);
+        proxies.a.wait("the resumption", |s| {
+            s["state"] == "Connected" && s["counters"]["resumes"].as_u64() > resumes
+        })?;
+        ensure!(
+            world.losses()? == losses,
+            "DRBD has lost its peer\n{}",
+            proxies.logs()
+        );
+        world.wait_bytes(1 << 19)?;
+    }
+    for proxy in [&proxies.a, &proxies.b] {
+        let state = proxy.state()?;
+        ensure!(
+            state["counters"]["pings_answered"].as_u64() > Some(2),
+            "{state:#}"
+        );
+    }
+    world.end_load()?;
+    world.pair.wait_in_sync()?;
+    world.pair.check_same_data()
+}
+
+#[test]
+fn nodes_connect_each_time_and_ko_count_limits_a_deep_buffer() -> Result<()> {
+    if !can_emulate() {
+        return Ok(());
+    }
+    let net = |ko_count: u64| {
+        format!(
+            "protocol A; ping-timeout 300; ping-int 30; socket-check-timeout 10; connect-int 3; \
+             timeout 60; ko-count {ko_count};"
+        )
+    };
+    let mut world = World::connected(
+        &net(0),
+        "--memlimit=128M --max-lag=0",
+        48,
+        HostFiles::Hidden,
+    )?;
+    let disk = "c-plan-ahead 0; resync-rate 100M;";
+
+    // Each connecting, with addresses in both relations.
+    let tries = number("LOCKSTEP_WAN_CONNECTS", 4);
+    let mut worst = Duration::ZERO;
+    for symmetric in [false, true] {
+        if symmetric {
+            let ports = world.proxies.make_symmetric()?;
+            world.pair.readjust(&net(0), disk, ports)?;
+            world.pair.wait_in_sync()?;
+        }
+        for attempt in 0..tries {
+            let begin = Instant::now();
+            world
+                .pair
+                .alfa
+                .sh("drbdadm disconnect r0 && drbdadm connect r0")?;
+            world.pair.wait_in_sync()?;
+            let took = begin.elapsed();
+            worst = worst.max(took);
+            // About two seconds where nothing else runs. A wrong decision costs ten or thirty more.
+            ensure!(
+                took < Duration::from_secs(40),
+                "symmetric: {symmetric}, attempt {attempt}: {took:?}\n{}",
+                world.proxies.logs()
+            );
+        }
+        eprintln!("symmetric: {symmetric}, {tries} connects, the longest took {worst:?}");
+    }
+
+    // A buffer that drains for longer than ko-count x timeout looks like a dead peer.
+    let ports = world.proxies.ports();
+    let (proxies, alfa) = (&world.proxies, &world.pair.alfa);
+    let limit = |rate: &str| {
+        proxies
+            .a
+            .ctl(&[&format!("set bwlimit {} {rate}", proxies.a.connection)])
+    };
+    let ko_count = number("LOCKSTEP_WAN_KO_COUNT", 1);
+    // 64 KiB pass in a second.
+    let blocks = 6 * ko_count + 14;
+    let write = format!(
+        "dd if=/dev/urandom of=/dev/drbd0 bs=64k count={blocks} oflag=direct conv=notrunc && \
+         dd if=/dev/urandom of=/dev/drbd0 bs=4k count=2 seek=9000 oflag=direct conv=notrunc"
+    );
+    let losses = world.losses()?;
+    limit("64k")?;
+    alfa.sh(&write)?;
+    proxies
+        .a
+        .wait("everything is through", |s| s["buffered_raw_bytes"] == 0)?;
+    ensure!(world.losses()? == losses, "with ko-count 0 DRBD waits");
+    world.pair.readjust(&net(ko_count), disk, ports)?;
+    let (proxies, alfa) = (&world.proxies, &world.pair.alfa);
+    // The kernel's timer stops for good when it finds ko-count 0, and starts with a connection.
+    alfa.sh("drbdadm disconnect r0 && drbdadm connect r0")?;
+    world.pair.wait_in_sync()?;
+    let losses = world.losses()?;
+    alfa.sh(&write)?;
+    alfa.wait("DRBD drops its peer", DRBD_LIMIT, |_| {
+        Ok(world.losses()? > losses)
+    })?;
+    let log = alfa.sh("dmesg")?;
+    ensure!(log.contains("Remote failed to"), "{log}");
+    proxies
+        .a
+        .ctl(&[&format!("set bwlimit {} 0", proxies.a.connection)])?;
+    world.pair.readjust(&net(0), disk, ports)?;
+    world.pair.wait_in_sync()?;
+    Ok(())
+}
+
 /// Lengths that CI cannot afford are given from outside; docs/testing.md names them.
-fn seconds(variable: &str, default: u64) -> u64 {
+fn number(variable: &str, default: u64) -> u64 {
     let value = std::env::var(variable).ok();
-    value.map_or(default, |text| text.parse().expect("a number of seconds"))
+    value.map_or(default, |text| text.parse().expect("a number"))
 }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::net::Cut;
@@ -127,6 +127,37 @@ fn drbd_stays_connected_over_a_lossy_line_through_cuts_and_codec_switches() -> R
     drop(file);
     cluster.adm(0, &["secondary", "r0"])?;
     cluster.check_same_data(0, 40)
+}
+
+#[test]
+fn nodes_connect_each_time_with_addresses_in_either_relation() -> Result<()> {
+    if !ready() {
+        return Ok(());
+    }
+    // docs/testing.md names the variable; the figure of a hundred tries is in docs/proxy.md.
+    let tries = std::env::var("LOCKSTEP_WAN_CONNECTS").ok();
+    let tries = tries.map_or(3, |text| text.parse().expect("a number"));
+    let cluster = Cluster::across(&setup(43), LINE)?;
+    cluster.first_primary(0)?;
+    for symmetric in [false, true] {
+        if symmetric {
+            cluster.adm(0, &["secondary", "r0"])?;
+            cluster.make_symmetric()?;
+            cluster.wait_in_sync()?;
+        }
+        let mut worst = Duration::ZERO;
+        for _ in 0..tries {
+            let begin = Instant::now();
+            cluster.adm(0, &["disconnect", "r0"])?;
+            cluster.adm(0, &["connect", "r0"])?;
+            cluster.wait_in_sync()?;
+            worst = worst.max(begin.elapsed());
+        }
+        eprintln!("symmetric: {symmetric}, {tries} connects, the longest took {worst:?}");
+        // Less than three seconds, beside much other work.
+        ensure!(worst < Duration::from_secs(15), "{symmetric}: {worst:?}");
+    }
+    Ok(())
 }
 
 #[test]

@@ -36,7 +36,8 @@ pub enum Security {
     Keys {
         /// 64 hex digits.
         private: String,
-        /// 88 hex digits each.
+        /// 88 hex digits each, with `=` and a list of the connections that the peer may use. One
+        /// peer alone needs no list.
         peers: Vec<String>,
     },
     /// X.509 with a private authority; PEM files.
@@ -47,8 +48,9 @@ pub enum Security {
         key: PathBuf,
         /// The authority that signs both ends.
         authority: PathBuf,
-        /// Name in the peer's certificate; without it the dialled address.
-        peer_name: Option<String>,
+        /// Names in the certificates of the peers, each as `NAME=CONNECTIONS`; without any the
+        /// dialled address.
+        peer_names: Vec<String>,
     },
     /// Neither encryption nor authentication. Only inside a VPN or on one machine.
     Insecure,
@@ -143,8 +145,8 @@ impl Daemon {
                 cert,
                 key,
                 authority,
-                peer_name,
-            } => Identity::Tls(Tls::from_files(cert, key, authority, peer_name.as_deref())?),
+                peer_names,
+            } => Identity::Tls(Tls::from_files(cert, key, authority, peer_names)?),
         };
         let rate = match options.rate.as_str() {
             "" => Schedule::default(),
@@ -161,7 +163,7 @@ impl Daemon {
             options.workers
         };
         let (post, mailbox) = mailbox().map_err(|error| error.to_string())?;
-        let spill = match &options.spill_directory {
+        let mut spill = match &options.spill_directory {
             Some(directory) if options.spill_limit_bytes > 0 => {
                 Some(Spill::start(directory, &post)?)
             }
@@ -189,6 +191,9 @@ impl Daemon {
             Some(path) if options.take_over => handover::ask(path)?,
             _ => None,
         };
+        if spill.is_none() && given.as_ref().is_some_and(handover::Given::has_spilled) {
+            spill = Some(Spill::start_reading(&post)?);
+        }
         let uptime = given
             .as_ref()
             .map_or(Duration::ZERO, handover::Given::uptime);

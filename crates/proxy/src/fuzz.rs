@@ -10,6 +10,7 @@ use crate::codec;
 use crate::core::config::{DaemonOptions, Dial, LinkConfig, LinkOptions, parse_addr, parse_bytes};
 use crate::core::engine::Engine;
 use crate::core::frame::{CHUNK_MAX, Frame, FrameReader, HEADER_LEN, Header, Kind};
+use crate::core::identity::Peer;
 use crate::core::message::{Ack, Attach, Hello, HelloAck, Open, Stats};
 use crate::core::plugin::{CODEC_COUNT, Plugin};
 use crate::core::shaper::Schedule;
@@ -219,7 +220,7 @@ impl Pair {
                 .config(self.links[FAR])
                 .expect("the link stays")
                 .my_outside;
-            self.engines[FAR].accept_carrier(Instant(self.now), listener)
+            self.engines[FAR].accept_carrier(Instant(self.now), listener, Peer::default())
         });
         self.feed(FAR, Input::CarrierFrame(carrier, frame));
     }
@@ -249,11 +250,15 @@ impl Pair {
                     .config(self.links[other])
                     .expect("the link stays")
                     .my_outside;
-                let accepted = self.engines[other].accept_carrier(Instant(self.now), listener);
+                let accepted = self.engines[other].accept_carrier(
+                    Instant(self.now),
+                    listener,
+                    Peer::default(),
+                );
                 self.pipes.insert((node, carrier), (other, accepted));
                 self.pipes.insert((other, accepted), (node, carrier));
                 self.kinds.insert((node, carrier), kind);
-                self.feed(node, Input::CarrierUp(carrier));
+                self.feed(node, Input::CarrierUp(carrier, Peer::default()));
             }
             Output::Send(carrier, frame) => {
                 let len = frame.wire_len();
@@ -324,6 +329,7 @@ impl Pair {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::message::sample_hello;
     use crate::core::rng::Rng;
 
     /// Good input, damaged: what a coverage-guided fuzzer would begin with.
@@ -356,26 +362,13 @@ mod tests {
     }
 
     fn good_messages() -> Vec<(Kind, Vec<u8>)> {
-        let hello = Hello {
-            protocol_min: 1,
-            protocol_max: 1,
-            instance: [1; 16],
-            session: [2; 16],
-            proof: [3; 32],
-            nonce: 4,
-            connection: "r0-bob-alice".into(),
-            my_outside: "192.0.2.1:7715".into(),
-            peer_outside: "192.0.2.2:7715".into(),
-            codecs: 63,
-            window_bytes: 1 << 20,
-        };
         let open = Open {
             class: 1,
             first: *b"\x83\x74\x02\x67\xff\xf2\0\0",
             window_end: 1 << 20,
         };
         vec![
-            (Kind::Hello, hello.encode()),
+            (Kind::Hello, sample_hello().encode()),
             (Kind::Open, open.encode()),
             (Kind::Data, vec![9; 700]),
             (Kind::Ping, vec![1; 8]),

@@ -1,10 +1,12 @@
-//! The spill disk: append-only segment files that hold coded chunks while memory is short. Records
-//! are sealed under a key that exists only in this process, so after a crash the files are noise;
-//! they are unlinked at once after opening and need no recovery.
+//! The spill disk: append-only segment files that hold coded chunks while memory is short. Each
+//! file's records are sealed under a key of its own that exists only in memory, so after a crash the
+//! files are noise; they are unlinked at once after opening and need no recovery. They bypass the
+//! page cache where the file system can, so that a long queue does not push out what others need. An
+//! upgrade hands descriptors and keys to the new process.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -18,7 +20,6 @@ use crate::mail::Post;
 
 /// Size of a segment file in bytes.
 const SEGMENT_BYTES: u64 = 64 << 20;
-const TAG_LEN: usize = 16;
 
 /// Work for the spill thread.
 #[derive(Debug)]
@@ -26,6 +27,21 @@ enum Task {
     Write(JobId, Bytes),
     Read(JobId, SpillRef),
     Free(SpillRef),
+    Give(Sender<std::io::Result<Vec<Handed>>>),
+    Adopt(Vec<(Handed, u64)>),
+}
+
+/// A segment file on its way to another process. The key is never to be logged.
+pub(crate) struct Handed {
+    pub(crate) number: u32,
+    pub(crate) key: [u8; 32],
+    pub(crate) file: File,
+}
+
+impl std::fmt::Debug for Handed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "segment {}", self.number)
+    }
 }
 
 /// The spill thread.
@@ -38,15 +54,21 @@ pub(crate) struct Spill {
 /// One file; freed as a whole when nothing in it is needed.
 struct Segment {
     file: File,
+    secret: [u8; 32],
+    key: LessSafeKey,
     used: u64,
     live: u64,
 }
 
 struct Disk {
-    directory: PathBuf,
-    key: LessSafeKey,
+    /// `None`: what another process wrote is only read.
+    directory: Option<PathBuf>,
     segments: BTreeMap<u32, Segment>,
     current: u32,
+    /// The file system takes direct access.
+    direct: bool,
+    /// For one record, with room to begin at a multiple of a block's size.
+    room: Vec<u8>,
     post: Post,
 }
 
@@ -55,28 +77,39 @@ impl Spill {
     pub(crate) fn start(directory: &Path, post: &Post) -> Result<Spill, String> {
         let failed =
             |error: std::io::Error| format!("spill directory {}: {error}", directory.display());
-        let mut key = [0u8; 32];
-        SystemRandom::new()
-            .fill(&mut key)
-            .map_err(|_| "no random numbers".to_string())?;
-        let key = UnboundKey::new(&AES_256_GCM, &key).map_err(|_| "no key".to_string())?;
-        let mut disk = Disk {
-            directory: directory.to_path_buf(),
-            key: LessSafeKey::new(key),
-            segments: BTreeMap::new(),
-            current: 0,
-            post: post.clone(),
-        };
+        let mut disk = Disk::new(Some(directory.to_path_buf()), post);
         disk.new_segment().map_err(failed)?;
+        Spill::spawn(disk).map_err(failed)
+    }
+
+    /// Starts a thread that only reads what another process has written.
+    pub(crate) fn start_reading(post: &Post) -> Result<Spill, String> {
+        Spill::spawn(Disk::new(None, post)).map_err(|error| error.to_string())
+    }
+
+    fn spawn(mut disk: Disk) -> std::io::Result<Spill> {
         let (tasks, inbox) = channel();
         let thread = std::thread::Builder::new()
             .name("spill".into())
-            .spawn(move || disk.run(&inbox))
-            .map_err(failed)?;
+            .spawn(move || disk.run(&inbox))?;
         Ok(Spill {
             tasks: Some(tasks),
             thread: Some(thread),
         })
+    }
+
+    /// Copies of all segments that hold anything, for another process.
+    pub(crate) fn give(&self) -> std::io::Result<Vec<Handed>> {
+        let (sender, receiver) = channel();
+        self.push(Task::Give(sender));
+        let ended = || Err(std::io::Error::other("the spill thread has ended"));
+        receiver.recv().unwrap_or_else(|_| ended())
+    }
+
+    /// Continues the segments of another process, each with the count of its records that are
+    /// still needed. Nothing may have been written before.
+    pub(crate) fn adopt(&self, segments: Vec<(Handed, u64)>) {
+        self.push(Task::Adopt(segments));
     }
 
     /// Stores a payload; the answer is `Input::SpillWritten`.
@@ -111,6 +144,17 @@ impl Drop for Spill {
 }
 
 impl Disk {
+    fn new(directory: Option<PathBuf>, post: &Post) -> Disk {
+        Disk {
+            directory,
+            segments: BTreeMap::new(),
+            current: 0,
+            direct: true,
+            room: Vec::new(),
+            post: post.clone(),
+        }
+    }
+
     fn run(&mut self, inbox: &Receiver<Task>) {
         while let Ok(task) = inbox.recv() {
             match task {
@@ -123,26 +167,85 @@ impl Disk {
                     self.post.input(Input::SpillRead(job, result));
                 }
                 Task::Free(record) => self.free(record),
+                Task::Give(reply) => {
+                    // Who asked waits for it, unless its thread has died.
+                    let _ = reply.send(self.give());
+                }
+                Task::Adopt(segments) => self.adopt(segments),
+            }
+        }
+    }
+
+    fn give(&self) -> std::io::Result<Vec<Handed>> {
+        let needed = self.segments.iter().filter(|(_, segment)| segment.live > 0);
+        needed
+            .map(|(number, segment)| {
+                Ok(Handed {
+                    number: *number,
+                    key: segment.secret,
+                    file: segment.file.try_clone()?,
+                })
+            })
+            .collect()
+    }
+
+    fn adopt(&mut self, segments: Vec<(Handed, u64)>) {
+        assert!(
+            self.segments.values().all(|segment| segment.live == 0),
+            "only a new process takes over"
+        );
+        self.segments.clear();
+        for (handed, live) in segments {
+            self.current = self.current.max(handed.number);
+            let segment = Segment {
+                file: handed.file,
+                key: key_of(&handed.key),
+                secret: handed.key,
+                // The old process may go on after all: nothing is added to its files.
+                used: SEGMENT_BYTES,
+                live,
+            };
+            if live > 0 {
+                self.segments.insert(handed.number, segment);
             }
         }
     }
 
     fn new_segment(&mut self) -> std::io::Result<()> {
         let number = self.current + 1;
-        let path = self
-            .directory
+        let directory = self.directory.as_ref();
+        let path = directory
+            .ok_or_else(|| std::io::Error::other("no spill directory"))?
             .join(format!("lockstep-spill-{}-{number}", std::process::id()));
-        let mut options = std::fs::OpenOptions::new();
-        options.read(true).write(true).create_new(true);
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let file = options.open(&path)?;
+        let file = match create(&path, self.direct) {
+            Err(error) if self.direct && is_invalid(&error) => {
+                // A file may have been made before its flags were looked at.
+                let _ = std::fs::remove_file(&path);
+                self.direct = false;
+                create(&path, false)?
+            }
+            other => other?,
+        };
         // Nobody else needs the name, and a crash leaves nothing behind.
         std::fs::remove_file(&path)?;
+        let mut secret = [0; 32];
+        SystemRandom::new()
+            .fill(&mut secret)
+            .map_err(|_| std::io::Error::other("no random numbers"))?;
+        if self
+            .segments
+            .get(&self.current)
+            .is_some_and(|old| old.live == 0)
+        {
+            self.segments.remove(&self.current);
+        }
         self.current = number;
         self.segments.insert(
             number,
             Segment {
                 file,
+                key: key_of(&secret),
+                secret,
                 used: 0,
                 live: 0,
             },
@@ -151,11 +254,22 @@ impl Disk {
     }
 
     fn write(&mut self, payload: &[u8]) -> std::io::Result<SpillRef> {
-        let len = payload.len() + TAG_LEN;
+        match self.append(payload) {
+            // Some file systems say only now that they do not take direct access.
+            Err(error) if self.direct && is_invalid(&error) => {
+                self.direct = false;
+                self.append(payload)
+            }
+            other => other,
+        }
+    }
+
+    fn append(&mut self, payload: &[u8]) -> std::io::Result<SpillRef> {
+        let len = SpillRef::disk_len(payload.len()) as u64;
         let full = self
             .segments
             .get(&self.current)
-            .is_none_or(|segment| segment.used + len as u64 > SEGMENT_BYTES);
+            .is_none_or(|segment| segment.used + len > SEGMENT_BYTES);
         if full {
             self.new_segment()?;
         }
@@ -166,11 +280,21 @@ impl Disk {
             position: segment.used as u32,
             len: payload.len() as u32,
         };
-        let mut sealed = payload.to_vec();
-        self.key
-            .seal_in_place_append_tag(nonce(record), Aad::empty(), &mut sealed)
+        if segment.used == 0 {
+            // Where there is less room, or where it cannot be had before, the file grows as it must.
+            let keep = rustix::fs::FallocateFlags::KEEP_SIZE;
+            let _ = rustix::fs::fallocate(&segment.file, keep, 0, SEGMENT_BYTES);
+        }
+        let sealed = aligned(&mut self.room, payload.len());
+        let (body, tag) = sealed.split_at_mut(payload.len());
+        body.copy_from_slice(payload);
+        let made = segment
+            .key
+            .seal_in_place_separate_tag(nonce(record), Aad::empty(), body)
             .map_err(|_| std::io::Error::other("sealing failed"))?;
-        if let Err(error) = segment.file.write_all_at(&sealed, segment.used) {
+        tag[..SpillRef::TAG_LEN].copy_from_slice(made.as_ref());
+        tag[SpillRef::TAG_LEN..].fill(0);
+        if let Err(error) = segment.file.write_all_at(sealed, segment.used) {
             // A part of it may be on the disk: this place, and so its nonce, is not used again.
             segment.used = SEGMENT_BYTES;
             if segment.live == 0 {
@@ -178,23 +302,25 @@ impl Disk {
             }
             return Err(error);
         }
-        segment.used += len as u64;
+        segment.used += len;
         segment.live += 1;
         Ok(record)
     }
 
-    fn read(&self, from: SpillRef) -> Result<Vec<u8>, String> {
+    fn read(&mut self, from: SpillRef) -> Result<Vec<u8>, String> {
         let segment = self.segments.get(&from.segment).ok_or("no such segment")?;
-        let mut sealed = vec![0; from.len as usize + TAG_LEN];
+        let len = from.len as usize;
+        let sealed = aligned(&mut self.room, len);
         segment
             .file
-            .read_exact_at(&mut sealed, u64::from(from.position))
+            .read_exact_at(sealed, u64::from(from.position))
             .map_err(|error| error.to_string())?;
-        self.key
-            .open_in_place(nonce(from), Aad::empty(), &mut sealed)
+        let sealed = &mut sealed[..len + SpillRef::TAG_LEN];
+        let payload = segment
+            .key
+            .open_in_place(nonce(from), Aad::empty(), sealed)
             .map_err(|_| "the record on disk was changed".to_string())?;
-        sealed.truncate(from.len as usize);
-        Ok(sealed)
+        Ok(payload.to_vec())
     }
 
     fn free(&mut self, record: SpillRef) {
@@ -211,6 +337,35 @@ impl Disk {
             }
         }
     }
+}
+
+/// A new file that nobody else may read.
+fn create(path: &Path, direct: bool) -> std::io::Result<File> {
+    let mut options = std::fs::OpenOptions::new();
+    options.read(true).write(true).create_new(true).mode(0o600);
+    if direct {
+        options.custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32);
+    }
+    options.open(path)
+}
+
+fn is_invalid(error: &std::io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error())
+}
+
+/// As much of `room` as a payload takes on the disk, from a multiple of a block's size in memory.
+fn aligned(room: &mut Vec<u8>, payload_len: usize) -> &mut [u8] {
+    let len = SpillRef::disk_len(payload_len);
+    if room.len() < len + SpillRef::BLOCK {
+        room.resize(len + SpillRef::BLOCK, 0);
+    }
+    let at = room.as_ptr().align_offset(SpillRef::BLOCK);
+    &mut room[at..at + len]
+}
+
+fn key_of(secret: &[u8; 32]) -> LessSafeKey {
+    let key = UnboundKey::new(&AES_256_GCM, secret).expect("the key has the cipher's length");
+    LessSafeKey::new(key)
 }
 
 /// Place on the disk: never used twice under one key.
@@ -260,6 +415,47 @@ mod tests {
         spill.free(second);
         spill.read(JobId(5), first);
         assert!(matches!(next(), Input::SpillRead(JobId(5), Err(_))));
+    }
+
+    #[test]
+    fn another_process_reads_what_was_written_and_adds_to_files_of_its_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let (post, mailbox) = mailbox().unwrap();
+        let next = || match mailbox.take_within(std::time::Duration::from_secs(60)) {
+            Some(Mail::Input(input)) => input,
+            other => panic!("{other:?}"),
+        };
+        let old = Spill::start(directory.path(), &post).unwrap();
+        let payload: Bytes = Arc::new((0..100_000).map(|i| (i * 7) as u8).collect());
+        old.write(JobId(1), Arc::clone(&payload));
+        let Input::SpillWritten(_, Ok(record)) = next() else {
+            panic!()
+        };
+        let give = || {
+            let given = old.give().unwrap();
+            given.into_iter().map(|handed| (handed, 1)).collect()
+        };
+        let reader = Spill::start_reading(&post).unwrap();
+        reader.adopt(give());
+        reader.read(JobId(2), record);
+        assert!(matches!(next(), Input::SpillRead(JobId(2), Ok(data)) if data == *payload));
+        reader.write(JobId(3), Arc::clone(&payload));
+        assert!(matches!(next(), Input::SpillWritten(JobId(3), Err(_))));
+        let new = Spill::start(directory.path(), &post).unwrap();
+        new.adopt(give());
+        drop(old);
+        new.write(JobId(4), Arc::new(vec![9; 10]));
+        let Input::SpillWritten(JobId(4), Ok(own)) = next() else {
+            panic!()
+        };
+        assert_ne!(own.segment, record.segment);
+        new.read(JobId(5), record);
+        assert!(matches!(next(), Input::SpillRead(JobId(5), Ok(data)) if data == *payload));
+        new.read(JobId(6), own);
+        assert!(matches!(next(), Input::SpillRead(JobId(6), Ok(data)) if data == [9; 10]));
+        new.free(record);
+        new.read(JobId(7), record);
+        assert!(matches!(next(), Input::SpillRead(JobId(7), Err(_))));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use hmac::{Hmac, Mac};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{AlwaysResolvesClientRawPublicKeys, WebPkiServerVerifier};
+use rustls::client::{AlwaysResolvesClientRawPublicKeys, WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, verify_tls13_signature_with_raw_key,
 };
@@ -16,13 +16,15 @@ use rustls::pki_types::{
     UnixTime,
 };
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{AlwaysResolvesServerRawPublicKeys, WebPkiClientVerifier};
+use rustls::server::{AlwaysResolvesServerRawPublicKeys, ParsedCertificate, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::{
     CertificateError, ClientConfig, ClientConnection, Connection, DigitallySignedStruct,
     DistinguishedName, Error, RootCertStore, ServerConfig, ServerConnection, SignatureScheme,
 };
 use sha2::Sha256;
+
+use crate::core::identity::{Names, Peer};
 
 /// Shortest shared secret: 128 bits, if it is random.
 const SECRET_MIN: usize = 16;
@@ -44,8 +46,42 @@ pub(crate) enum Identity {
 pub(crate) struct Tls {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
-    /// Name in the peer's certificate, where certificates are used.
-    peer_name: Option<ServerName<'static>>,
+    /// Who is known by name or key, with the connections that each may use.
+    peers: Vec<KnownPeer>,
+}
+
+#[derive(Clone)]
+struct KnownPeer {
+    who: Who,
+    /// `None`: every connection.
+    may_use: Option<Names>,
+}
+
+#[derive(Clone)]
+enum Who {
+    /// A raw public key, as DER.
+    Key(Vec<u8>),
+    /// A name in a certificate.
+    Name(ServerName<'static>),
+}
+
+/// Splits `WHO=CONNECTIONS` and reads the list.
+fn with_list(text: &str) -> Result<(&str, Option<Names>), String> {
+    match text.trim().split_once('=') {
+        Some((who, list)) => Ok((who.trim(), Some(Names::parse(list.trim())?))),
+        None => Ok((text.trim(), None)),
+    }
+}
+
+/// Where several peers are known, nobody gets at the connections of another by an oversight.
+fn check_lists(option: &str, peers: &[KnownPeer]) -> Result<(), String> {
+    if peers.len() > 1 && peers.iter().any(|peer| peer.may_use.is_none()) {
+        return Err(format!(
+            "with several peers each needs the list of connections that it may use, such as \
+             {option} ...=r0-bob-alice,web-* (or =* for all)"
+        ));
+    }
+    Ok(())
 }
 
 impl std::fmt::Debug for Tls {
@@ -82,16 +118,21 @@ impl Tls {
         if peers.is_empty() {
             return Err("no peer key is given; add --peer-key".into());
         }
-        let pins = peers
-            .iter()
-            .map(|peer| {
-                unhex(peer.trim())
-                    .filter(|bytes| bytes.len() == 44)
-                    .ok_or(format!("peer key '{peer}' must be 88 hex digits"))
-            })
-            .collect::<Result<Vec<_>, _>>()?;
+        let (mut pins, mut known) = (Vec::new(), Vec::new());
+        for peer in peers {
+            let (key, may_use) = with_list(peer)?;
+            let key = unhex(key)
+                .filter(|bytes| bytes.len() == 44)
+                .ok_or(format!("peer key '{key}' must be 88 hex digits"))?;
+            pins.push(key.clone());
+            let who = Who::Key(key);
+            known.push(KnownPeer { who, may_use });
+        }
+        check_lists("--peer-key", &known)?;
         let key = raw_key(&seed)?;
-        Tls::from_raw(key.clone(), pins.clone(), key, pins)
+        let mut tls = Tls::from_raw(key.clone(), pins.clone(), key, pins)?;
+        tls.peers = known;
+        Ok(tls)
     }
 
     fn from_raw(
@@ -126,17 +167,17 @@ impl Tls {
         Ok(Tls {
             client: Arc::new(client),
             server: Arc::new(server),
-            peer_name: None,
+            peers: Vec::new(),
         })
     }
 
     /// Certificates: own chain and key, and the authority that both ends trust. The peer's
-    /// certificate must name `peer_name`, or the address that is dialled.
+    /// certificate must bear one of `peer_names`, or the address that is dialled.
     pub(crate) fn from_files(
         cert: &Path,
         key: &Path,
         authority: &Path,
-        peer_name: Option<&str>,
+        peer_names: &[String],
     ) -> Result<Tls, String> {
         let named =
             |path: &Path, error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
@@ -173,23 +214,63 @@ impl Tls {
             .with_client_cert_verifier(client_verifier)
             .with_single_cert(own, private)
             .map_err(|error| named(cert, &error))?;
-        let peer_name = peer_name
-            .map(|name| ServerName::try_from(name.to_string()))
-            .transpose()
-            .map_err(|_| "--peer-name is neither a host name nor an address".to_string())?;
+        let mut peers = Vec::new();
+        for text in peer_names {
+            let (name, may_use) = with_list(text)?;
+            let name = ServerName::try_from(name.to_string()).map_err(|_| {
+                format!("--peer-name '{name}' is neither a host name nor an address")
+            })?;
+            let who = Who::Name(name);
+            peers.push(KnownPeer { who, may_use });
+        }
+        check_lists("--peer-name", &peers)?;
         Ok(Tls {
             client: Arc::new(client),
             server: Arc::new(server),
-            peer_name,
+            peers,
         })
     }
 
-    /// The dialling end of a carrier.
-    pub(crate) fn dial(&self, peer: std::net::IpAddr) -> Result<Connection, Error> {
-        let name = self
-            .peer_name
-            .clone()
-            .unwrap_or(ServerName::IpAddress(peer.into()));
+    /// Who has authenticated at the other end of a connection.
+    pub(crate) fn peer_of(&self, connection: &Connection) -> Peer {
+        let binding = connection
+            .export_keying_material([0; 32], b"EXPORTER-lockstep-proxy", None)
+            .expect("the handshake is done, and the length is allowed");
+        let cert = connection
+            .peer_certificates()
+            .and_then(|chain| chain.first());
+        let is_peer = |known: &&KnownPeer| match (&known.who, cert) {
+            (_, None) => false,
+            (Who::Key(key), Some(cert)) => key.as_slice() == cert.as_ref(),
+            (Who::Name(name), Some(cert)) => ParsedCertificate::try_from(cert)
+                .is_ok_and(|cert| verify_server_name(&cert, name).is_ok()),
+        };
+        let mut may_use = (!self.peers.is_empty()).then(Names::none);
+        for known in self.peers.iter().filter(is_peer) {
+            may_use = match (&may_use, &known.may_use) {
+                (Some(names), Some(more)) => Some(names.and(more)),
+                _ => None,
+            };
+        }
+        Peer { binding, may_use }
+    }
+
+    /// The dialling end of a carrier for a connection of this name.
+    pub(crate) fn dial(
+        &self,
+        peer: std::net::IpAddr,
+        connection: &str,
+    ) -> Result<Connection, Error> {
+        let named = self.peers.iter().find_map(|known| match &known.who {
+            Who::Name(name) => {
+                let names = known.may_use.as_ref();
+                names
+                    .is_none_or(|names| names.has(connection))
+                    .then_some(name)
+            }
+            Who::Key(_) => None,
+        });
+        let name = named.cloned().unwrap_or(ServerName::IpAddress(peer.into()));
         Ok(ClientConnection::new(Arc::clone(&self.client), name)?.into())
     }
 
@@ -360,8 +441,8 @@ mod tests {
     use super::*;
 
     /// Lets both ends talk until one fails or both are through.
-    fn handshake(dialer: &Tls, listener: &Tls) -> Result<(), Error> {
-        let mut client = dialer.dial([127, 0, 0, 1].into())?;
+    fn handshake(dialer: &Tls, listener: &Tls) -> Result<[Peer; 2], Error> {
+        let mut client = dialer.dial([127, 0, 0, 1].into(), "r0")?;
         let mut server = listener.accept()?;
         for _ in 0..20 {
             let mut wire = Vec::new();
@@ -384,7 +465,7 @@ mod tests {
             }
         }
         assert!(!client.is_handshaking() && !server.is_handshaking());
-        Ok(())
+        Ok([dialer.peer_of(&client), listener.peer_of(&server)])
     }
 
     #[test]
@@ -404,12 +485,22 @@ mod tests {
         let (a, b, c) = ([1; 32], [2; 32], [3; 32]);
         let public = |seed| public_of(seed).unwrap();
         let end_a = Tls::from_keys(&hex(&a), &[public(&b)]).unwrap();
-        let end_b = Tls::from_keys(&hex(&b), &[public(&c), public(&a)]).unwrap();
+        let lists = [public(&c) + "=*", public(&a) + "=r1,web-*"];
+        let end_b = Tls::from_keys(&hex(&b), &lists).unwrap();
         let end_c = Tls::from_keys(&hex(&c), &[public(&a)]).unwrap();
-        assert!(handshake(&end_a, &end_b).is_ok());
-        assert!(handshake(&end_b, &end_a).is_ok());
+        let [b_seen, a_seen] = handshake(&end_a, &end_b).unwrap();
+        assert_eq!(b_seen.refusal("r0"), None);
+        assert!(a_seen.refusal("r0").is_some());
+        assert_eq!(a_seen.refusal("web-2"), None);
+        // Both ends have the same value, and each TLS connection another one.
+        assert_eq!(a_seen.binding, b_seen.binding);
+        let [a_seen, _] = handshake(&end_b, &end_a).unwrap();
+        assert!(a_seen.refusal("r0").is_some());
+        assert_ne!(a_seen.binding, b_seen.binding);
         assert!(handshake(&end_c, &end_a).is_err());
         assert!(Tls::from_keys(&hex(&a), &[]).is_err());
+        let vague = Tls::from_keys(&hex(&a), &[public(&b), public(&c) + "=*"]).unwrap_err();
+        assert!(vague.contains("with several peers"), "{vague}");
         assert!(Tls::from_keys("xy", &[public(&b)]).is_err());
         assert!(Tls::from_keys(&hex(&a), &["00".into()]).is_err());
     }

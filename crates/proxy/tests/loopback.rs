@@ -207,6 +207,17 @@ fn sample(len: usize, mut seed: u64) -> Vec<u8> {
     data
 }
 
+/// Does not shrink, so it needs the room that it has.
+fn noise(len: usize) -> Vec<u8> {
+    let mut data = sample(len, 4);
+    for (i, byte) in data.iter_mut().enumerate() {
+        *byte ^= (i as u64)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(17) as u8;
+    }
+    data
+}
+
 fn send(mut socket: TcpStream, data: Vec<u8>) -> JoinHandle<TcpStream> {
     spawn(move || {
         socket.write_all(&data).unwrap();
@@ -273,6 +284,48 @@ fn a_new_process_takes_over_in_mid_stream_without_a_reset() {
     // The control socket is the new process's, and a start beside it is refused.
     let wrong = Daemon::start(with("a", false)).unwrap_err();
     assert!(wrong.contains("already answers"), "{wrong}");
+}
+
+#[test]
+fn a_new_process_takes_over_what_is_on_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let plain = |take_over| Options {
+        control: Some(dir.path().join("a")),
+        take_over,
+        ..options(secret())
+    };
+    let spilling = |take_over| Options {
+        spill_directory: Some(dir.path().into()),
+        spill_limit_bytes: 256 << 20,
+        ..plain(take_over)
+    };
+    let extra = "--memlimit=2M --max-lag=0 --bwlimit=64k";
+    let mut pair = Pair::up(spilling(false), options(secret()), extra);
+    let (data_a, mut data_b) = pair.open(DATA);
+    let forth = noise(24_000_000);
+    let sender = send(data_a, forth.clone());
+    let spilled = |pair: &Pair| connection(&pair.a)["spilled_bytes"].as_u64();
+    let above = |bytes| move |pair: &Pair| spilled(pair) > Some(bytes);
+    for (options, bytes) in [(spilling(true), 4_000_000), (spilling(true), 12_000_000)] {
+        wait("spill", || above(bytes)(&pair));
+        let new = Daemon::start(options).unwrap();
+        assert_eq!(new.taken_over(), Some(1));
+        std::mem::replace(&mut pair.a, new).wait();
+        assert!(above(bytes)(&pair), "{:?}", spilled(&pair));
+    }
+    // The last one has no spill directory: it empties what is there and writes nothing more.
+    let new = Daemon::start(plain(true)).unwrap();
+    std::mem::replace(&mut pair.a, new).wait();
+    assert!(spilled(&pair) > Some(4_000_000), "{:?}", spilled(&pair));
+    ok(&pair.a, "set bwlimit r0-b-a 0");
+    receive(&mut data_b, &forth);
+    sender.join().unwrap();
+    let state = connection(&pair.a);
+    assert_eq!(state["counters"]["streams_reset"], 0);
+    assert_eq!(state["counters"]["spill_errors"], 0);
+    wait("empty disk", || {
+        pair.a.state()["spill_used_bytes"].as_u64() == Some(0)
+    });
 }
 
 #[test]
@@ -418,13 +471,8 @@ fn a_full_buffer_stops_reading_and_spill_gives_it_room() {
     let extra = "--memlimit=2M --max-lag=0 --bwlimit=64k";
     let pair = Pair::up(spilling, options(secret()), extra);
     let (data_a, mut data_b) = pair.open(DATA);
-    // Noise does not shrink, so it needs the room that it has. The line is slow at first.
-    let mut forth = sample(20_000_000, 4);
-    for (i, byte) in forth.iter_mut().enumerate() {
-        *byte ^= (i as u64)
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            .rotate_left(17) as u8;
-    }
+    // The line is slow at first.
+    let forth = noise(20_000_000);
     let sender = send(data_a.try_clone().unwrap(), forth.clone());
     wait("spill", || {
         connection(&pair.a)["spilled_bytes"].as_u64() > Some(8_000_000)
@@ -532,7 +580,7 @@ fn another_version_is_told_so_and_the_others_are_untouched() {
     }
     hello.extend([0; 4 + 8]);
     let answer = say(&frame(1, 1, &hello));
-    let told = "protocol versions 7 to 9 are offered, 1 is spoken here";
+    let told = "protocol versions 7 to 9 are offered, 2 is spoken here";
     assert!(answer.contains(told), "{answer:?}");
     // Other frames, unknown types, and a first frame that is no HELLO.
     for bytes in [
@@ -673,6 +721,109 @@ fn pinned_keys_work_as_identity() {
     let (mut near, mut far) = pair.open(DATA);
     near.write_all(b"hello").unwrap();
     receive(&mut far, b"hello");
+}
+
+/// The certificates in `tests/certificates`: an authority that is good for nothing else has signed
+/// `alice.example`, `bob.example` and `carol.example`; its key was thrown away.
+fn certificate(name: &str, peer_names: &[&str]) -> Options {
+    let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certificates");
+    options(Security::Certificates {
+        cert: directory.join(format!("{name}.pem")),
+        key: directory.join(format!("{name}.key.pem")),
+        authority: directory.join("authority.pem"),
+        peer_names: peer_names.iter().map(|name| (*name).to_string()).collect(),
+    })
+}
+
+#[test]
+fn certificates_work_as_identity_and_their_names_count() {
+    let known = ["alice.example=r0-a-*", "carol.example=r0-c-*"];
+    let pair = Pair::up(
+        certificate("alice", &["bob.example"]),
+        certificate("bob", &known),
+        "",
+    );
+    let (mut near, mut far) = pair.open(DATA);
+    let outside_b = connection(&pair.b)["my_outside"]
+        .as_str()
+        .unwrap()
+        .to_string();
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    let refused = |options: Options, expected: &str| {
+        let other = Daemon::start(options).unwrap();
+        let add = format!(
+            "add connection r0-b-a {} {outside_b} {} {} --dial=always",
+            at(7815),
+            at(7715),
+            at(7915)
+        );
+        ok(&other, &add);
+        wait("the refusal", || {
+            let error = connection(&other)["last_error"].clone();
+            error.as_str().is_some_and(|text| text.contains(expected))
+        });
+    };
+    refused(certificate("carol", &["bob.example"]), "may not use it");
+    // Whoever answers must bear the name that was asked for, or the address.
+    refused(
+        certificate("alice", &["carol.example"]),
+        "not valid for name",
+    );
+    refused(certificate("alice", &[]), "not valid for name");
+    near.write_all(b"hello").unwrap();
+    receive(&mut far, b"hello");
+    let vague = Daemon::start(certificate("bob", &["alice.example", "carol.example"]));
+    assert!(vague.unwrap_err().contains("with several peers"));
+    let missing = Daemon::start(certificate("dave", &[])).unwrap_err();
+    assert!(missing.contains("dave.pem"), "{missing}");
+}
+
+#[test]
+fn a_peer_gets_at_its_own_connections_only() {
+    let keys = || lockstep_proxy::generate_keys().unwrap();
+    let ((private_a, public_a), (private_b, public_b), (private_c, public_c)) =
+        (keys(), keys(), keys());
+    let with = |private: &str, peers: &[String]| {
+        options(Security::Keys {
+            private: private.into(),
+            peers: peers.to_vec(),
+        })
+    };
+    // b knows both; the connection with a is a's alone.
+    let lists = [format!("{public_a}=r0-a-*"), format!("{public_c}=r0-c-*")];
+    let pair = Pair::up(
+        with(&private_a, std::slice::from_ref(&public_b)),
+        with(&private_b, &lists),
+        "",
+    );
+    let (mut near, mut far) = pair.open(DATA);
+    let outside = |end: &str| connection(&pair.b)[end].as_str().unwrap().to_string();
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    let intruder = Daemon::start(with(&private_c, std::slice::from_ref(&public_b))).unwrap();
+    let add = || {
+        let (inside, own, drbd) = (at(7815), at(7715), at(7915));
+        let peer = outside("my_outside");
+        format!("add connection r0-b-c {inside} {peer} {own} {drbd} --dial=always")
+    };
+    ok(&intruder, &add());
+    let told = "connection r0-a-b: the identity of the peer may not use it";
+    wait("the refusal", || {
+        let error = connection(&intruder)["last_error"].clone();
+        error.as_str().is_some_and(|text| text.contains(told))
+    });
+    assert_eq!(connection(&intruder)["counters"]["sessions"], 0);
+    near.write_all(b"untouched").unwrap();
+    receive(&mut far, b"untouched");
+    // Who dials looks as well.
+    let lists = [format!("{public_b}=other"), format!("{public_a}=*")];
+    let careful = Daemon::start(with(&private_c, &lists)).unwrap();
+    ok(&careful, &add());
+    wait("the refusal", || {
+        let error = connection(&careful)["last_error"].clone();
+        error
+            .as_str()
+            .is_some_and(|text| text.contains("may not use it"))
+    });
 }
 
 #[test]

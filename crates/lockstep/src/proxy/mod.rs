@@ -1,5 +1,6 @@
 //! `lockstep proxy`: runs the WAN proxy, talks to it, plans for it, measures it.
 
+mod confine;
 mod ctl;
 mod serve;
 mod top;
@@ -76,7 +77,7 @@ fn default_socket() -> PathBuf {
     }
     match std::env::var_os("LOCKSTEP_DIR") {
         Some(directory) => PathBuf::from(directory).join("proxy.sock"),
-        None => "/run/lockstep/proxy.sock".into(),
+        None => "/run/lockstep-proxy/proxy.sock".into(),
     }
 }
 

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use lockstep_proxy::{Daemon, Options, Security, plan};
 
+use super::confine::{User, forbid_other_calls};
 use super::{default_socket, options};
 
 const USAGE: &str = "\
@@ -12,11 +13,14 @@ Usage: lockstep proxy run [OPTIONS]
 
 Identity, one of:
   --secret-file FILE     both ends hold the same secret ('lockstep proxy keygen --secret')
-  --key-file FILE --peer-key HEX [--peer-key HEX ...]
+  --key-file FILE --peer-key HEX[=CONNECTIONS] [--peer-key ...]
                          own private key, public keys of the peers ('lockstep proxy keygen')
-  --cert FILE --cert-key FILE --ca FILE [--peer-name NAME]
-                         X.509 certificates of a private authority
+  --cert FILE --cert-key FILE --ca FILE [--peer-name NAME[=CONNECTIONS] ...]
+                         X.509 certificates of a private authority, and names in those of
+                         the peers (the dialled address)
   --insecure             no encryption, no authentication: only inside a VPN
+                         CONNECTIONS, such as r0-bob-alice,web-*: what that peer may use;
+                         with several peers each needs it
 
 Resources:
   --memory-max SIZE      memory of all buffers (1G)
@@ -30,7 +34,10 @@ Other:
   --config FILE          control commands to run at the start, one a line
   --take-over            continue the connections of the proxy that runs now, without
                          touching DRBD's sockets; without one, start as usual
-  --socket PATH          control socket (/run/lockstep/proxy.sock)
+  --user USER            when started as root: become this user, keeping of root's rights
+                         only that to ports below 1024
+  --no-seccomp           do not forbid the system calls that a proxy has no use for
+  --socket PATH          control socket (/run/lockstep-proxy/proxy.sock)
   --metrics IP:PORT      Prometheus metrics at /metrics, state at /status
   --log FILTER           such as info or debug (info)
   --version";
@@ -40,6 +47,9 @@ struct Asked {
     options: Options,
     config: Option<PathBuf>,
     log: String,
+    user: Option<String>,
+    /// System calls without a use here are forbidden.
+    seccomp: bool,
 }
 
 /// Runs the daemon until it is told to shut down.
@@ -90,7 +100,9 @@ fn serve(asked: Asked) -> Result<(), String> {
         tracing::warn!("carriers are neither encrypted nor authenticated");
     }
     crate::open_files::raise_limit();
+    confine(&asked)?;
     let daemon = Daemon::start(asked.options)?;
+    end_by_signal(&daemon)?;
     if let Some(count) = daemon.taken_over() {
         tracing::info!(count, "connections taken over; --config is not read again");
         daemon.wait();
@@ -105,6 +117,45 @@ fn serve(asked: Asked) -> Result<(), String> {
         }
     }
     daemon.wait();
+    Ok(())
+}
+
+/// An orderly end tells the peers at once that nothing more comes.
+fn end_by_signal(daemon: &Daemon) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("taking signals: {error}");
+    let wanted = [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT];
+    let mut signals = signal_hook::iterator::Signals::new(wanted).map_err(failed)?;
+    let stop = daemon.stopper();
+    let wait = move || {
+        if let Some(signal) = signals.forever().next() {
+            tracing::info!(signal, "asked to end");
+            stop();
+        }
+    };
+    let thread = std::thread::Builder::new().name("signals".into());
+    thread.spawn(wait).map(|_| ()).map_err(failed)
+}
+
+/// Gives up what a proxy does not need; the last thing before other threads start.
+fn confine(asked: &Asked) -> Result<(), String> {
+    match &asked.user {
+        Some(name) => {
+            let passwd = std::fs::read_to_string("/etc/passwd")
+                .map_err(|error| format!("/etc/passwd: {error}"))?;
+            let user = User::find(name, &passwd)?;
+            if let Some(socket) = &asked.options.control {
+                user.make_directory_of(socket)?;
+            }
+            user.become_it()?;
+        }
+        None if rustix::process::geteuid().is_root() => {
+            tracing::warn!("a proxy needs no root: give --user, or start it as another user");
+        }
+        None => {}
+    }
+    if asked.seccomp && !forbid_other_calls()? {
+        tracing::warn!("system calls are not restricted on this kind of processor");
+    }
     Ok(())
 }
 
@@ -134,9 +185,10 @@ fn parse(args: &[String]) -> Result<Asked, String> {
         ..Options::default()
     };
     let (mut secret, mut key, mut peers) = (None, None, Vec::new());
-    let (mut cert, mut cert_key, mut authority, mut peer_name) = (None, None, None, None);
+    let (mut cert, mut cert_key, mut authority, mut peer_names) = (None, None, None, Vec::new());
     let (mut insecure, mut config, mut log) = (false, None, "info".to_string());
-    for (name, value) in options(args, &["insecure", "take-over"])? {
+    let (mut user, mut seccomp) = (None, true);
+    for (name, value) in options(args, &["insecure", "take-over", "no-seccomp"])? {
         let read = || std::fs::read(&value).map_err(|error| format!("--{name} {value}: {error}"));
         match name.as_str() {
             "secret-file" => secret = Some(read()?),
@@ -145,7 +197,9 @@ fn parse(args: &[String]) -> Result<Asked, String> {
             "cert" => cert = Some(PathBuf::from(&value)),
             "cert-key" => cert_key = Some(PathBuf::from(&value)),
             "ca" => authority = Some(PathBuf::from(&value)),
-            "peer-name" => peer_name = Some(value.clone()),
+            "peer-name" => peer_names.push(value.clone()),
+            "user" => user = Some(value.clone()),
+            "no-seccomp" => seccomp = false,
             "insecure" => insecure = true,
             "take-over" => found.take_over = true,
             "memory-max" => found.memory_max_bytes = plan::parse_size(&value)?,
@@ -182,7 +236,7 @@ fn parse(args: &[String]) -> Result<Asked, String> {
                 cert,
                 key,
                 authority,
-                peer_name,
+                peer_names,
             });
         }
         (None, None, None) => {}
@@ -206,6 +260,8 @@ fn parse(args: &[String]) -> Result<Asked, String> {
         options: found,
         config,
         log,
+        user,
+        seccomp,
     })
 }
 

@@ -501,7 +501,7 @@ impl Engine {
                 continue;
             };
             let payload = Arc::clone(&coded.payload);
-            let len = payload.len() as u64;
+            let len = SpillRef::disk_len(payload.len()) as u64;
             if self.spill_used + len > limit {
                 return;
             }

@@ -10,6 +10,7 @@ use sha2::Sha256;
 
 use super::config::{ConfigError, DaemonOptions, LinkConfig, LinkOptions};
 use super::frame::{CHUNK_MAX, Frame};
+use super::identity::Peer;
 use super::link::{Blocked, CONTROL_LIMIT, Carrier, CarrierState, Link, Phase, StreamPhase};
 use super::rng::Rng;
 use super::shaper::Bucket;
@@ -292,10 +293,16 @@ impl Engine {
     }
 
     /// The shell accepted and authenticated a carrier on an outside address.
-    pub(crate) fn accept_carrier(&mut self, now: Instant, listener: SocketAddr) -> CarrierId {
+    pub(crate) fn accept_carrier(
+        &mut self,
+        now: Instant,
+        listener: SocketAddr,
+        peer: Peer,
+    ) -> CarrierId {
         let id = CarrierId(self.fresh());
         let mut carrier = Carrier::new(now, None, CarrierKind::Control, CarrierState::Handshake);
         carrier.listener = Some(listener);
+        carrier.peer = peer;
         self.carriers.insert(id, carrier);
         let deadline = now.after(Duration::from_secs(10));
         self.orphan_timer = Some(self.orphan_timer.map_or(deadline, |at| at.min(deadline)));
@@ -311,7 +318,7 @@ impl Engine {
             Input::LocalEof(local) => self.local_eof(now, local),
             Input::LocalWritten(local, bytes) => self.local_written(now, local, bytes),
             Input::LocalFailed(local, reason) => self.local_failed(now, local, &reason),
-            Input::CarrierUp(carrier) => self.carrier_up(now, carrier),
+            Input::CarrierUp(carrier, peer) => self.carrier_up(now, carrier, peer),
             Input::CarrierFrame(carrier, frame) => self.carrier_frame(now, carrier, frame),
             Input::CarrierReceived(carrier, bytes) => self.carrier_received(now, carrier, bytes),
             Input::CarrierSent(carrier, bytes) => self.carrier_sent(now, carrier, bytes),
@@ -523,7 +530,7 @@ impl Engine {
     }
 
     pub(crate) fn free_spill(&mut self, spill: SpillRef) {
-        self.spill_used = self.spill_used.saturating_sub(u64::from(spill.len));
+        self.spill_used = self.spill_used.saturating_sub(spill.disk_bytes());
         self.out.push_back(Output::SpillFree(spill));
     }
 

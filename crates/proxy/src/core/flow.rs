@@ -673,7 +673,7 @@ impl Engine {
             .tx
             .iter()
             .filter_map(|(_, chunk)| match &chunk.body {
-                Body::Spilled(spill, _) => Some(*spill),
+                Body::Spilled(spill, _) | Body::SpillIn(spill, _) => Some(*spill),
                 _ => None,
             })
             .collect();

@@ -3,8 +3,8 @@
 //!
 //! The giver freezes first (carriers closed, no new jobs) and waits until no job runs. Giving
 //! changes nothing, so a failed hand-over thaws and goes on. Only open streams without an end
-//! under way and without bytes on disk travel; the others end with the old process and DRBD
-//! reconnects. The taker continues as after an interrupted line.
+//! under way travel, what is on disk as the descriptors of its files; the others end with the old
+//! process and DRBD reconnects. The taker continues as after an interrupted line.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -21,12 +21,12 @@ use super::link::{Link, Phase, SessionKey, Stream, StreamPhase};
 use super::plugin::Plugin;
 use super::shaper::Schedule;
 use super::stats::Counters;
-use super::stream::{Body, Chunk, Class, Coded, Rx, Tx};
+use super::stream::{Body, Chunk, Class, Coded, Rx, Stub, Tx};
 use super::time::Instant;
-use super::{CarrierId, LinkId, LocalId};
+use super::{CarrierId, LinkId, LocalId, SpillRef};
 
 /// Form of the hand-over; a process refuses another one's.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// A whole engine. The bytes travel behind it, in the order of the streams: for each its chunks,
 /// then what its local socket has not taken, then what is remembered of what it was given.
@@ -110,6 +110,8 @@ struct HandedChunk {
     /// Codec and checksum of a coded chunk.
     coded: Option<(u8, u32)>,
     begins: bool,
+    /// Where a coded chunk is that is on disk; no bytes of it follow.
+    spilled: Option<SpillRef>,
     bytes: u32,
 }
 
@@ -122,6 +124,19 @@ impl HandedEngine {
             let history = stream.history.unwrap_or(0) as usize;
             chunks.chain([(stream.handed - stream.delivered) as usize, history])
         })
+    }
+
+    /// How many records of each segment of the spill disk are still needed.
+    pub(crate) fn spilled(&self) -> BTreeMap<u32, u64> {
+        let mut counts = BTreeMap::new();
+        let streams = self.links.iter().flat_map(|link| &link.streams);
+        for record in streams
+            .flat_map(|stream| &stream.tx.chunks)
+            .filter_map(|chunk| chunk.spilled)
+        {
+            *counts.entry(record.segment).or_insert(0) += 1;
+        }
+        counts
     }
 
     /// What each local socket has not taken yet, out of all the pieces.
@@ -275,6 +290,8 @@ impl Engine {
             for stream in &from.streams {
                 let local = LocalId(stream.local);
                 let taken = take_stream(now, stream, from.history_granted, &mut pieces)?;
+                let records = stream.tx.chunks.iter().filter_map(|chunk| chunk.spilled);
+                self.spill_used += records.map(SpillRef::disk_bytes).sum::<u64>();
                 link.streams.insert(stream.id, taken);
                 self.locals.insert(local, (id, stream.id));
             }
@@ -341,7 +358,6 @@ fn give_link(
 fn can_travel(stream: &Stream) -> bool {
     stream.phase == StreamPhase::Open
         && stream.tx.eof.is_none()
-        && stream.tx.spilled_bytes == 0
         && stream.rx.is_contiguous_and_open()
         && stream.uncounted == 0
         && stream.end_by.is_none()
@@ -360,10 +376,15 @@ fn give_stream(
         .tx
         .iter()
         .map(|(_, chunk)| {
+            let mut spilled = None;
             let (coded, bytes) = match &chunk.body {
                 Body::Raw(raw) => (None, Arc::new(raw.clone())),
                 Body::Ready(coded) => (Some((coded.codec, coded.crc)), Arc::clone(&coded.payload)),
-                other => unreachable!("no job runs and nothing is on disk: {other:?}"),
+                Body::Spilled(record, stub) => {
+                    spilled = Some(*record);
+                    (Some((stub.codec, stub.crc)), Bytes::default())
+                }
+                other => unreachable!("no job runs and the end has not come: {other:?}"),
             };
             let given = HandedChunk {
                 offset: chunk.offset,
@@ -372,6 +393,7 @@ fn give_stream(
                 was_sent: chunk.was_sent,
                 coded,
                 begins: chunk.begins,
+                spilled,
                 bytes: bytes.len() as u32,
             };
             pieces.push(bytes);
@@ -420,13 +442,22 @@ fn take_stream(
     let mut chunks = Vec::new();
     for chunk in &from.tx.chunks {
         let bytes = pieces.next().ok_or("the hand-over has too few pieces")?;
-        let body = match chunk.coded {
-            Some((codec, crc)) => Body::Ready(Coded {
+        let body = match (chunk.coded, chunk.spilled) {
+            (Some((codec, crc)), Some(record)) => Body::Spilled(
+                record,
+                Stub {
+                    codec,
+                    crc,
+                    payload_len: record.len,
+                },
+            ),
+            (Some((codec, crc)), None) => Body::Ready(Coded {
                 codec,
                 crc,
                 payload: bytes,
             }),
-            None => Body::Raw(Arc::unwrap_or_clone(bytes)),
+            (None, Some(_)) => return Err("what is on disk must be coded".into()),
+            (None, None) => Body::Raw(Arc::unwrap_or_clone(bytes)),
         };
         chunks.push(Chunk {
             offset: chunk.offset,

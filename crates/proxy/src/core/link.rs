@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::adaptive::Adaptive;
 use super::config::LinkConfig;
 use super::frame::CHUNK_MAX;
+use super::identity::Peer;
 use super::ping::PingHold;
 use super::plugin::{Choice, CodecSpec};
 use super::shaper::Bucket;
@@ -31,6 +32,8 @@ pub(crate) struct Carrier {
     pub(crate) number: u32,
     pub(crate) state: CarrierState,
     pub(crate) since: Instant,
+    /// Who is at the other end.
+    pub(crate) peer: Peer,
     /// Listening address on which it was accepted.
     pub(crate) listener: Option<std::net::SocketAddr>,
     /// Frame bytes given to the shell and not yet to the kernel.

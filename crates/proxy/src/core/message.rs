@@ -304,26 +304,29 @@ impl Stats {
     }
 }
 
+/// A HELLO for tests.
+#[cfg(test)]
+pub(crate) fn sample_hello() -> Hello {
+    Hello {
+        protocol_min: 1,
+        protocol_max: 1,
+        instance: [1; 16],
+        session: [2; 16],
+        proof: [3; 32],
+        nonce: 4,
+        connection: "r0-bob-alice".into(),
+        my_outside: "192.0.2.1:7715".into(),
+        peer_outside: "192.0.2.2:7715".into(),
+        codecs: 63,
+        window_bytes: 1 << 24,
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::sample_hello as hello;
     use super::*;
     use crate::core::rng::Rng;
-
-    fn hello() -> Hello {
-        Hello {
-            protocol_min: 1,
-            protocol_max: 1,
-            instance: [1; 16],
-            session: [2; 16],
-            proof: [3; 32],
-            nonce: 4,
-            connection: "r0-bob-alice".into(),
-            my_outside: "192.0.2.1:7715".into(),
-            peer_outside: "192.0.2.2:7715".into(),
-            codecs: 63,
-            window_bytes: 1 << 24,
-        }
-    }
 
     #[test]
     fn messages_come_back_and_short_ones_are_refused() {

@@ -10,6 +10,7 @@ mod flow;
 pub(crate) mod frame;
 pub(crate) mod handover;
 pub(crate) mod history;
+pub(crate) mod identity;
 pub(crate) mod latency;
 mod link;
 pub(crate) mod message;
@@ -26,6 +27,7 @@ pub(crate) mod time;
 
 use frame::{Bytes, Frame};
 use history::Prefix;
+use identity::Peer;
 use plugin::CodecSpec;
 
 /// A configured connection.
@@ -45,11 +47,30 @@ pub(crate) struct LocalId(pub(crate) u64);
 pub(crate) struct JobId(pub(crate) u64);
 
 /// A record on the spill disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
+)]
 pub(crate) struct SpillRef {
     pub(crate) segment: u32,
     pub(crate) position: u32,
     pub(crate) len: u32,
+}
+
+impl SpillRef {
+    /// Places and lengths on the disk are multiples of this, as direct access wants it.
+    pub(crate) const BLOCK: usize = 4096;
+    /// What sealing adds to a payload.
+    pub(crate) const TAG_LEN: usize = 16;
+
+    /// Bytes that a payload takes on the disk.
+    pub(crate) const fn disk_len(payload_len: usize) -> usize {
+        (payload_len + Self::TAG_LEN).next_multiple_of(Self::BLOCK)
+    }
+
+    /// Bytes that the record takes on the disk.
+    pub(crate) const fn disk_bytes(self) -> u64 {
+        Self::disk_len(self.len as usize) as u64
+    }
 }
 
 /// What a carrier is for.
@@ -81,7 +102,7 @@ pub(crate) enum Input {
     /// The socket failed or could not be connected; it is closed already.
     LocalFailed(LocalId, String),
     /// A carrier that the core dialled is connected and authenticated.
-    CarrierUp(CarrierId),
+    CarrierUp(CarrierId, Peer),
     CarrierFrame(CarrierId, Frame),
     /// Bytes of frames came in, complete or not.
     CarrierReceived(CarrierId, usize),

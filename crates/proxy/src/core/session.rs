@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::engine::{Engine, is_live, keyed};
 use super::frame::{Frame, Kind};
 use super::history::{grant, grant_bits};
+use super::identity::Peer;
 use super::link::{Carrier, CarrierState, Link, Phase, SessionKey, StreamPhase};
 use super::message::{Ack, Attach, Hello, HelloAck, Malformed, Stats};
 use super::plugin::CODEC_COUNT;
@@ -13,7 +14,7 @@ use super::time::Instant;
 use super::{CarrierId, CarrierKind, Level, LinkId, Output};
 
 /// Version of the messages that this build speaks.
-const PROTOCOL: u8 = 1;
+const PROTOCOL: u8 = 2;
 /// Code of a GOODBYE that ends the session, not only the carrier.
 const GOODBYE_FINAL: u8 = 1;
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
@@ -34,6 +35,16 @@ fn rule(text: impl Into<String>) -> Violation {
     Violation::Rule(text.into())
 }
 
+/// Proofs that both ends know the session's key. They hold for one TLS connection only, so they
+/// cannot be played to anybody on another one.
+fn resume_proof(key: &[u8; 32], nonce: u64, binding: &[u8; 32]) -> [u8; 32] {
+    keyed(key, &[b"resume", &nonce.to_le_bytes(), binding])
+}
+
+fn attach_proof(key: &[u8; 32], number: u32, binding: &[u8; 32]) -> [u8; 32] {
+    keyed(key, &[b"attach", &number.to_le_bytes(), binding])
+}
+
 impl Carrier {
     pub(crate) fn new(
         now: Instant,
@@ -47,6 +58,7 @@ impl Carrier {
             number: 0,
             state,
             since: now,
+            peer: Peer::default(),
             listener: None,
             queued_bytes: 0,
             sent_bytes: 0,
@@ -114,18 +126,29 @@ impl Engine {
     }
 
     /// A dialled carrier is there: introduce it.
-    pub(crate) fn carrier_up(&mut self, now: Instant, carrier: CarrierId) {
+    pub(crate) fn carrier_up(&mut self, now: Instant, carrier: CarrierId, peer: Peer) {
         let Some(entry) = self.carriers.get_mut(&carrier) else {
             return;
         };
         let Some(id) = entry.link else { return };
+        let binding = peer.binding;
+        entry.peer = peer;
+        if let Some(refusal) = self.refusal(carrier, id) {
+            self.goodbye(carrier, &refusal);
+            self.carrier_down(now, carrier, &refusal);
+            self.out.push_back(Output::CloseCarrier(carrier));
+            return;
+        }
+        let Some(entry) = self.carriers.get_mut(&carrier) else {
+            return;
+        };
         entry.since = now;
         entry.last_received = now;
         entry.peer_progress = now;
         match entry.kind {
             CarrierKind::Control => {
                 entry.state = CarrierState::Handshake;
-                let hello = self.hello(id);
+                let hello = self.hello(id, &binding);
                 self.send(carrier, Frame::message(Kind::Hello, hello.encode()));
             }
             CarrierKind::Bulk => {
@@ -143,7 +166,7 @@ impl Engine {
                 link.bulk.push(carrier);
                 link.bulk_missing_since = None;
                 entry.number = number;
-                let proof = keyed(&session.key, &[b"attach", &number.to_le_bytes()]);
+                let proof = attach_proof(&session.key, number, &binding);
                 let attach = Attach {
                     session: session.id,
                     number,
@@ -170,7 +193,7 @@ impl Engine {
         link.history_granted
     }
 
-    fn hello(&mut self, id: LinkId) -> Hello {
+    fn hello(&mut self, id: LinkId, binding: &[u8; 32]) -> Hello {
         let nonce = u64::from_le_bytes(self.random());
         let (instance, window_bytes) = (self.instance, self.window());
         let history = self.grant_history(id);
@@ -179,10 +202,7 @@ impl Engine {
             .get(&id)
             .expect("the caller holds a live link id");
         let (session, proof) = match &link.session {
-            Some(session) => (
-                session.id,
-                keyed(&session.key, &[b"resume", &nonce.to_le_bytes()]),
-            ),
+            Some(session) => (session.id, resume_proof(&session.key, nonce, binding)),
             None => ([0; 16], [0; 32]),
         };
         Hello {
@@ -313,6 +333,11 @@ impl Engine {
             )));
         }
         let id = self.match_link(carrier, hello)?;
+        if let Some(refusal) = self.refusal(carrier, id) {
+            return Err(rule(refusal));
+        }
+        let entry = self.carriers.get(&carrier);
+        let binding = entry.map(|entry| entry.peer.binding).unwrap_or_default();
         let link = self
             .links
             .get_mut(&id)
@@ -326,7 +351,7 @@ impl Engine {
         }
         let resumed = link.session.is_some_and(|session| {
             session.id == hello.session
-                && hello.proof == keyed(&session.key, &[b"resume", &hello.nonce.to_le_bytes()])
+                && hello.proof == resume_proof(&session.key, hello.nonce, &binding)
         });
         link.peer_codecs = hello.codecs;
         link.peer_window = hello.window_bytes;
@@ -545,16 +570,21 @@ impl Engine {
         carrier: CarrierId,
         attach: &Attach,
     ) -> Result<(), Violation> {
-        let found = self.links.iter_mut().find(|(_, link)| {
+        let found = self.links.iter().find(|(_, link)| {
             link.session
                 .is_some_and(|session| session.id == attach.session)
         });
-        let Some((id, link)) = found else {
+        let Some(id) = found.map(|(id, _)| *id) else {
             return Err(rule("ATTACH to a session that is unknown here"));
         };
-        let id = *id;
+        if let Some(refusal) = self.refusal(carrier, id) {
+            return Err(rule(refusal));
+        }
+        let entry = self.carriers.get(&carrier);
+        let binding = entry.map(|entry| entry.peer.binding).unwrap_or_default();
+        let link = self.links.get_mut(&id).expect("found above");
         let key = link.session.map(|session| session.key).unwrap_or_default();
-        let proof = keyed(&key, &[b"attach", &attach.number.to_le_bytes()]);
+        let proof = attach_proof(&key, attach.number, &binding);
         if proof != attach.proof || attach.number <= link.attach_number {
             return Err(rule("ATTACH without the right to it"));
         }
@@ -572,6 +602,12 @@ impl Engine {
             entry.peer_progress = now;
         }
         Ok(())
+    }
+
+    /// Why the other end of a carrier must not use a connection.
+    fn refusal(&self, carrier: CarrierId, id: LinkId) -> Option<String> {
+        let (entry, link) = (self.carriers.get(&carrier)?, self.links.get(&id)?);
+        entry.peer.refusal(&link.config.name)
     }
 
     /// Ends a carrier with a reason for the other end's operator.

@@ -189,6 +189,7 @@ impl Tx {
             }
             tx.next_offset = chunk.end();
             tx.held_bytes += chunk.held();
+            tx.spilled_bytes += chunk.spilled();
             if chunk.sent.is_none() {
                 tx.unsent_bytes += u64::from(chunk.raw_len);
             }

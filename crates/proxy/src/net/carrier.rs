@@ -10,7 +10,8 @@ use rustix::event::epoll;
 use socket2::{Socket, TcpKeepalive};
 
 use super::{Reactor, Source, TURN_BYTES, connect};
-use crate::core::frame::{Frame, FrameReader, HEADER_LEN};
+use crate::core::frame::{Frame, FrameReader, HEADER_LEN, Kind};
+use crate::core::identity::Peer;
 use crate::core::{CarrierId, CarrierKind, Input, LinkId};
 use crate::tls::Identity;
 
@@ -53,6 +54,7 @@ impl Reactor {
         };
         let (from, to) = (config.my_outside.ip(), config.peer_outside);
         let wan_timeout = config.options.wan_timeout;
+        let name = config.name.clone();
         // Behind address translation the outside address is not one of this machine's.
         let from = (!from.is_unspecified() && from.is_ipv4() == to.is_ipv4()).then_some(from);
         let begun = connect(from, to).or_else(|error| match error.kind() {
@@ -63,7 +65,8 @@ impl Reactor {
             let tls = match &self.identity {
                 Identity::Insecure => None,
                 Identity::Tls(tls) => Some(Box::new(
-                    tls.dial(to.ip()).map_err(|error| error.to_string())?,
+                    tls.dial(to.ip(), &name)
+                        .map_err(|error| error.to_string())?,
                 )),
             };
             Ok(CarrierSock::new(socket, tls))
@@ -144,6 +147,14 @@ impl Reactor {
         }
     }
 
+    /// Who is at the other end, after the handshake.
+    fn peer_of(&self, sock: &CarrierSock) -> Peer {
+        match (&self.identity, &sock.tls) {
+            (Identity::Tls(known), Some(connection)) => known.peer_of(connection),
+            _ => Peer::default(),
+        }
+    }
+
     pub(super) fn drop_pending(&mut self, token: u64, reason: &str) {
         if let Some((sock, listener, _)) = self.pending.remove(&token) {
             self.sources.remove(&token);
@@ -157,7 +168,8 @@ impl Reactor {
 
     fn promote(&mut self, mut sock: CarrierSock, listener: SocketAddr) {
         let now = self.now();
-        let carrier = self.engine.accept_carrier(now, listener);
+        let peer = self.peer_of(&sock);
+        let carrier = self.engine.accept_carrier(now, listener, peer);
         if sock.registered {
             self.sources.insert(sock.token, Source::Carrier(carrier));
         } else {
@@ -171,6 +183,18 @@ impl Reactor {
         self.carrier_flush(carrier);
     }
 
+    /// What an accepted carrier is for is known since its first frame.
+    fn retune(&self, carrier: CarrierId) {
+        let Some(sock) = self.carriers.get(&carrier) else {
+            return;
+        };
+        let entry = self.engine.carriers.get(&carrier);
+        let known = entry.and_then(|entry| Some((entry.kind, self.engine.config(entry.link?)?)));
+        if let Some((kind, config)) = known {
+            tune(&sock.socket, kind, config.options.wan_timeout);
+        }
+    }
+
     pub(super) fn carrier_ready(&mut self, carrier: CarrierId, flags: epoll::EventFlags) {
         let Some(sock) = self.carriers.get_mut(&carrier) else {
             return;
@@ -180,8 +204,8 @@ impl Reactor {
                 Ok(None) if flags.contains(epoll::EventFlags::OUT) => {
                     sock.connecting = false;
                     if sock.tls.is_none() {
-                        let now = self.now();
-                        self.engine.handle(now, Input::CarrierUp(carrier));
+                        let (now, peer) = (self.now(), Peer::default());
+                        self.engine.handle(now, Input::CarrierUp(carrier, peer));
                     }
                     self.carrier_flush(carrier);
                 }
@@ -264,7 +288,12 @@ impl Reactor {
                 // Our last handshake message goes first.
                 self.carrier_flush(carrier);
                 let now = self.now();
-                self.engine.handle(now, Input::CarrierUp(carrier));
+                if let Some(sock) = self.carriers.get(&carrier) {
+                    let peer = self.peer_of(sock);
+                    self.engine.handle(now, Input::CarrierUp(carrier, peer));
+                    // The engine may not want to have to do with this peer.
+                    self.perform();
+                }
             }
             if !self.carrier_take(carrier) {
                 return false;
@@ -316,9 +345,13 @@ impl Reactor {
                     rest = &rest[used..];
                     match frame {
                         Some(frame) => {
+                            let begins = matches!(frame.header.kind, Kind::Hello | Kind::Attach);
                             self.engine.handle(now, Input::CarrierFrame(carrier, frame));
                             // The engine may have closed this carrier because of the frame.
                             self.perform();
+                            if begins {
+                                self.retune(carrier);
+                            }
                         }
                         None if rest.is_empty() => return true,
                         None => {}
@@ -553,4 +586,8 @@ fn tune(socket: &Socket, kind: CarrierKind, wan_timeout: Duration) {
     let _ = socket.set_tos_v4(tos);
     let _ = socket.set_tclass_v6(tos);
     let _ = socket.set_tcp_notsent_lowat(NOTSENT_BYTES);
+    if kind == CarrierKind::Bulk {
+        // Keeps its rate where packets are lost. Kernels that lack it keep their default.
+        let _ = socket.set_tcp_congestion(b"bbr");
+    }
 }

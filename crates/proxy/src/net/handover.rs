@@ -1,7 +1,8 @@
 //! The hand-over to a new process, over the control socket: the state as JSON, descriptors of
-//! listeners and DRBD's sockets, then the buffered bytes. The new process answers when it has
+//! listeners, DRBD's sockets and spilled segments, then the buffered bytes. The new process answers when it has
 //! everything; until then the old one can go on as before.
 
+use std::fs::File;
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
@@ -24,6 +25,7 @@ use crate::core::handover::{HandedEngine, VERSION};
 use crate::core::{Input, LinkId, LocalId};
 use crate::daemon::Request;
 use crate::mail::Mail;
+use crate::spill::Handed;
 
 /// Begins a hand-over; a refusal begins with `[`, as every answer of the control socket.
 const MAGIC: [u8; 4] = *b"LSHO";
@@ -40,16 +42,18 @@ enum FdKind {
     Inside(u32),
     Outside(SocketAddr),
     Local(u64),
+    Segment(u32),
 }
 
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 struct State {
     engine: HandedEngine,
     fds: Vec<FdKind>,
+    /// Keys of the segments, in their order among the descriptors.
+    keys: Vec<[u8; 32]>,
 }
 
 /// What a running proxy has given.
-#[derive(Debug)]
 pub(crate) struct Given {
     state: State,
     fds: Vec<OwnedFd>,
@@ -125,8 +129,16 @@ impl Reactor {
             let sock = sock.ok_or_else(|| std::io::Error::other("a socket is missing"))?;
             fds.push((FdKind::Local(handed.local), sock.as_fd()));
         }
+        let segments = match &self.spill {
+            Some(spill) => spill.give()?,
+            None => Vec::new(),
+        };
+        for segment in &segments {
+            fds.push((FdKind::Segment(segment.number), segment.file.as_fd()));
+        }
         let state = State {
             engine,
+            keys: segments.iter().map(|segment| segment.key).collect(),
             fds: fds.iter().map(|(kind, _)| *kind).collect(),
         };
         let text = serde_json::to_vec(&state)?;
@@ -160,7 +172,17 @@ impl Reactor {
             .handle(now, Input::Wall(crate::wall::minute_of_week()));
         self.engine.take_over(now, &state.engine, pieces)?;
         let text = |error: std::io::Error| error.to_string();
+        let needed = state.engine.spilled();
+        let mut keys = state.keys.into_iter();
+        let mut segments = Vec::new();
         for (kind, fd) in state.fds.iter().zip(fds) {
+            if let FdKind::Segment(number) = *kind {
+                let key = keys.next().ok_or("a segment's key is missing")?;
+                let file = File::from(fd);
+                let live = needed.get(&number).copied().unwrap_or(0);
+                segments.push((Handed { number, key, file }, live));
+                continue;
+            }
             let socket = Socket::from(fd);
             match *kind {
                 FdKind::Inside(id) => {
@@ -179,6 +201,7 @@ impl Reactor {
                     let rest = unwritten.get(&local).cloned().unwrap_or_default();
                     self.adopt_handed(local, socket, rest);
                 }
+                FdKind::Segment(_) => unreachable!("taken above"),
             }
         }
         for link in &state.engine.links {
@@ -186,6 +209,13 @@ impl Reactor {
             {
                 return Err("a listener is missing in the hand-over".into());
             }
+        }
+        let has = |number: &u32| segments.iter().any(|(handed, _)| handed.number == *number);
+        if !needed.keys().all(has) {
+            return Err("a spilled segment is missing in the hand-over".into());
+        }
+        if let Some(spill) = &self.spill {
+            spill.adopt(segments);
         }
         self.perform();
         Ok(stream)
@@ -275,6 +305,11 @@ impl Given {
     /// How long the giving proxy had run.
     pub(crate) fn uptime(&self) -> Duration {
         Duration::from_millis(self.state.engine.uptime_ms)
+    }
+
+    /// Whether some of its bytes are on disk.
+    pub(crate) fn has_spilled(&self) -> bool {
+        !self.state.engine.spilled().is_empty()
     }
 
     /// How many connections come.

@@ -2,7 +2,10 @@
 //! codecs and options change, the spill disk fills up. Also the long cuts that no test can wait for.
 
 use super::*;
+use crate::core::engine::{Job, keyed};
+use crate::core::frame::Kind;
 use crate::core::link::StreamPhase;
+use crate::core::message::Attach;
 
 /// Something that goes wrong, or that an operator does.
 #[derive(Clone, Debug)]
@@ -288,7 +291,7 @@ fn plan(rng: &mut Rng, spill: bool) -> VecDeque<(u64, Trouble)> {
                 1 => Trouble::CutOne,
                 2 => Trouble::Silence,
                 3 if spill => Trouble::DiskFull(rng.below(2) == 0),
-                3 | 4 if !spill => Trouble::HandOver(node),
+                3 | 4 => Trouble::HandOver(node),
                 5..=7 => Trouble::Set(node, option, value),
                 _ => Trouble::Plugin(node, CODECS[rng.below(CODECS.len() as u64) as usize]),
             };
@@ -424,11 +427,7 @@ fn ten_minutes_without_a_line_cost_nothing_but_time_if_the_session_is_held() {
     assert!(held <= (1 << 20) + 4096, "{held} bytes are held");
     assert!(!world.sockets[0][&local].reset);
     world.down = false;
-    let done = world.run(60_000, |w| {
-        w.received(1, DATA_FIRST)
-            .is_some_and(|socket| socket.got == data)
-    });
-    world.check(done, "not all bytes arrived");
+    world.all_arrive(60_000, &data);
     let link = &world.engines[0].links[&world.links[0]];
     assert_eq!((link.counters.resumes, link.counters.sessions), (1, 1));
 }
@@ -452,11 +451,7 @@ fn after_ten_minutes_without_a_line_a_new_session_stands_within_seconds() {
     world.check(live, "no session");
     world.sockets = [BTreeMap::new(), BTreeMap::new()];
     world.drbd_opens(0, DATA_FIRST, 2, &data);
-    let done = world.run(30_000, |w| {
-        w.received(1, DATA_FIRST)
-            .is_some_and(|socket| socket.got == data)
-    });
-    world.check(done, "not all bytes arrived");
+    world.all_arrive(30_000, &data);
 }
 
 #[test]
@@ -514,6 +509,95 @@ fn with_ping_hold_pings_are_answered_while_the_line_is_cut_but_not_for_longer() 
 }
 
 #[test]
+fn an_upgrade_takes_along_what_is_on_disk() {
+    let options = DaemonOptions {
+        memory_max_bytes: 24 << 20,
+        spill_limit_bytes: 64 << 20,
+        ..DaemonOptions::default()
+    };
+    let mut world = up(25, &options);
+    world.options(|options| {
+        options.set("memlimit", "1M").unwrap();
+        options.set("bwlimit", "200k").unwrap();
+    });
+    let data = noise_and_text(&mut Rng::new(9), 6_000_000);
+    let local = world.drbd_opens(0, DATA_FIRST, 0, &data);
+    for round in 0..2 {
+        let spilled = world.run(20_000, |w| w.disk.len() > 4);
+        world.check(spilled, "nothing was spilled");
+        world.hand_over(0);
+        let used: u64 = world.disk.keys().map(|record| u64::from(record.len)).sum();
+        assert!(used > 0, "round {round}");
+        // The new one may have begun to write more.
+        assert!(world.engines[0].spill_used >= used);
+    }
+    world.options(|options| {
+        options.set("bwlimit", "0").unwrap();
+    });
+    world.all_arrive(60_000, &data);
+    world.check(!world.sockets[0][&local].reset, "reset");
+    // The last acknowledgements are still under way.
+    world.run(2000, |_| false);
+    assert_eq!((world.disk.len(), world.engines[0].spill_used), (0, 0));
+}
+
+#[test]
+fn a_reset_frees_what_is_on_its_way_back_from_the_disk() {
+    let options = DaemonOptions {
+        memory_max_bytes: 24 << 20,
+        spill_limit_bytes: 64 << 20,
+        ..DaemonOptions::default()
+    };
+    let mut world = up(26, &options);
+    world.options(|options| {
+        options.set("memlimit", "1M").unwrap();
+        options.set("bwlimit", "200k").unwrap();
+    });
+    let data = noise_and_text(&mut Rng::new(10), 6_000_000);
+    let local = world.drbd_opens(0, DATA_FIRST, 0, &data);
+    let spilled = world.run(20_000, |w| w.disk.len() > 4);
+    world.check(spilled, "nothing was spilled");
+    let reading = |w: &World| {
+        let jobs = w.engines[0].jobs.values();
+        jobs.into_iter()
+            .any(|job| matches!(job, Job::SpillRead { .. }))
+    };
+    let read = world.run(60_000, reading);
+    world.check(read, "nothing is read back");
+    world.sockets[0].get_mut(&local).unwrap().reset = true;
+    world.feed(0, Input::LocalFailed(local, "reset".into()));
+    world.check_empty();
+}
+
+#[test]
+fn a_proof_made_for_another_tls_connection_is_refused() {
+    let mut world = up(27, &DaemonOptions::default());
+    let session = world.engines[1].links[&world.links[1]].session.unwrap();
+    let mut answer = |binding: [u8; 32], number: u32| {
+        let peer = Peer {
+            binding,
+            ..Peer::default()
+        };
+        let now = Instant(world.now);
+        let engine = &mut world.engines[1];
+        let carrier = engine.accept_carrier(now, link_config(1).my_outside, peer);
+        let proof = keyed(&session.key, &[b"attach", &number.to_le_bytes(), &[7; 32]]);
+        let attach = Attach {
+            session: session.id,
+            number,
+            proof,
+        };
+        let frame = Frame::message(Kind::Attach, attach.encode());
+        engine.handle(now, Input::CarrierFrame(carrier, frame));
+        engine.carriers.contains_key(&carrier)
+    };
+    assert!(!answer([8; 32], 50));
+    assert!(answer([7; 32], 50));
+    // And only once.
+    assert!(!answer([7; 32], 50));
+}
+
+#[test]
 fn a_full_spill_disk_falls_back_to_memory_and_loses_nothing() {
     let options = DaemonOptions {
         memory_max_bytes: 24 << 20,
@@ -547,11 +631,7 @@ fn a_full_spill_disk_falls_back_to_memory_and_loses_nothing() {
     world.options(|options| {
         options.set("bwlimit", "0").unwrap();
     });
-    let done = world.run(60_000, |w| {
-        w.received(1, DATA_FIRST)
-            .is_some_and(|socket| socket.got == data)
-    });
-    world.check(done, "not all bytes arrived");
+    world.all_arrive(60_000, &data);
     world.check(!world.sockets[0][&local].reset, "reset");
     world.check(world.memory_peak[0] <= 4 << 20, "memory over its limit");
     world.run(2000, |_| false);
