@@ -196,10 +196,20 @@ impl Bitmap {
             .unwrap_or(bits)
     }
 
+    /// The first clear bit at or behind `from`, but at most `most` bits behind it.
+    pub fn next_clear_within(&self, slot: u8, from: u64, most: u64) -> u64 {
+        let end = self.shape.bits().min(from.saturating_add(most));
+        self.slots[usize::from(slot)]
+            .next(from, end, false)
+            .unwrap_or(end)
+    }
+
     /// Some bit in `bits` is set.
     pub fn any_set(&self, slot: u8, bits: Range<u64>) -> bool {
-        self.next_set(slot, bits.start)
-            .is_some_and(|bit| bit < bits.end)
+        let end = bits.end.min(self.shape.bits());
+        self.slots[usize::from(slot)]
+            .next(bits.start, end, true)
+            .is_some()
     }
 
     /// Some bit that the range touches is set in any slot.
@@ -708,7 +718,13 @@ mod tests {
             let from = random(total);
             let next = |set: bool| (from..total).find(|bit| model.0[*bit as usize] == set);
             assert_eq!(bitmap.next_set(1, from), next(true), "step {step}");
-            assert_eq!(bitmap.next_clear(1, from), next(false).unwrap_or(total));
+            let clear = next(false).unwrap_or(total);
+            assert_eq!(bitmap.next_clear(1, from), clear);
+            let most = 1 + random(PAGE_BITS * 2);
+            assert_eq!(
+                bitmap.next_clear_within(1, from, most),
+                clear.min(from + most)
+            );
             let count = model.0.iter().filter(|b| **b).count() as u64;
             assert_eq!(bitmap.count(1), count);
             assert_eq!(bitmap.count(0), 0);

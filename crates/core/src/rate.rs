@@ -47,12 +47,16 @@ pub(crate) struct Pace {
     pub(crate) in_flight_sectors: u64,
     /// Granted and not asked for yet.
     pub(crate) grant_sectors: u64,
-    last_grant: u64,
+    /// In flight and granted, after the last grant.
+    topped_sectors: u64,
     /// Came back since the controller's last step.
     received_sectors: u64,
     /// Asked for since `window`.
     window: Instant,
     window_sectors: u64,
+    /// Traffic of the application since `window`, and in the window before.
+    application_sectors: u64,
+    application_before: u64,
     rate: RateController,
 }
 
@@ -78,32 +82,45 @@ impl Pace {
         self.received_sectors += sectors;
     }
 
-    /// So little is in flight that it is time for another grant.
+    /// So much came back that it is time for another grant: the rest keeps disk and link busy
+    /// until its answers are here.
     pub(crate) fn runs_dry(&self) -> bool {
-        self.in_flight_sectors <= self.last_grant / 2
+        self.in_flight_sectors <= self.topped_sectors / 4 * 3
     }
 
     /// Asks the controller. What `load` says of flight and arrival is this value's own.
     pub(crate) fn grant(&mut self, now: Instant, options: &PeerDeviceOptions, load: RateInput) {
-        let input = RateInput {
-            in_flight_sectors: self.in_flight_sectors,
-            received_sectors: core::mem::take(&mut self.received_sectors),
-            ..load
-        };
-        let mut grant = self.rate.step(now, options, &input);
         if now - self.window >= STEP {
             self.window = now;
             self.window_sectors = 0;
+            self.application_before = core::mem::take(&mut self.application_sectors);
         }
-        if options.c_max_rate_kib_s > 0 {
-            let most = u64::from(options.c_max_rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND;
+        // Grants come faster than steps; a busy disk is to be noticed all the same.
+        self.application_sectors += load.application_sectors;
+        let input = RateInput {
+            in_flight_sectors: self.in_flight_sectors,
+            received_sectors: core::mem::take(&mut self.received_sectors),
+            application_sectors: self.application_before + self.application_sectors,
+            ..load
+        };
+        let mut grant = self.rate.step(now, options, &input);
+        let rate_kib_s = match options.c_plan_ahead_tenths {
+            0 => options.resync_rate_kib_s,
+            _ => options.c_max_rate_kib_s,
+        };
+        if rate_kib_s > 0 {
+            let most = u64::from(rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND;
             let rest = most.saturating_sub(self.window_sectors);
             if self.in_flight_sectors > 0 || self.window_sectors > 0 {
                 grant = grant.min(rest);
             }
         }
+        // What a throttled resync may do at least is once per step, not with every answer.
+        if self.rate.throttled && self.window_sectors > 0 {
+            grant = 0;
+        }
         self.grant_sectors = grant;
-        self.last_grant = grant;
+        self.topped_sectors = self.in_flight_sectors + grant;
     }
 }
 
@@ -115,6 +132,8 @@ pub struct RateController {
     last: Option<Instant>,
     /// Times and sectors left, at least 3 s apart, oldest first.
     marks: VecDeque<(Instant, u64)>,
+    /// The last step found the application busy.
+    throttled: bool,
 }
 
 impl RateController {
@@ -134,6 +153,7 @@ impl RateController {
             self.plan_step(elapsed, options, input)
         };
         let throttled = self.throttles(now, options, input);
+        self.throttled = throttled;
         let granule = input.granule_sectors.max(BLOCK_SECTORS);
         let limit =
             (u64::from(input.max_buffers) * BLOCK_SECTORS).saturating_sub(input.in_flight_sectors);
@@ -289,6 +309,82 @@ mod tests {
             controller.step(Instant(STEP.0), &options, &input(800, 0)),
             800
         );
+    }
+
+    /// Answers everything at once, a thousand times per step; gives what was asked for in `steps`
+    /// steps, and the most that was asked for in one of them.
+    fn ask(options: &PeerDeviceOptions, steps: u64, load: RateInput) -> (u64, u64) {
+        let mut pace = Pace::new(Instant(0));
+        let (mut asked, mut most) = (0, 0);
+        for step in 0..steps {
+            let before = asked;
+            for tick in 0..1000 {
+                let now = Instant(step * STEP.0 + tick * STEP.0 / 1000);
+                if tick == 0 || pace.runs_dry() {
+                    let left_sectors = load.left_sectors - asked;
+                    let load = RateInput {
+                        left_sectors,
+                        ..load
+                    };
+                    pace.grant(now, options, load);
+                }
+                let sectors = pace.grant_sectors;
+                pace.asked(sectors);
+                asked += sectors;
+                pace.answered(sectors);
+            }
+            most = most.max(asked - before);
+        }
+        (asked, most)
+    }
+
+    #[test]
+    fn quick_answers_do_not_break_a_fixed_rate() {
+        let options = PeerDeviceOptions {
+            c_plan_ahead_tenths: 0,
+            resync_rate_kib_s: 4000,
+            ..PeerDeviceOptions::default()
+        };
+        let (asked, most) = ask(&options, 50, input(0, 0));
+        assert!((40_000 - 800..=40_000).contains(&asked), "{asked}");
+        assert!(most <= 800, "{most}");
+    }
+
+    #[test]
+    fn an_application_that_is_slow_between_two_grants_is_noticed_all_the_same() {
+        let options = PeerDeviceOptions::default();
+        let (free, _) = ask(&options, 50, input(0, 0));
+        // One sector per grant is far below what counts as busy, a thousand of them are not.
+        let load = RateInput {
+            application_sectors: 1,
+            ..input(0, 0)
+        };
+        let (asked, _) = ask(&options, 50, load);
+        assert!(asked > 0 && asked * 4 < free, "{asked} of {free}");
+    }
+
+    #[test]
+    fn the_next_grant_comes_while_most_of_the_last_is_in_flight() {
+        let options = PeerDeviceOptions {
+            c_plan_ahead_tenths: 0,
+            resync_rate_kib_s: 4 << 20,
+            ..PeerDeviceOptions::default()
+        };
+        let mut pace = Pace::new(Instant(0));
+        let load = RateInput {
+            max_buffers: 2048,
+            ..input(0, 0)
+        };
+        pace.grant(Instant(1), &options, load);
+        assert_eq!(pace.grant_sectors, 16_384);
+        for at in 2..100 {
+            pace.asked(pace.grant_sectors);
+            assert!(!pace.runs_dry());
+            pace.answered(4096);
+            assert!(pace.runs_dry());
+            pace.grant(Instant(at), &options, load);
+            assert_eq!(pace.grant_sectors, 4096);
+        }
     }
 
     #[test]

@@ -210,6 +210,11 @@ impl DiskIo {
         self.geometry.bitmap_offset_bytes = bitmap_offset_bytes;
     }
 
+    /// A flush of this disk does something.
+    pub(crate) fn flushes(&self) -> bool {
+        self.flushes
+    }
+
     /// The activity log has moved.
     pub fn transactions(&self) -> u64 {
         self.al.transactions()

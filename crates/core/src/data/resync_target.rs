@@ -19,7 +19,8 @@ use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault, Owner};
 use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId, WatchId};
-use crate::rate::{Pace, RateInput, STEP};
+use crate::options::NetOptions;
+use crate::rate::{BLOCK_SECTORS, Pace, RateInput, STEP};
 use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::time::{Duration, Instant};
@@ -29,6 +30,8 @@ mod csum;
 mod flush;
 mod thin;
 
+/// The part of what is in flight that is worth a flush of its own.
+const FLUSH_SHARE: u64 = 2;
 /// Longest time that written data wait for the flush that they share with others.
 const FLUSH_DELAY: Duration = Duration::from_millis(10);
 /// After this time without an answer the flush before the end is asked for again.
@@ -52,6 +55,9 @@ pub(crate) struct TargetSync {
     pace: Pace,
     /// Written and not flushed.
     unflushed: Vec<Key>,
+    unflushed_sectors: u64,
+    /// On the disk, but not durable or not acknowledged: nothing that the rate controller counts.
+    written_sectors: u64,
     /// In the flush in flight.
     flushing: Vec<Key>,
     /// Flushed, but marks towards third nodes are still on their way to the disk.
@@ -88,6 +94,8 @@ struct TargetRequest {
     zero: bool,
     /// The source marked the block again: what it sent may be older than the mark.
     marked_again: bool,
+    /// On the disk.
+    written: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -151,6 +159,8 @@ impl Resource {
                 sync.requests = old.requests;
                 sync.by_sector = old.by_sector;
                 sync.unflushed = old.unflushed;
+                sync.unflushed_sectors = old.unflushed_sectors;
+                sync.written_sectors = old.written_sectors;
                 sync.flushing = old.flushing;
                 sync.marking = old.marking;
                 sync.hashed = old.hashed;
@@ -293,10 +303,7 @@ impl Resource {
     ) -> RateInput {
         let mut load = RateInput {
             left_sectors,
-            max_buffers: self
-                .connections
-                .get(&peer)
-                .map_or(2048, |c| c.net.max_buffers),
+            max_buffers: self.max_buffers(peer),
             ..RateInput::default()
         };
         load.granule_sectors = self.common_block_sectors(volume, peer);
@@ -309,6 +316,12 @@ impl Resource {
             device.io.written_at_grant = written;
         }
         load
+    }
+
+    /// `max-buffers` in 4 KiB pages.
+    fn max_buffers(&self, peer: NodeId) -> u32 {
+        let conn = self.connections.get(&peer);
+        conn.map_or(NetOptions::default().max_buffers, |c| c.net.max_buffers)
     }
 
     /// Something came back or was marked: go on if the pipe runs dry.
@@ -331,6 +344,7 @@ impl Resource {
             return;
         }
         let thin_sectors = self.thin_sectors(volume, peer);
+        let most_written_sectors = u64::from(self.max_buffers(peer)) * BLOCK_SECTORS;
         // Requests of whole blocks of both sides: what is clear in a larger block of the peer's
         // comes once more.
         let block = self.common_block_sectors(volume, peer);
@@ -357,13 +371,14 @@ impl Resource {
                 self.end_pass(volume, peer);
                 return;
             };
-            if sync.pace.grant_sectors == 0 {
+            if sync.pace.grant_sectors == 0 || sync.written_sectors >= most_written_sectors {
                 return;
             }
             let own_bits = block / disk.bitmap.shape().block().sectors();
             let unit = thin_sectors / block;
             let granted = sync.pace.grant_sectors.max(thin_sectors);
-            let clear = disk.bitmap.next_clear(slot, bit);
+            let most = (MOST_SECTORS / block).max(unit) + 1;
+            let clear = disk.bitmap.next_clear_within(slot, bit, most * own_bits);
             let (start, end) = request_bits(
                 clear.div_ceil(own_bits),
                 bit / own_bits,
@@ -395,6 +410,7 @@ impl Resource {
                 thin: false,
                 zero: false,
                 marked_again: false,
+                written: false,
             });
             sync.by_sector.insert(sector, key);
             let owner = Owner::Target(peer, key);
@@ -711,14 +727,22 @@ impl Resource {
         };
         let payload = request.payload.take();
         let range = request.range.take();
+        request.written = true;
+        let sectors = u64::from(request.size_bytes) / Sector::SIZE;
         let idle = sync.flushing.is_empty() && sync.marking.is_empty();
         sync.unflushed.push(key);
+        sync.unflushed_sectors += sectors;
+        sync.written_sectors += sectors;
+        sync.pace.answered(sectors);
         let mut ready = Vec::new();
         if let Some(range) = range {
             device.io.ranges.remove(range, &mut ready);
         }
-        // Flush at once if everything that was asked for is written.
-        let all = sync.unflushed.len() == sync.requests.len();
+        // One flush serves many blocks, but source and link must not wait for it: the blocks that
+        // are not part of it keep them busy meanwhile.
+        let enough = sync.unflushed_sectors >= sync.pace.in_flight_sectors / FLUSH_SHARE
+            || sync.unflushed.len() == sync.requests.len()
+            || device.disk.as_ref().is_some_and(|d| !d.io.flushes());
         let lost = sync.lost;
         self.wake_ranges(volume, ready);
         if let Some(payload) = payload {
@@ -727,11 +751,14 @@ impl Resource {
         if lost {
             // Nobody is told; the bits stay and the next resync writes the block again.
             self.target_forget(volume, peer, key);
-        } else if idle && all {
+        } else if idle && enough {
             self.start_target_flush(volume, peer);
-        } else if idle {
-            let at = self.now + FLUSH_DELAY;
-            self.timers.set_earliest(Timer::ResyncFlush(volume), at);
+        } else {
+            if idle {
+                let at = self.now + FLUSH_DELAY;
+                self.timers.set_earliest(Timer::ResyncFlush(volume), at);
+            }
+            self.target_kick(volume, peer);
         }
     }
 
@@ -754,6 +781,7 @@ impl Resource {
         let idle = sync.flushing.is_empty() && sync.marking.is_empty();
         if idle && !sync.unflushed.is_empty() {
             sync.flushing = core::mem::take(&mut sync.unflushed);
+            sync.unflushed_sectors = 0;
             if planted!(self, ResyncAckBeforeFlush) {
                 self.target_flushed(volume, peer, Ok(()));
                 return;
@@ -936,9 +964,17 @@ impl Resource {
             return;
         };
         sync.by_sector.remove(&request.sector);
-        sync.unflushed.retain(|k| *k != key);
         let sectors = u64::from(request.size_bytes) / Sector::SIZE;
-        sync.pace.answered(sectors);
+        let before = sync.unflushed.len();
+        sync.unflushed.retain(|k| *k != key);
+        if sync.unflushed.len() < before {
+            sync.unflushed_sectors -= sectors;
+        }
+        if request.written {
+            sync.written_sectors -= sectors;
+        } else {
+            sync.pace.answered(sectors);
+        }
         sync.done_sectors += sectors;
         let mut ready = Vec::new();
         if let Some(watch) = request.watch {
