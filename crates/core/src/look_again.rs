@@ -11,6 +11,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
+use crate::compare;
 use crate::resource::Resource;
 use crate::state::State;
 use crate::time::Duration;
@@ -85,6 +86,36 @@ impl Resource {
             self.send_uuids(peer, volume, UuidFlags::RESYNC);
             self.send_state(peer, volume, &state);
             self.compare_now(peer, volume);
+        }
+    }
+
+    /// Compares with the peer's last state.
+    pub(crate) fn compare_now(&mut self, peer: NodeId, volume: VolumeNr) {
+        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
+        let theirs = pd.and_then(|p| p.last_state);
+        let announces = pd
+            .and_then(|p| p.uuids.as_ref())
+            .is_some_and(|u| u.flags.contains(UuidFlags::NEW_DATAGEN));
+        if announces && self.is_lockstep(peer) {
+            // A generation that is only planned has no slots yet that would explain it.
+            return;
+        }
+        if let Some(mut theirs) = theirs {
+            let told =
+                core::mem::replace(&mut theirs.disk, self.state.peer_device(volume, peer).disk);
+            self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
+            let p = self.state.peer_device(volume, peer);
+            // The end of a resync from a third node took the peer for one that is behind, by UUIDs
+            // that it has left since.
+            if p.repl == ReplState::Established
+                && p.disk == DiskState::Outdated
+                && told == DiskState::UpToDate
+                && self.state.disk(volume) == DiskState::UpToDate
+                && self.same_current(volume, peer)
+                && !self.marked_towards(volume, peer)
+            {
+                self.hard_change(Change::new().peer_disk(volume, peer, told));
+            }
         }
     }
 

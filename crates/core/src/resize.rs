@@ -621,7 +621,8 @@ impl Resource {
         if grows && area == NewArea::Resync {
             for peer in connected.iter() {
                 let side = self.side_towards(peer, t, diskful_primaries);
-                if let Some(side) = side.filter(|_| self.copies_new_area(volume, peer)) {
+                let ahead = side == Some(Side::Source) && self.is_target_already(volume, peer);
+                if let Some(side) = side.filter(|_| ahead || self.copies_new_area(volume, peer)) {
                     sides.push((peer, side));
                 }
             }
@@ -669,6 +670,20 @@ impl Resource {
             && p.repl == ReplState::Established
             && p.disk == DiskState::UpToDate
             && self.state.disk(volume) == DiskState::UpToDate
+    }
+
+    /// The commit has come to this peer by a shorter way: it is target of the new area already.
+    fn is_target_already(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let last = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.peers.get(&peer))
+            .and_then(|pd| pd.last_state);
+        self.state.peer_device(volume, peer).repl == ReplState::Established
+            && self.state.disk(volume) == DiskState::UpToDate
+            && last.is_some_and(|state| {
+                state.repl == ReplState::SyncTarget && state.disk == DiskState::Inconsistent
+            })
     }
 
     /// An agreed size is durable here.

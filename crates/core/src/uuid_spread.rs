@@ -717,23 +717,6 @@ impl Resource {
         }
     }
 
-    /// Compares with the peer's last state.
-    pub(crate) fn compare_now(&mut self, peer: NodeId, volume: VolumeNr) {
-        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
-        let theirs = pd.and_then(|p| p.last_state);
-        let announces = pd
-            .and_then(|p| p.uuids.as_ref())
-            .is_some_and(|u| u.flags.contains(UuidFlags::NEW_DATAGEN));
-        if announces && self.is_lockstep(peer) {
-            // A generation that is only planned has no slots yet that would explain it.
-            return;
-        }
-        if let Some(mut theirs) = theirs {
-            theirs.disk = self.state.peer_device(volume, peer).disk;
-            self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
-        }
-    }
-
     /// Equal and nothing marked: an Outdated or Consistent disk takes the neighbour's state.
     fn follow_neighbour(&mut self, peer: NodeId, volume: VolumeNr) {
         let mine = self.state.peer_device(volume, peer);
@@ -802,7 +785,11 @@ impl Resource {
             return;
         };
         let old = disk.generations.current;
-        if old.same_generation(set.current) {
+        // It may have been on its way for long: a resync from somebody else has brought this disk
+        // further meanwhile.
+        let is_past =
+            |entry: &Uuid| entry.0 & Uuid::PRIMARY_BIT == 0 && entry.same_generation(set.current);
+        if old.same_generation(set.current) || disk.generations.history.iter().any(is_past) {
             return;
         }
         let rotation = Rotation {

@@ -193,9 +193,12 @@ const BUFFERS_MOST: usize = 10_000;
 /// Commands that may wait on one node.
 const COMMANDS_MOST: usize = 200;
 
-/// At most one node is Primary.
+/// At most one node is Primary; one that is frozen without quorum does not count.
 pub fn one_primary(w: &mut World) {
-    let is_primary = |w: &mut World, n: usize| w.view(n).is_some_and(|v| v.role == Role::Primary);
+    let is_primary = |w: &mut World, n: usize| {
+        w.view(n)
+            .is_some_and(|v| v.role == Role::Primary && v.quorate)
+    };
     let mut count = 0;
     for node in 0..w.nodes.len() {
         count += usize::from(is_primary(w, node));
@@ -290,6 +293,16 @@ fn node_not_converged(w: &World, node: usize, snapshot: &Snapshot) -> Option<Str
         }
     }
     None
+}
+
+/// Sectors that resyncs still have to copy, as all nodes see it.
+pub fn left_to_sync(w: &World) -> u64 {
+    let snapshots = (0..w.nodes.len()).filter_map(|node| w.snapshot(node));
+    snapshots
+        .flat_map(|s| s.connections)
+        .flat_map(|c| c.peer_devices)
+        .map(|p| p.out_of_sync_sectors)
+        .sum()
 }
 
 /// All replicas are equal and hold what the history allows; nothing leaks.

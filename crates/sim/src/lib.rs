@@ -17,6 +17,7 @@ mod io;
 pub mod marks;
 mod net;
 pub mod operator;
+mod pace;
 pub mod plan;
 #[cfg(feature = "planted")]
 pub mod planted;

@@ -391,6 +391,8 @@ pub struct World {
     pub fingerprint: u64,
     /// Events so far.
     pub steps: u64,
+    /// The present second, and the events before it.
+    pub(crate) second: (u64, u64),
     /// Packets by name, for the report.
     pub packets: u64,
     /// Writes acknowledged.
@@ -465,6 +467,7 @@ impl World {
             trap: Default::default(),
             fingerprint: 0xcbf2_9ce4_8422_2325,
             steps: 0,
+            second: (0, 0),
             packets: 0,
             acked: 0,
             config,
@@ -1040,6 +1043,7 @@ impl World {
         };
         self.now = at;
         self.steps += 1;
+        self.check_pace();
         self.mix(at);
         match ev {
             Ev::Timer { node, life } => {

@@ -89,6 +89,20 @@ fn nobody_waits_for_a_better_disk_than_there_is() {
     holds(5, 93, Some(CLIENTS), "0-2,4,6-8", "2-5");
 }
 
+/// Not everybody was connected with everybody: two nodes told each other of third nodes in sync
+/// for ever, and every packet made several.
+#[test]
+fn answers_about_nodes_in_sync_end() {
+    holds(5, 3, None, "0-8", "0-99");
+}
+
+/// A Primary's disk was taken away by force while a write was on its way to two peers that were
+/// lost as well: the fourth node serves the data now and has to get the write before its end.
+#[test]
+fn a_copy_on_a_disk_that_is_gone_is_no_copy() {
+    holds(4, 35, None, "0-23", "0-29");
+}
+
 /// semantics.md, 11.1: nodes that leave in good order stop counting, so the last one goes on; and
 /// they are let go one after the other.
 #[test]

@@ -1030,8 +1030,9 @@ impl Resource {
         self.timers.set_earliest(Timer::BitmapWrite(volume), at);
     }
 
-    /// Tells the peers who is in sync with this node in some extents (semantics.md, 19.7), unless
-    /// that names nobody but the `known` ones.
+    /// Tells the peers who is in sync with this node in some extents (semantics.md, 19.7). With
+    /// `known` ones it is an answer to who said that these are equal, and given only by a node that
+    /// knows all of them and more as equal: so answers to answers end, whoever is connected.
     pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, extents: &[AlExtent], known: NodeMask) {
         if self.connections.len() < 2 {
             // Nobody is left whose relation the packet could settle.
@@ -1042,6 +1043,7 @@ impl Resource {
             .into_iter()
             .filter(|peer| self.vouches_for(volume, *peer))
             .collect();
+        let own = self.node_id;
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         for extent in extents {
             let sector = extent.first_sector();
@@ -1071,7 +1073,9 @@ impl Resource {
                         .is_some_and(|slot| !io.bitmap.any_set(slot, bits.clone()))
                 })
                 .collect();
-            if mask.difference(known).is_empty() {
+            let knows_more = !mask.difference(known).is_empty();
+            let knows_all = known.difference(mask.with(own)).is_empty();
+            if !knows_more || !knows_all {
                 continue;
             }
             for peer in mask.iter() {

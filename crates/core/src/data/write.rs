@@ -555,11 +555,21 @@ impl Resource {
             }
             return;
         }
+        // A copy on a disk that is gone is none: whoever serves the data now has to get the write.
+        let lost_copy = self.state.disk(volume) <= DiskState::Failed;
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let has_copy = req.local == Local::Ok && !lost_copy || !req.ok.is_empty();
+        if !fails && !has_copy && req.local == Local::Ok && self.data_reachable(volume) {
+            self.submit_again(key);
+            return;
+        }
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
         req.completed = true;
-        let ok = !fails && (req.local == Local::Ok || !req.ok.is_empty());
+        let ok = !fails && has_copy;
         let (id, epoch, settled) = (req.id, req.epoch, req.settled);
         if epoch == self.io.epoch {
             self.close_epoch();
@@ -571,6 +581,33 @@ impl Resource {
         self.request_ended(volume);
         self.complete(id, if ok { Ok(()) } else { Err(RequestError::Io) });
         self.settle_log();
+    }
+
+    /// The only copy of a write went with the disk before anybody was told of its end: the write is
+    /// made again, at the peers that there are now.
+    fn submit_again(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        if !req.unsettled.is_empty() {
+            // A peer that refused it may still have it in an epoch: that one ends first, or its
+            // end would be taken for an ack.
+            self.close_epoch();
+            return;
+        }
+        req.settled = false;
+        req.local = Local::None;
+        req.in_sync = NodeMask::EMPTY;
+        req.mark = NodeMask::EMPTY;
+        req.accounted = NodeMask::EMPTY;
+        let (volume, sector, size, al) = (req.volume, req.sector, req.size_bytes, req.al.take());
+        self.io.log.retain(|other| *other != key);
+        // The disk that is gone has it, and nobody else yet.
+        self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        if let Some(serial) = al {
+            self.al_put(volume, sector, size, serial);
+        }
+        self.submit_write(key);
     }
 
     /// Completions that were held go on if nothing holds them any more.
@@ -835,6 +872,8 @@ impl Resource {
                 // Stable is more than written.
                 req.pending.remove(peer);
                 req.ok.insert(peer);
+            }
+            if !req.completed {
                 self.try_complete(key);
             }
         }
