@@ -337,6 +337,7 @@ impl Resource {
 
     /// Looks at every waiting command; called after each input.
     pub(crate) fn settle_commands(&mut self) {
+        self.settle_give_way();
         self.settle_auto_demote();
         if self.waiting.is_empty() {
             return;

@@ -130,7 +130,7 @@ impl Resource {
                 | ErrorCode::CONCURRENT_ST_CHG
                 | ErrorCode::PRIMARY_READER
                 | ErrorCode::TIMEOUT
-        ) || (self.retries_conflicts(peer)
+        ) || ((self.retries_conflicts(peer) || self.would_give_way())
             && matches!(
                 refusal.code,
                 ErrorCode::CW_FAILED_BY_PEER | ErrorCode::TWO_PRIMARIES
@@ -559,6 +559,10 @@ impl Resource {
                 .get_or_insert(self.give_role_up(peer, volume));
             return;
         }
+        if crate::frozen::outdates_primary(strategy) && self.would_give_way() {
+            verdict.refusal.get_or_insert(self.give_way(peer, volume));
+            return;
+        }
         match strategy.to_repl_state(own_role, theirs.role) {
             Some(repl) => verdict.repl = repl,
             None => {
@@ -687,10 +691,8 @@ impl Resource {
             return;
         }
         if newer {
-            verdict.refusal.get_or_insert(Refusal {
-                code: ErrorCode::HANDSHAKE_RETRY,
-                text: format!("node {peer} has newer data of volume {volume} than this Primary"),
-            });
+            let refusal = self.older_than(peer, volume);
+            verdict.refusal.get_or_insert(refusal);
             return;
         }
         let older = device.peers.iter().any(|(n, pd)| {

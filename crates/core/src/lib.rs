@@ -28,6 +28,7 @@ mod disk_timeout;
 pub mod event;
 pub mod exposed;
 pub mod fencing;
+mod frozen;
 pub mod generation;
 pub mod handshake;
 pub mod integrity;

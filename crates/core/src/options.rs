@@ -301,6 +301,16 @@ impl Default for PeerDeviceOptions {
     }
 }
 
+/// `on-suspended-primary-outdated`: what a frozen Primary does when a peer has newer data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnSuspendedPrimaryOutdated {
+    /// `disconnect`: it refuses the connection and stays frozen.
+    #[default]
+    Disconnect,
+    /// `force-secondary`: it becomes Secondary, and its waiting requests fail.
+    ForceSecondary,
+}
+
 /// `options` section, one set per resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResourceOptions {
@@ -316,6 +326,8 @@ pub struct ResourceOptions {
     pub on_no_quorum: OnLoss,
     /// `on-no-data-accessible`, default io-error.
     pub on_no_data_accessible: OnLoss,
+    /// `on-suspended-primary-outdated`, default disconnect.
+    pub on_suspended_primary_outdated: OnSuspendedPrimaryOutdated,
     /// `twopc-timeout` in 0.1 s, default 300.
     pub twopc_timeout_tenths: u32,
     /// `twopc-retry-timeout` in 0.1 s, default 1.
@@ -345,6 +357,7 @@ impl Default for ResourceOptions {
             quorum_minimum_redundancy: Quorum::Off,
             on_no_quorum: OnLoss::SuspendIo,
             on_no_data_accessible: OnLoss::IoError,
+            on_suspended_primary_outdated: OnSuspendedPrimaryOutdated::Disconnect,
             twopc_timeout_tenths: 300,
             twopc_retry_timeout_tenths: 1,
             nr_requests: 8000,

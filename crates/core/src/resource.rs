@@ -67,6 +67,7 @@ pub struct Resource {
     /// The promotion was explicit: closing the last opener does not demote.
     pub(crate) explicit_primary: bool,
     pub(crate) opens: crate::open::Opens,
+    pub(crate) gives_way: crate::frozen::GivesWay,
     pub(crate) fences: crate::fencing::Fences,
     pub(crate) io: ResourceIo,
     #[cfg(feature = "planted")]
@@ -124,6 +125,7 @@ impl Resource {
             new_uuid_wanted: false,
             explicit_primary: false,
             opens: crate::open::Opens::default(),
+            gives_way: crate::frozen::GivesWay::default(),
             fences: crate::fencing::Fences::default(),
             io: ResourceIo::default(),
             #[cfg(feature = "planted")]

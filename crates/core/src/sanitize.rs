@@ -518,11 +518,16 @@ impl Resource {
         if !new.susp_uuid
             && old.suspended()
             && !new.suspended()
+            && new.role == Role::Primary
             && self.devices.values().any(|d| d.new_uuid_pending)
         {
             new.susp_uuid = true;
         }
         let demoted = old.role == Role::Primary && new.role == Role::Secondary;
+        if demoted {
+            // Nobody waits for data here any more.
+            new.susp_nod = false;
+        }
         if demoted && self.devices.values().any(|d| d.openers.writers > 0) {
             new.fail_io = true;
         }

@@ -265,6 +265,14 @@ pub fn resource(
             table::OnNoDataAccessible::IoError => core::OnLoss::IoError,
             table::OnNoDataAccessible::SuspendIo => core::OnLoss::SuspendIo,
         },
+        on_suspended_primary_outdated: match t.on_suspended_primary_outdated {
+            table::OnSuspendedPrimaryOutdated::Disconnect => {
+                core::OnSuspendedPrimaryOutdated::Disconnect
+            }
+            table::OnSuspendedPrimaryOutdated::ForceSecondary => {
+                core::OnSuspendedPrimaryOutdated::ForceSecondary
+            }
+        },
         twopc_timeout_tenths: t.twopc_timeout_tenths_s,
         twopc_retry_timeout_tenths: t.twopc_retry_timeout_tenths_s,
         nr_requests: t.max_io_depth_requests,

@@ -81,6 +81,8 @@ pub enum Fault {
     Quorum,
     /// A disk stops answering for a while; `disk-timeout` is configured.
     HangDisk,
+    /// The Primary is cut off until it freezes, and another node takes over.
+    Takeover,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -122,13 +124,14 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 6] = [
+pub const BY_NAME: [(Fault, &str); 7] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
     (Fault::Diskless, "diskless"),
     (Fault::Quorum, "quorum"),
     (Fault::HangDisk, "hangdisk"),
+    (Fault::Takeover, "takeover"),
 ];
 
 /// Every kind with its word.
@@ -305,6 +308,11 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             w.isolate(primary);
             Undo::OpenAll(primary)
         }),
+        Fault::Takeover => {
+            let primary = o.take_over_soon(w)?;
+            w.isolate(primary);
+            Some(Undo::OpenAll(primary))
+        }
         Fault::LateLink => {
             w.next_link_late(a, rng.delay(2 * SECOND));
             w.reset(a, b);

@@ -35,6 +35,10 @@ pub const MARKS: &[(&str, &str)] = &[
         "heir-promoted",
         "another node took over after the Primary had gone",
     ),
+    (
+        "gave-way",
+        "a frozen Primary became Secondary after another had taken over",
+    ),
     ("cold-extent", "a request waited for the activity log"),
     ("disk-failed", "a disk was given up after an error"),
     (

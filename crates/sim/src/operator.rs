@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 use lockstep_core::command::{Command, MetaIndex};
 use lockstep_core::options::{
-    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ReadBalancing, ResourceOptions,
+    DiskOptions, NetOptions, OnLoss, OnSuspendedPrimaryOutdated, PeerDeviceOptions, Protocol,
+    Quorum, ReadBalancing, ResourceOptions,
 };
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
@@ -94,6 +95,19 @@ pub struct Operator {
     pub ready: bool,
     /// No promotion from now on.
     pub calm: bool,
+    takeover: Option<Takeover>,
+    /// A Primary that stood still when another node took over.
+    frozen: Option<usize>,
+}
+
+/// Another node is to become Primary as soon as this one is frozen.
+#[derive(Clone, Debug)]
+struct Takeover {
+    primary: usize,
+    /// Of each volume the nodes that have everything that was acknowledged.
+    heirs: Vec<u32>,
+    /// Lives of all nodes: who died meanwhile may lack something.
+    lives: Vec<u32>,
 }
 
 fn peer_id(n: usize) -> NodeId {
@@ -121,6 +135,84 @@ impl Operator {
             detached: BTreeSet::new(),
             ready: false,
             calm: false,
+            takeover: None,
+            frozen: None,
+        }
+    }
+
+    /// The Primary is about to be cut off: once it is frozen, one of those who have all its data
+    /// takes over. None where nobody could know who has them.
+    pub fn take_over_soon(&mut self, w: &mut World) -> Option<usize> {
+        let primary = self.primary?;
+        let possible = w.config.protocol == Protocol::C
+            && self.settings.resource.quorum != Quorum::Off
+            && self.settings.resource.on_no_quorum == OnLoss::SuspendIo
+            && self.frozen.is_none()
+            && !self.is_changing()
+            && self.is_up(primary);
+        let view = w.view(primary).filter(|v| possible && v.quorate)?;
+        let shares = |peer: &usize| *peer != primary && w.shares_link(primary, *peer);
+        let heirs = (0..self.heirs.len()).map(|volume| {
+            let holders = members(view.holders[volume]).into_iter().filter(shares);
+            holders.fold(0, |all, peer| all | 1 << peer)
+        });
+        self.takeover = Some(Takeover {
+            primary,
+            heirs: heirs.collect(),
+            lives: w.nodes.iter().map(|n| n.life).collect(),
+        });
+        Some(primary)
+    }
+
+    /// Lets others take over from a Primary that is frozen now, and forgets one that is none.
+    fn look_at_frozen(&mut self, w: &mut World) {
+        if let Some(takeover) = self.takeover.clone() {
+            let view = w.view(takeover.primary);
+            let lives: Vec<u32> = w.nodes.iter().map(|n| n.life).collect();
+            let same = |n: usize| lives[n] == takeover.lives[n];
+            if self.primary != Some(takeover.primary) || !same(takeover.primary) || self.calm {
+                self.takeover = None;
+            } else if view.is_some_and(|v| v.role == Role::Primary && !v.quorate)
+                && self.demoting.is_none()
+            {
+                let alive = (0..lives.len()).filter(|n| same(*n));
+                let alive = alive.fold(0, |all, n| all | 1 << n);
+                let heirs: Vec<u32> = takeover.heirs.iter().map(|h| h & alive).collect();
+                if heirs.iter().fold(u32::MAX, |all, of| all & of) != 0 {
+                    self.heirs = heirs;
+                    self.frozen = Some(takeover.primary);
+                    self.primary = None;
+                    w.trace(takeover.primary, || {
+                        "== is frozen; another takes over".into()
+                    });
+                }
+                self.takeover = None;
+            }
+        }
+        let Some(frozen) = self.frozen else { return };
+        let view = w.view(frozen).filter(|v| v.role == Role::Primary);
+        sometimes!(w.marks, view.is_none() && w.is_up(frozen), "gave-way");
+        match view {
+            None => self.frozen = None,
+            // It goes on: nobody was promoted in time.
+            Some(view) if view.quorate && !self.is_changing() && self.primary.is_none() => {
+                self.primary = Some(frozen);
+                self.frozen = None;
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// A Primary that stays frozen beside its successor is demoted by hand.
+    fn demote_frozen(&mut self, w: &mut World) {
+        let by_hand = self.settings.resource.on_suspended_primary_outdated
+            == OnSuspendedPrimaryOutdated::Disconnect;
+        if let Some(frozen) = self.frozen
+            && by_hand
+            && self.primary.is_some()
+            && w.nodes[frozen].commands.is_empty()
+        {
+            w.command(frozen, Command::Secondary { force: true });
         }
     }
 
@@ -249,7 +341,11 @@ impl Operator {
         let Some(view) = w.view(node) else {
             return;
         };
-        if view.role == Role::Primary || self.primary == Some(node) {
+        let succeeded = self.frozen == Some(node);
+        if succeeded {
+            self.frozen = None;
+        }
+        if (view.role == Role::Primary && !succeeded) || self.primary == Some(node) {
             for volume in 0..self.heirs.len() {
                 self.heirs[volume] = self.heirs_of(w, node, view.holders[volume], volume);
             }
@@ -258,7 +354,7 @@ impl Operator {
                 self.pending_loss = Some(node);
             }
             w.trace(node, || "== the Primary dies".into());
-        } else if self.primary.is_none() && lose == Lose::Unflushed {
+        } else if self.primary.is_none() && lose == Lose::Unflushed && !succeeded {
             let mut alone = false;
             for heirs in self.heirs.iter_mut().filter(|h| **h & 1 << node != 0) {
                 if heirs.count_ones() > 1 {
@@ -382,6 +478,7 @@ impl Operator {
                 self.primary = None;
             }
         }
+        self.look_at_frozen(w);
         self.learn(w);
     }
 
@@ -734,6 +831,7 @@ impl Operator {
             }
         }
         self.detached.clear();
+        self.demote_frozen(w);
         for node in 0..w.nodes.len() {
             if self.is_up(node) {
                 self.replace_bad_disks(w, node);

@@ -5,7 +5,9 @@
 use std::fmt;
 
 use lockstep_core::event::RequestKind;
-use lockstep_core::options::{OnIoError, OnLoss, Protocol, Quorum};
+use lockstep_core::options::{
+    AfterSplitBrain, OnIoError, OnLoss, OnSuspendedPrimaryOutdated, Protocol, Quorum,
+};
 
 use crate::disk::Where;
 use crate::extras::{self, Extra};
@@ -411,7 +413,18 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
     if wants(Fault::HangDisk) {
         settings.disk.disk_timeout_tenths = rng.pick(&[3, 10, 40]);
     }
-    if wants(Fault::Quorum) {
+    if wants(Fault::Takeover) {
+        config.protocol = Protocol::C;
+        settings.net.protocol = Protocol::C;
+        // With this policy, and with its counterpart, nobody has to be there.
+        settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
+        resource.quorum = Quorum::Majority;
+        resource.on_no_quorum = OnLoss::SuspendIo;
+        resource.on_no_data_accessible = OnLoss::SuspendIo;
+        if rng.permille(600) {
+            resource.on_suspended_primary_outdated = OnSuspendedPrimaryOutdated::ForceSecondary;
+        }
+    } else if wants(Fault::Quorum) {
         // One copy alone would never be enough for these.
         let copies = config.nodes - config.diskless;
         resource.quorum = match rng.below(8) {

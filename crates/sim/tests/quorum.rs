@@ -1,6 +1,9 @@
 //! Nodes without disks, and what quorum promises.
 
-use lockstep_core::options::{OnLoss, Protocol, Quorum};
+use lockstep_core::options::{
+    AfterSplitBrain, OnLoss, OnSuspendedPrimaryOutdated, Protocol, Quorum,
+};
+use lockstep_core::state::Role;
 use lockstep_sim::check;
 use lockstep_sim::disk::Lose;
 use lockstep_sim::drive::{Trace, run};
@@ -185,5 +188,61 @@ fn worlds_with_clients_and_quorum_hold() {
             let played = run(seed, &orders, Trace::Off);
             assert_eq!(played.violation, None, "{}", orders.command(seed));
         }
+    }
+}
+
+/// semantics.md, 11.4: the Primary is cut off and freezes, another takes over and writes. When it
+/// comes back, its waiting requests fail and it follows, at once or when the operator says so.
+#[test]
+fn a_frozen_primary_gives_way_to_its_successor() {
+    use OnSuspendedPrimaryOutdated::{Disconnect, ForceSecondary};
+    for (seed, policy) in [(40, ForceSecondary), (41, Disconnect), (42, ForceSecondary)] {
+        let config = Config {
+            nodes: 3,
+            protocol: Protocol::C,
+            ..Config::small(seed)
+        };
+        let mut s = Scenario::with(
+            config,
+            |settings| {
+                settings.resource.quorum = Quorum::Majority;
+                settings.resource.on_suspended_primary_outdated = policy;
+                settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
+            },
+            false,
+        );
+        s.write_and_wait(A, 10, 8);
+        let early = s.write(A, 12, 2);
+        assert_eq!(s.operator.take_over_soon(&mut s.world), Some(A));
+        s.world.isolate(A);
+        s.pass(30 * SECOND);
+        let late = s.write(A, 30, 1);
+        s.promote(B);
+        s.write_and_wait(B, 10, 4);
+        s.write_and_wait(B, 40, 4);
+        assert!(waits(&s.world, A, early) && waits(&s.world, A, late));
+        for peer in [B, C] {
+            s.cut(A, peer, false);
+        }
+        s.pass(30 * SECOND);
+        let role = |s: &Scenario, node: usize| s.world.snapshot(node).map(|s| s.role);
+        assert_eq!(role(&s, B), Some(Role::Primary));
+        if policy == Disconnect {
+            assert_eq!(
+                role(&s, A),
+                Some(Role::Primary),
+                "it waits for its operator"
+            );
+            assert!(waits(&s.world, A, late));
+            s.operator.heal(&mut s.world);
+        }
+        s.done(A, early);
+        s.done(A, late);
+        s.run_until("the frozen Primary is demoted", |w| {
+            w.snapshot(A).is_some_and(|s| s.role == Role::Secondary)
+        });
+        s.in_sync();
+        assert_eq!(role(&s, B), Some(Role::Primary));
+        s.read(B, 10, 8);
     }
 }

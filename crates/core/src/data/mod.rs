@@ -658,19 +658,24 @@ impl Resource {
             })
     }
 
+    /// Every request of this node's applications was answered.
+    pub(crate) fn requests_are_answered(&self) -> bool {
+        let all = |key: Key| self.io.requests.get(key).is_none_or(|req| req.completed);
+        self.io.held.is_empty()
+            && self.io.flushes.is_empty()
+            && self.io.requests.keys().into_iter().all(all)
+    }
+
     /// Every request of this node's applications was answered, and what was written is on stable
     /// storage at every peer where a flush does not wait for that (semantics.md, 7.3): were this
     /// node demoted before, the peer could be promoted after a common loss of power and serve what
     /// flushed writes have replaced.
     pub(crate) fn requests_are_through(&self) -> bool {
-        let all = |key: Key| self.io.requests.get(key).is_none_or(|req| req.completed);
         let stable = |conn: &Connection| {
             let flushed = conn.is_lockstep() && conn.net.protocol == Protocol::C;
             flushed || conn.io.sent_count <= conn.io.settled_count
         };
-        self.io.held.is_empty()
-            && self.io.flushes.is_empty()
-            && self.io.requests.keys().into_iter().all(all)
+        self.requests_are_answered()
             && self.connections.values().all(stable)
             && !self.is_ahead_of_legacy()
     }

@@ -1,0 +1,108 @@
+//! A frozen Primary that meets newer data (semantics.md, 9.2 and 11.4).
+//!
+//! It lost its quorum or its data, and the others went on without it. By default the connection is
+//! refused and it stays frozen until the operator decides. With `on-suspended-primary-outdated
+//! force-secondary` it becomes Secondary whoever has it open, its waiting requests fail, and the
+//! next handshake makes it target of a resync.
+
+use alloc::collections::BTreeSet;
+use alloc::format;
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{DiskState, Role};
+
+use crate::command::ErrorCode;
+use crate::compare::Strategy;
+use crate::open::Access;
+use crate::options::OnSuspendedPrimaryOutdated;
+use crate::report::Level;
+use crate::resource::Resource;
+use crate::transition::Change;
+use crate::validity::Refusal;
+
+/// A demotion that is due because a peer has newer data.
+#[derive(Debug, Default)]
+pub(crate) struct GivesWay {
+    /// To whom.
+    peer: Option<NodeId>,
+    /// Volumes whose data are older here.
+    volumes: BTreeSet<VolumeNr>,
+}
+
+impl Resource {
+    /// This node is a frozen Primary that gives way to newer data.
+    pub(crate) fn would_give_way(&self) -> bool {
+        self.state.role == Role::Primary
+            && (self.state.susp_quorum || self.state.susp_nod)
+            && self.options.on_suspended_primary_outdated
+                == OnSuspendedPrimaryOutdated::ForceSecondary
+    }
+
+    /// The handshake shows that the peer's data are newer than those of this frozen Primary: it
+    /// gives its role up, and the peer tries again.
+    pub(crate) fn give_way(&mut self, peer: NodeId, volume: VolumeNr) -> Refusal {
+        self.gives_way.peer = Some(peer);
+        self.gives_way.volumes.insert(volume);
+        Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "node {peer} has newer data of volume {volume}; this frozen Primary gives its \
+                 role up"
+            ),
+        }
+    }
+
+    /// A diskless Primary sees newer data than those that it serves.
+    pub(crate) fn older_than(&mut self, peer: NodeId, volume: VolumeNr) -> Refusal {
+        if self.would_give_way() {
+            return self.give_way(peer, volume);
+        }
+        Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!("node {peer} has newer data of volume {volume} than this Primary"),
+        }
+    }
+
+    /// The demotion, once the input that showed the newer data is dealt with; and the end of the
+    /// failures that go with it.
+    pub(crate) fn settle_give_way(&mut self) {
+        let due = core::mem::take(&mut self.gives_way);
+        if let Some(peer) = due.peer
+            && self.would_give_way()
+        {
+            self.log(
+                Level::Error,
+                Some(peer),
+                None,
+                "this Primary is frozen and the peer has newer data: it becomes Secondary, and \
+                 its waiting requests fail"
+                    .into(),
+            );
+            let mut change = Change::new().role(Role::Secondary).fail_io(true);
+            change.ignore_openers = true;
+            for volume in due.volumes {
+                if self.state.disk(volume) > DiskState::Outdated {
+                    change = change.disk(volume, DiskState::Outdated);
+                }
+            }
+            self.hard_change(change);
+        }
+        // Who has a volume open sees errors until it is closed (7.4).
+        let open = self.has_openers(Access::Read) || self.has_openers(Access::Write);
+        if self.state.fail_io
+            && self.state.role == Role::Secondary
+            && !open
+            && self.requests_are_answered()
+        {
+            self.hard_change(Change::new().fail_io(false));
+        }
+    }
+}
+
+/// This node is Primary and would have to become target of a resync.
+pub(crate) const fn outdates_primary(strategy: Strategy) -> bool {
+    matches!(
+        strategy,
+        Strategy::SyncTargetPrimaryDisconnect | Strategy::SyncTargetPrimaryReconnect
+    )
+}
