@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::{has_program, machine_has, terminate};
 
-use crate::nodes::{binary, output};
+use crate::nodes::{STOCK, binary, output};
 use crate::package::build_package;
 
 const PAGE: &str = include_str!(concat!(
@@ -153,6 +153,37 @@ fn configuration() -> Result<String> {
     Ok(block.replace(DISK.0, DISK.1) + "\n")
 }
 
+/// Pacemaker's script, by the wrapper of the package, finds a Secondary that runs, and its device.
+fn ask_the_agent(machine: &Machine, dir: &Path) -> Result<()> {
+    let cluster = dir.join("cluster");
+    fs::create_dir(&cluster)?;
+    let functions = include_str!("ocf-functions.sh");
+    fs::write(cluster.join("ocf-shellfuncs"), functions)?;
+    let agent = "/usr/lib/ocf/resource.d/lockstep/drbd";
+    let settings = "OCF_RESKEY_drbd_resource=r0 OCF_RESKEY_crm_feature_set=3.17.4 \
+         OCF_RESKEY_CRM_meta_timeout=30000 OCF_RESKEY_CRM_meta_interval=0 \
+         OCF_RESKEY_CRM_meta_clone=0 OCF_RESKEY_CRM_meta_clone_max=2 \
+         OCF_RESKEY_CRM_meta_clone_node_max=1 OCF_RESKEY_CRM_meta_master_max=1 \
+         OCF_RESKEY_CRM_meta_master_node_max=1 OCF_RESKEY_CRM_meta_notify=true \
+         OCF_RESKEY_CRM_meta_globally_unique=false OCF_RESOURCE_INSTANCE=drbd:0 \
+         OCF_RESOURCE_TYPE=drbd OCF_RESOURCE_PROVIDER=linbit OCF_ROOT=/usr/lib/ocf \
+         OCF_RA_VERSION_MAJOR=1 OCF_RA_VERSION_MINOR=0 HA_RSCTMP=/run";
+    // What it tells the cluster manager of the data goes to a program that does nothing.
+    let manager = "for name in crm_master crm_attribute crm_node; do \
+         ln -sf /bin/true /usr/local/sbin/$name; done";
+    machine.run(&format!("mkdir -p /usr/local/sbin && {manager}"))?;
+    machine.run(&format!(
+        "export PATH=/usr/local/sbin:$PATH HA_SBIN_DIR=/usr/local/sbin; \
+         env OCF_FUNCTIONS_DIR={} {settings} {agent} monitor",
+        cluster.display()
+    ))?;
+    // The daemon's own device is what it has found there.
+    machine.run("test -b /dev/drbd100")?;
+    let device = machine.run("readlink /dev/drbd100")?;
+    ensure!(!device.contains("/ocf/"), "{device}");
+    Ok(())
+}
+
 #[test]
 fn a_newcomer_gets_a_cluster_of_two_by_the_page() -> Result<()> {
     if !machine_has("root", rustix::process::geteuid().is_root())
@@ -162,6 +193,7 @@ fn a_newcomer_gets_a_cluster_of_two_by_the_page() -> Result<()> {
         || !has_program("mkfs.ext4")
         || !has_program("dpkg-deb")
         || !has_program("strip")
+        || !machine_has("drbd-utils", Path::new(STOCK).exists())
     {
         return Ok(());
     }
@@ -224,6 +256,7 @@ fn a_newcomer_gets_a_cluster_of_two_by_the_page() -> Result<()> {
     bravo.do_as_told("drbdadm primary r0")?;
     bravo.do_as_told("mount /dev/drbd100 /mnt")?;
     ensure!(bravo.run("cat /mnt/file")? == "hello\n");
+    ask_the_agent(&alfa, dir.path())?;
     bravo.run("umount /mnt && drbdadm down r0")?;
     alfa.run("drbdadm down r0")?;
     Ok(())

@@ -87,6 +87,12 @@ pub(super) fn find(config: &Config, word: &str) -> Result<Target, String> {
     };
     if let Some(peer) = peer {
         let id = find_peer(resource, peer).ok_or_else(|| {
+            let own = resource.my_host().map_or(&[][..], |host| &host.names);
+            if own.iter().any(|known| same_host(known, peer)) {
+                return format!(
+                    "Host name '{peer}' (from '{word}') is not a peer, but the local node\n"
+                );
+            }
             format!(
                 "Not a valid connection ({name}:{peer}) for this host\n\
                  '{word}' unexpected ctx_by_* result r=-2\n"

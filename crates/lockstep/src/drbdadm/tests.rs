@@ -298,6 +298,10 @@ fn errors_of_use_are_those_of_the_original() {
             "Resource 'web' has no volume 3\n",
         ),
         (
+            &["-d", "connect", "web:alpha"],
+            "Host name 'alpha' (from 'web:alpha') is not a peer, but the local node\n",
+        ),
+        (
             &["-d", "connect", "web:x"],
             "Not a valid connection (web:x) for this host\n\
              'web:x' unexpected ctx_by_* result r=-2\n",
