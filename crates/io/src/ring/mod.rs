@@ -273,6 +273,12 @@ pub trait Ring {
     /// The next completion of past turns.
     fn pop(&mut self) -> Option<Done>;
 
+    /// Whether a turn would find something, as far as can be told without a system call. Always
+    /// `true` where that cannot be told.
+    fn is_due(&mut self) -> bool {
+        true
+    }
+
     /// A handle to wake this ring from other threads.
     fn waker(&self) -> Waker;
 

@@ -17,10 +17,21 @@ const WORKERS: usize = 2;
 const IGNORED: u64 = u64::MAX;
 const WAKE: u64 = u64::MAX - 1;
 
+/// A send of more bytes than this is a copy that other operations should not wait for.
+const LONG_SEND_BYTES: usize = 64 << 10;
+
 /// An io_uring with the operations that are in it.
+///
+/// The kernel starts the operations of a turn one after the other, and starting a disk operation
+/// takes it as long as sending a small packet. So packets go first, because somebody waits for them
+/// elsewhere; then disks; and what only waits for others comes last.
 pub struct Uring {
     ring: IoUring,
     slots: Slots<Entry>,
+    /// Operations of this turn behind the short sends: on files, long sends, all others.
+    files: Vec<squeue::Entry>,
+    long_sends: Vec<squeue::Entry>,
+    others: Vec<squeue::Entry>,
     /// Submissions that found the queue full.
     backlog: VecDeque<squeue::Entry>,
     ready: VecDeque<Done>,
@@ -29,6 +40,28 @@ pub struct Uring {
     wake_bytes: Box<u64>,
     workers: Workers,
     worker_done: Vec<(OpKey, Op, Result<u32, Errno>)>,
+}
+
+/// When an operation of a turn is started.
+#[derive(Clone, Copy)]
+enum Class {
+    File,
+    LongSend,
+    Other,
+}
+
+/// `None` for a short send, which is started first.
+fn class_of(op: &Op) -> Option<Class> {
+    match op {
+        Op::Send { list, .. } if list.left() <= LONG_SEND_BYTES => None,
+        Op::Send { .. } => Some(Class::LongSend),
+        Op::Read { .. } | Op::Write { .. } | Op::Sync { .. } | Op::Fallocate { .. } => {
+            Some(Class::File)
+        }
+        Op::Recv { .. } | Op::Connect { .. } | Op::Poll { .. } | Op::Blocking(_) => {
+            Some(Class::Other)
+        }
+    }
 }
 
 struct Entry {
@@ -76,6 +109,9 @@ impl Uring {
         Ok(Uring {
             ring,
             slots: Slots::new(),
+            files: Vec::new(),
+            long_sends: Vec::new(),
+            others: Vec::new(),
             backlog: VecDeque::new(),
             ready: VecDeque::new(),
             workers: Workers::new(WORKERS, waker.clone()),
@@ -99,6 +135,13 @@ impl Uring {
     }
 
     fn fill_queue(&mut self) {
+        for class in [Class::File, Class::LongSend, Class::Other] {
+            let mut entries = std::mem::take(self.entries_of(class));
+            for entry in entries.drain(..) {
+                self.submit_entry(entry);
+            }
+            *self.entries_of(class) = entries;
+        }
         let mut queue = self.ring.submission();
         while let Some(entry) = self.backlog.front() {
             // SAFETY: as in `submit_entry`.
@@ -109,6 +152,14 @@ impl Uring {
         }
     }
 
+    fn entries_of(&mut self, class: Class) -> &mut Vec<squeue::Entry> {
+        match class {
+            Class::File => &mut self.files,
+            Class::LongSend => &mut self.long_sends,
+            Class::Other => &mut self.others,
+        }
+    }
+
     fn arm_wake(&mut self) {
         if self.wake_armed {
             return;
@@ -116,10 +167,17 @@ impl Uring {
         self.wake_armed = true;
         let to = (&raw mut *self.wake_bytes).cast::<u8>();
         let read = opcode::Read::new(types::Fd(raw(&self.waker.eventfd)), to, 8);
-        self.submit_entry(read.build().user_data(WAKE));
+        self.others.push(read.build().user_data(WAKE));
     }
 
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        if wait == Wait::No {
+            let queue = self.ring.submission();
+            if queue.is_empty() && !queue.taskrun() && !queue.cq_overflow() {
+                // Nothing to start, and what is done is seen without the kernel.
+                return Ok(());
+            }
+        }
         let result = match wait {
             Wait::Forever => self.ring.submitter().submit_and_wait(1),
             Wait::No => self.ring.submitter().submit(),
@@ -198,9 +256,14 @@ impl Ring for Uring {
             token,
             op: Some(op),
         });
-        let entry = self.slots.get_mut(key).and_then(|entry| entry.op.as_mut());
-        let entry = describe(entry.expect("the operation was put there one line above"));
-        self.submit_entry(entry.user_data(key.0));
+        let op = self.slots.get_mut(key).and_then(|entry| entry.op.as_mut());
+        let op = op.expect("the operation was put there one line above");
+        let class = class_of(op);
+        let entry = describe(op).user_data(key.0);
+        match class {
+            Some(class) => self.entries_of(class).push(entry),
+            None => self.submit_entry(entry),
+        }
         key
     }
 
@@ -209,8 +272,9 @@ impl Ring for Uring {
             return;
         };
         if entry.op.as_ref().is_some_and(Op::is_on_socket) {
+            // Behind what it cancels, whatever class that is of.
             let cancel = opcode::AsyncCancel::new(key.0).build().user_data(IGNORED);
-            self.submit_entry(cancel);
+            self.others.push(cancel);
         }
     }
 
@@ -234,6 +298,12 @@ impl Ring for Uring {
 
     fn pop(&mut self) -> Option<Done> {
         self.ready.pop_front()
+    }
+
+    fn is_due(&mut self) -> bool {
+        !self.ready.is_empty()
+            || !self.ring.completion().is_empty()
+            || self.ring.submission().taskrun()
     }
 
     fn waker(&self) -> Waker {

@@ -2,8 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::ThreadId;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lockstep_core::event::Tag;
 
@@ -42,7 +41,8 @@ pub(super) struct Mailbox<E: super::Engine> {
     queue: Mutex<Queue<E>>,
     /// Something is queued that the shard has been or will be woken for.
     signalled: AtomicBool,
-    thread: OnceLock<ThreadId>,
+    /// The shard sleeps or is about to.
+    asleep: AtomicBool,
     waker: Waker,
 }
 
@@ -52,17 +52,16 @@ struct Queue<E: super::Engine> {
 }
 
 impl<E: super::Engine> Mailbox<E> {
-    /// For the shard that runs on this thread.
+    /// For a shard that sleeps in the ring of this waker.
     pub(super) fn new(waker: Waker) -> Mailbox<E> {
         let queue = Mutex::new(Queue {
             messages: Vec::new(),
             closed: false,
         });
-        let thread = OnceLock::from(std::thread::current().id());
         Mailbox {
             queue,
             signalled: AtomicBool::new(false),
-            thread,
+            asleep: AtomicBool::new(false),
             waker,
         }
     }
@@ -77,13 +76,28 @@ impl<E: super::Engine> Mailbox<E> {
         Ok(())
     }
 
-    /// Wakes the shard for what was pushed.
+    /// Makes sure that the shard sees what was pushed; a system call only if it sleeps.
     pub(super) fn kick(&self) {
-        let signalled = self.signalled.swap(true, Ordering::SeqCst);
-        // On its own thread the shard looks here before it waits.
-        if !signalled && self.thread.get() != Some(&std::thread::current().id()) {
+        self.signalled.store(true, Ordering::SeqCst);
+        // The shard looks in the other order, so one of the two sees the other.
+        if self.asleep.load(Ordering::SeqCst) && self.asleep.swap(false, Ordering::SeqCst) {
             self.waker.wake();
         }
+    }
+
+    /// The shard wants to sleep: from now on it is woken. `false` if messages wait already.
+    pub(super) fn may_sleep(&self) -> bool {
+        self.asleep.store(true, Ordering::SeqCst);
+        if self.is_signalled() {
+            self.asleep.store(false, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    /// The shard sleeps no more.
+    pub(super) fn woke_up(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
     }
 
     /// `push` and `kick`.

@@ -16,6 +16,7 @@ mod links;
 mod mailbox;
 mod ports;
 mod service;
+mod spin;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -39,6 +40,7 @@ use crate::table::BufTable;
 use crate::tcp::{Acceptor, PeerNet};
 use crate::timers::{Armed, TimerHeap};
 use mailbox::{Mailbox, Message};
+use spin::Spin;
 
 /// How a shard is made.
 #[derive(Clone, Debug)]
@@ -49,7 +51,8 @@ pub struct ShardConfig {
     pub pool_bytes: usize,
     /// Part of it that is kept for received packets.
     pub reserve_bytes: usize,
-    /// How long to look for work before waiting for it. Saves wake-ups, costs a core.
+    /// How long to look for the next work after some was done, before sleeping; less often where
+    /// that is in vain. Saves wake-ups and costs processor time.
     pub spin: Duration,
     /// Requests in flight that one port may have.
     pub port_requests: usize,
@@ -61,9 +64,18 @@ impl Default for ShardConfig {
             ring: None,
             pool_bytes: 256 << 20,
             reserve_bytes: 128 << 20,
-            spin: Duration::ZERO,
+            spin: default_spin(),
             port_requests: 1024,
         }
+    }
+}
+
+/// Where processors are few, applications need them more than a shard needs its next completion at
+/// once.
+fn default_spin() -> Duration {
+    match std::thread::available_parallelism() {
+        Ok(count) if count.get() >= 4 => Duration::from_micros(50),
+        _ => Duration::ZERO,
     }
 }
 
@@ -196,6 +208,10 @@ pub fn now() -> Instant {
     )
 }
 
+/// How often a turn looks again for messages that it caused itself. The rest waits for the next
+/// turn, so that a busy front end does not keep disks and peers waiting.
+const MORE_ROUNDS: usize = 2;
+
 /// With memory used up, somebody on another thread may give it back without a wake-up.
 const STARVED_POLL: Duration = Duration::from_millis(1);
 
@@ -239,12 +255,24 @@ impl<E: Engine> Shard<E> {
 
     /// Turns until it is told to stop. An error of the ring itself ends the shard.
     fn run(&mut self) -> std::io::Result<()> {
-        let mut busy_until = now();
+        let mut spin = Spin::new(self.config.spin);
+        let mut worked = false;
         while !self.stop {
-            let wait = self.wait(busy_until);
+            let mut wait = self.wait();
+            if worked && wait != Wait::No && self.ring.kind() == RingKind::Uring && spin.is_due() {
+                self.ring.turn(Wait::No)?;
+                let (ring, mailbox) = (&mut self.ring, &self.mailbox);
+                if spin.look(|| ring.is_due() || mailbox.is_signalled()) {
+                    wait = Wait::No;
+                }
+            }
+            if wait != Wait::No && !self.mailbox.may_sleep() {
+                wait = Wait::No;
+            }
             self.ring.turn(wait)?;
+            self.mailbox.woke_up();
             self.now = now();
-            let mut worked = false;
+            worked = false;
             while let Some(done) = self.ring.pop() {
                 worked = true;
                 self.completed(done);
@@ -254,23 +282,25 @@ impl<E: Engine> Shard<E> {
             self.feed_starved();
             self.turn_services();
             self.tell_ports();
-            self.flush_links();
-            if worked {
-                let spin = self.config.spin.as_nanos() as u64;
-                busy_until = self.now + lockstep_core::time::Duration(spin);
+            // What front ends on this thread ask for next starts with the same system call.
+            for _ in 0..MORE_ROUNDS {
+                if !self.mailbox.is_signalled() {
+                    break;
+                }
+                self.take_messages();
+                self.turn_services();
+                self.tell_ports();
             }
+            self.flush_links();
         }
         Ok(())
     }
 
-    fn wait(&self, busy_until: Instant) -> Wait {
+    fn wait(&self) -> Wait {
         if self.mailbox.is_signalled() || !self.woken_services.is_empty() {
             return Wait::No;
         }
         let now = now();
-        if busy_until > now {
-            return Wait::No;
-        }
         let timer = self
             .timers
             .next()
