@@ -167,11 +167,13 @@ pub struct ResyncRow {
     pub disk_read_mib_s: f64,
     /// The target's disk, written in order.
     pub disk_write_mib_s: f64,
+    /// One read while the other is written: both are on the same device here.
+    pub disk_copy_mib_s: f64,
     /// One TCP connection on loopback.
     pub link_mib_s: f64,
     /// The full resync.
     pub resync_mib_s: f64,
-    /// The resync by the slowest of the three.
+    /// The resync by the slowest of the four.
     pub ratio: f64,
 }
 
@@ -205,19 +207,21 @@ pub fn resync(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Res
                 },
             )?;
         }
-        let file = match &disks {
+        let files = match &disks {
             Disks::Ram => None,
             Disks::Files(_) => {
-                let path = directory.path.join("raw");
-                Some(raw::prepare(&path, bytes)?)
+                let [from, to] = ["raw", "raw-copy"].map(|name| directory.path.join(name));
+                Some((raw::prepare(&from, bytes)?, raw::prepare(&to, bytes)?))
             }
         };
-        let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        let (mut reads, mut writes, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         let (mut links, mut resyncs) = (Vec::new(), Vec::new());
         for _ in 0..plan.rounds {
-            if let Some(file) = &file {
-                reads.push(sequential(file, bytes, Direction::Read)?);
-                writes.push(sequential(file, bytes, Direction::Write)?);
+            if let Some((from, to)) = &files {
+                reads.push(sequential(bytes, &[(from, Direction::Read)])?);
+                writes.push(sequential(bytes, &[(to, Direction::Write)])?);
+                let both = [(from, Direction::Read), (to, Direction::Write)];
+                copies.push(sequential(bytes, &both)?);
             }
             links.push(link(bytes)?);
             let begin = Instant::now();
@@ -236,14 +240,16 @@ pub fn resync(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Res
             resyncs.push(mib_s(bytes, begin.elapsed()));
             nodes.until_in_sync()?;
         }
-        let (read, write) = (median(reads), median(writes));
+        let (read, write, copy) = (median(reads), median(writes), median(copies));
         let (link, resync) = (median(links), median(resyncs));
-        let limits = [read, write, link].into_iter().filter(|rate| *rate > 0.0);
+        let limits = [read, write, copy, link];
+        let limits = limits.into_iter().filter(|rate| *rate > 0.0);
         rows.push(ResyncRow {
             path: name.to_owned(),
             bytes,
             disk_read_mib_s: read,
             disk_write_mib_s: write,
+            disk_copy_mib_s: copy,
             link_mib_s: link,
             resync_mib_s: resync,
             ratio: resync / limits.fold(f64::INFINITY, f64::min),
@@ -255,16 +261,17 @@ pub fn resync(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Res
 /// The resync's figures as a table.
 pub fn resync_table(rows: &[ResyncRow]) -> String {
     let mut text = format!(
-        "{:<22} {:>8} {:>11} {:>12} {:>10} {:>13} {:>6}\n",
-        "MiB/s", "MiB", "disk read", "disk write", "link", "resync", "ratio"
+        "{:<22} {:>8} {:>11} {:>12} {:>10} {:>10} {:>13} {:>6}\n",
+        "MiB/s", "MiB", "disk read", "disk write", "both", "link", "resync", "ratio"
     );
     for row in rows {
         text.push_str(&format!(
-            "{:<22} {:>8} {:>11.0} {:>12.0} {:>10.0} {:>13.0} {:>6.2}\n",
+            "{:<22} {:>8} {:>11.0} {:>12.0} {:>10.0} {:>10.0} {:>13.0} {:>6.2}\n",
             row.path,
             row.bytes >> 20,
             row.disk_read_mib_s,
             row.disk_write_mib_s,
+            row.disk_copy_mib_s,
             row.link_mib_s,
             row.resync_mib_s,
             row.ratio
@@ -336,21 +343,26 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates.get(rates.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// MiB/s of a file in order, past the kernel's cache.
-fn sequential(file: &File, bytes: u64, direction: Direction) -> io::Result<f64> {
+/// MiB/s of files in order, past the kernel's cache, all of them at the same time.
+fn sequential(bytes: u64, files: &[(&File, Direction)]) -> io::Result<f64> {
     let chunks = bytes / CHUNK_BYTES as u64;
     let begin = Instant::now();
     std::thread::scope(|scope| -> io::Result<()> {
-        let threads: Vec<_> = (0..STREAMS)
-            .map(|stream| scope.spawn(move || transfer(file, stream, chunks, direction)))
-            .collect();
+        let mut threads = Vec::new();
+        for (file, direction) in files {
+            for stream in 0..STREAMS {
+                threads.push(scope.spawn(move || transfer(file, stream, chunks, *direction)));
+            }
+        }
         for thread in threads {
             thread
                 .join()
                 .map_err(|_| io::Error::other("a thread panicked"))??;
         }
-        if direction == Direction::Write {
-            file.sync_data()?;
+        for (file, direction) in files {
+            if *direction == Direction::Write {
+                file.sync_data()?;
+            }
         }
         Ok(())
     })?;

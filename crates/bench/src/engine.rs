@@ -5,8 +5,8 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::num::NonZeroU32;
 use std::path::{Path as FilePath, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::command::{Command, MetaIndex};
@@ -21,6 +21,7 @@ use lockstep_format::disk::layout::{Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_io::disk::{FaultPlan, RamDisk};
+use lockstep_io::pool::IoBuf;
 use lockstep_io::port::{PortEvent, PortRequest, PortSink, VolumePort};
 use lockstep_io::shard::{
     HandlerCall, HandlerDone, HandlerExecutor, ResourceId, ShardConfig, ShardEnv, ShardHandle,
@@ -243,14 +244,40 @@ impl Nodes {
         qd: usize,
         time: Duration,
     ) -> io::Result<Figure> {
-        let (sender, events) = channel();
+        let (over, result) = channel();
+        let shared = SharedLoad::default();
+        let sink = LoadSink {
+            load: shared.clone(),
+            batch: Vec::new(),
+            over,
+        };
         let node = &self.nodes[node];
-        let mut port = node
+        let port = node
             .shard
-            .open_port(node.id, VOLUME, Box::new(Sink(sender, Vec::new())))
+            .open_port(node.id, VOLUME, Box::new(sink))
             .map_err(|_| other("the shard has ended"))?
             .ok_or_else(|| other("the resource is gone"))?;
-        run_load(&mut port, &events, self.bytes, direction, qd, time)
+        let mut load = Load {
+            port,
+            direction,
+            blocks: self.bytes / BLOCK as u64,
+            random: 0x9e37_79b9_7f4a_7c15,
+            started: vec![Instant::now(); qd],
+            buffers: (0..qd).map(|_| None).collect(),
+            ready: (0..qd).collect(),
+            in_flight: 0,
+            latencies: Latencies::with_capacity(1 << 20),
+            begin: Instant::now(),
+            time,
+            cpu: process_cpu(),
+        };
+        let mut running = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        load.turn(&mut Vec::new())?;
+        *running = Some(load);
+        drop(running);
+        result
+            .recv_timeout(time + PATIENCE)
+            .map_err(|_| other(format!("the load did not end within {PATIENCE:?}")))?
     }
 }
 
@@ -273,91 +300,110 @@ impl Opener {
     }
 }
 
-struct Sink(Sender<Vec<PortEvent>>, Vec<PortEvent>);
-
-impl PortSink for Sink {
-    fn event(&mut self, event: PortEvent) {
-        self.1.push(event);
-    }
-
-    fn batch_end(&mut self) {
-        if !self.1.is_empty() {
-            // The measurement may have ended before the port.
-            let _ = self.0.send(std::mem::take(&mut self.1));
-        }
-    }
+/// Random operations through a port. The load runs on the node's own thread, as that of the floor
+/// and of the raw disk runs on theirs: what is compared is the engine, not a hand-over between
+/// threads.
+struct Load {
+    port: ShardPort<Resource>,
+    direction: Direction,
+    blocks: u64,
+    random: u64,
+    started: Vec<Instant>,
+    buffers: Vec<Option<IoBuf>>,
+    ready: Vec<usize>,
+    in_flight: usize,
+    latencies: Latencies,
+    begin: Instant,
+    time: Duration,
+    cpu: Duration,
 }
 
-fn run_load(
-    port: &mut ShardPort<Resource>,
-    events: &Receiver<Vec<PortEvent>>,
-    bytes: u64,
-    direction: Direction,
-    qd: usize,
-    time: Duration,
-) -> io::Result<Figure> {
-    let blocks = bytes / BLOCK as u64;
-    let mut random = 0x9e37_79b9_7f4a_7c15u64;
-    let mut started = vec![Instant::now(); qd];
-    let mut buffers: Vec<_> = (0..qd).map(|_| None).collect();
-    let mut ready: Vec<usize> = (0..qd).collect();
-    let mut in_flight = 0;
-    let mut latencies = Latencies::with_capacity(1 << 20);
-    let begin = Instant::now();
-    let cpu = process_cpu();
-    loop {
-        if begin.elapsed() < time {
-            for slot in ready.drain(..) {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                let buf = match buffers[slot].take().or_else(|| port.alloc(BLOCK)) {
-                    Some(buf) => buf,
-                    None => return Err(other("the buffer pool is used up")),
-                };
-                started[slot] = Instant::now();
-                let request = PortRequest {
-                    id: RequestId(slot as u64),
-                    kind: match direction {
-                        Direction::Read => RequestKind::Read,
-                        Direction::Write => RequestKind::Write { fua: false },
-                    },
-                    sector: Sector(random % blocks * (BLOCK as u64 / 512)),
-                    len: BLOCK as u32,
-                    buf: Some(buf),
-                    buf_offset: 0,
-                };
-                port.submit(request)
-                    .map_err(|error| other(format!("{error:?}")))?;
-                in_flight += 1;
-            }
-            port.kick();
-        }
-        if in_flight == 0 {
-            break;
-        }
-        let batch = events
-            .recv_timeout(Duration::from_secs(30))
-            .map_err(|_| other("no request completed for 30 s"))?;
+impl Load {
+    /// Deals with what completed and submits what follows; the figure, when all is over.
+    fn turn(&mut self, batch: &mut Vec<PortEvent>) -> io::Result<Option<Figure>> {
         let now = Instant::now();
-        for event in batch {
+        for event in batch.drain(..) {
             if let PortEvent::Done(done) = event {
                 let slot = done.id.0 as usize;
                 done.result
                     .map_err(|error| other(format!("a request failed: {error:?}")))?;
-                latencies.add(now - started[slot]);
-                buffers[slot] = done.buf;
-                ready.push(slot);
-                in_flight -= 1;
+                self.latencies.add(now - self.started[slot]);
+                self.buffers[slot] = done.buf;
+                self.ready.push(slot);
+                self.in_flight -= 1;
             }
         }
+        if self.begin.elapsed() < self.time {
+            while let Some(slot) = self.ready.pop() {
+                self.submit(slot)?;
+            }
+            self.port.kick();
+        }
+        if self.in_flight > 0 {
+            return Ok(None);
+        }
+        Ok(Some(Figure::new(
+            std::mem::take(&mut self.latencies),
+            self.begin.elapsed(),
+            process_cpu().saturating_sub(self.cpu),
+        )))
     }
-    let elapsed = begin.elapsed();
-    Ok(Figure::new(
-        latencies,
-        elapsed,
-        process_cpu().saturating_sub(cpu),
-    ))
+
+    fn submit(&mut self, slot: usize) -> io::Result<()> {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let buf = self.buffers[slot].take().or_else(|| self.port.alloc(BLOCK));
+        let buf = buf.ok_or_else(|| other("the buffer pool is used up"))?;
+        self.started[slot] = Instant::now();
+        let request = PortRequest {
+            id: RequestId(slot as u64),
+            kind: match self.direction {
+                Direction::Read => RequestKind::Read,
+                Direction::Write => RequestKind::Write { fua: false },
+            },
+            sector: Sector(self.random % self.blocks * (BLOCK as u64 / 512)),
+            len: BLOCK as u32,
+            buf: Some(buf),
+            buf_offset: 0,
+        };
+        self.port
+            .submit(request)
+            .map_err(|error| other(format!("{error:?}")))?;
+        self.in_flight += 1;
+        Ok(())
+    }
+}
+
+/// What the measuring thread and the node's share: nothing before the start and after the end.
+type SharedLoad = Arc<Mutex<Option<Load>>>;
+
+struct LoadSink {
+    load: SharedLoad,
+    batch: Vec<PortEvent>,
+    over: Sender<io::Result<Figure>>,
+}
+
+impl PortSink for LoadSink {
+    fn event(&mut self, event: PortEvent) {
+        self.batch.push(event);
+    }
+
+    fn batch_end(&mut self) {
+        let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(running) = load.as_mut() else {
+            self.batch.clear();
+            return;
+        };
+        let result = match running.turn(&mut self.batch) {
+            Ok(None) => return,
+            Ok(Some(figure)) => Ok(figure),
+            Err(error) => Err(error),
+        };
+        *load = None;
+        // Nobody waits any more if it took too long.
+        let _ = self.over.send(result);
+    }
 }
 
 impl Node {
