@@ -7,6 +7,7 @@ use lockstep_e2e::guest::{COMMAND_LIMIT, HostFiles, can_emulate};
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, Pair84, PairSetup, drbd_state, wait_state};
 use lockstep_e2e::guest_line::LineState;
 use lockstep_e2e::guest_proxy::{Proxies, Proxy};
+use lockstep_e2e::has_program;
 
 /// What `lockstep proxy plan` prints for a line with interruptions.
 const NET: &str = "protocol A; ping-timeout 300; ping-int 30; socket-check-timeout 10; \
@@ -284,8 +285,8 @@ fn ping_hold_keeps_drbd_connected_through_a_cut_longer_than_its_ping_timeout() -
 }
 
 #[test]
-fn nodes_connect_each_time_and_ko_count_limits_a_deep_buffer() -> Result<()> {
-    if !can_emulate() {
+fn nodes_connect_each_time_and_ko_count_and_al_extents_limit_a_deep_buffer() -> Result<()> {
+    if !can_emulate() || !has_program("fio") {
         return Ok(());
     }
     let net = |ko_count: u64| {
@@ -294,11 +295,14 @@ fn nodes_connect_each_time_and_ko_count_limits_a_deep_buffer() -> Result<()> {
              timeout 60; ko-count {ko_count};"
         )
     };
+    let extents = number("LOCKSTEP_WAN_AL_EXTENTS", 151);
     let mut world = World::connected(
         &net(0),
         "--memlimit=128M --max-lag=0",
-        48,
-        HostFiles::Hidden,
+        // One block in each of twice as many extents.
+        (2 * extents + 20) * 4,
+        // For fio.
+        HostFiles::ReadOnly,
     )?;
     let disk = "c-plan-ahead 0; resync-rate 100M;";
 
@@ -333,21 +337,19 @@ fn nodes_connect_each_time_and_ko_count_limits_a_deep_buffer() -> Result<()> {
     // A buffer that drains for longer than ko-count x timeout looks like a dead peer.
     let ports = world.proxies.ports();
     let (proxies, alfa) = (&world.proxies, &world.pair.alfa);
-    let limit = |rate: &str| {
-        proxies
-            .a
-            .ctl(&[&format!("set bwlimit {} {rate}", proxies.a.connection)])
-    };
+    let limit = |rate: &str| limit_rate(proxies, rate);
     let ko_count = number("LOCKSTEP_WAN_KO_COUNT", 1);
-    // 64 KiB pass in a second.
-    let blocks = 6 * ko_count + 14;
-    let write = format!(
-        "dd if=/dev/urandom of=/dev/drbd0 bs=64k count={blocks} oflag=direct conv=notrunc && \
-         dd if=/dev/urandom of=/dev/drbd0 bs=4k count=2 seek=9000 oflag=direct conv=notrunc"
-    );
+    // More than passes in minutes.
+    let write = "dd if=/dev/urandom of=/dev/drbd0 bs=64k count=20 oflag=direct conv=notrunc && \
+         dd if=/dev/urandom of=/dev/drbd0 bs=4k count=2 seek=9000 oflag=direct conv=notrunc";
     let losses = world.losses()?;
-    limit("64k")?;
-    alfa.sh(&write)?;
+    limit("4k")?;
+    alfa.sh(write)?;
+    let enough_ms = (6 * ko_count + 5) * 1000;
+    proxies.a.wait("a byte waits for longer than that", |s| {
+        s["oldest_byte_age_ms"].as_u64() > Some(enough_ms)
+    })?;
+    limit("0")?;
     proxies
         .a
         .wait("everything is through", |s| s["buffered_raw_bytes"] == 0)?;
@@ -358,18 +360,67 @@ fn nodes_connect_each_time_and_ko_count_limits_a_deep_buffer() -> Result<()> {
     alfa.sh("drbdadm disconnect r0 && drbdadm connect r0")?;
     world.pair.wait_in_sync()?;
     let losses = world.losses()?;
-    alfa.sh(&write)?;
+    let limit = |rate: &str| limit_rate(proxies, rate);
+    limit("4k")?;
+    alfa.sh(write)?;
     alfa.wait("DRBD drops its peer", DRBD_LIMIT, |_| {
         Ok(world.losses()? > losses)
     })?;
     let log = alfa.sh("dmesg")?;
     ensure!(log.contains("Remote failed to"), "{log}");
-    proxies
-        .a
-        .ctl(&[&format!("set bwlimit {} 0", proxies.a.connection)])?;
+    limit("0")?;
     world.pair.readjust(&net(0), disk, ports)?;
     world.pair.wait_in_sync()?;
+
+    // Each scattered block holds an extent until the peer has acknowledged it.
+    for (al_extents, rest) in [(extents, "waits"), (3 * extents, "passes")] {
+        let disk = format!("{disk} al-extents {al_extents};");
+        world.pair.readjust(&net(0), &disk, ports)?;
+        world.pair.wait_in_sync()?;
+        let (proxies, alfa) = (&world.proxies, &world.pair.alfa);
+        limit_rate(proxies, "4k")?;
+        alfa.start_job(
+            "scattered",
+            &format!(
+                "chroot /host fio --name=scattered --filename=/dev/drbd0 --rw=write:4092k --bs=4k \
+                 --direct=1 --ioengine=psync --number_ios={} --size={}m --randrepeat=0 \
+                 --refill_buffers",
+                2 * extents,
+                (2 * extents + 10) * 4
+            ),
+        )?;
+        let held = || -> Result<u64> {
+            let state = proxies.a.state()?;
+            state["buffered_raw_bytes"].as_u64().context("a number")
+        };
+        let ended = || alfa.job_status("scattered").map(|status| status.is_some());
+        let full = extents * 4096;
+        if rest == "passes" {
+            alfa.wait("more fits into the buffer", DRBD_LIMIT, |_| {
+                Ok(held()? > full * 13 / 10)
+            })?;
+        } else {
+            alfa.wait("the extents are used up", DRBD_LIMIT, |_| {
+                Ok(held()? > full * 8 / 10 || ended()?)
+            })?;
+            // The line drains slowly and the buffer is filled up as slowly: never more than that.
+            for _ in 0..20 {
+                let held = held()?;
+                ensure!(held < full * 11 / 10, "{held} of {full}");
+                ensure!(!ended()?, "the load has ended");
+            }
+        }
+        limit_rate(proxies, "0")?;
+        alfa.finish_job("scattered", COMMAND_LIMIT)?;
+        world.pair.wait_in_sync()?;
+    }
     Ok(())
+}
+
+/// Limits what the proxy beside alfa sends.
+fn limit_rate(proxies: &Proxies, rate: &str) -> Result<()> {
+    let command = format!("set bwlimit {} {rate}", proxies.a.connection);
+    proxies.a.ctl(&[&command]).map(drop)
 }
 
 /// Lengths that CI cannot afford are given from outside; docs/testing.md names them.
