@@ -41,13 +41,17 @@ impl Board {
     /// Takes a newer report; `true` if more than counters changed.
     pub(crate) fn publish(&self, report: ResourceReport) -> bool {
         let mut inner = self.lock();
-        let old = inner.reports.insert(report.name.clone(), report.clone());
-        if old.as_ref() == Some(&report) {
+        let old = inner.reports.get(&report.name);
+        if old == Some(&report) {
             return false;
         }
-        let state_changed = old.as_ref().map(without_counters) != Some(without_counters(&report));
+        let state_changed = old.map(without_counters) != Some(without_counters(&report));
         let progress = has_progress(&report);
         let name = report.name.clone();
+        inner.reports.insert(name.clone(), report.clone());
+        if inner.watchers.is_empty() {
+            return state_changed;
+        }
         let message = Reply::Changed {
             resource: Box::new(report),
         };
@@ -139,6 +143,13 @@ impl Board {
         self.lock().reports.values().cloned().collect()
     }
 
+    /// Resources that resync or verify.
+    pub(crate) fn in_progress(&self) -> Vec<String> {
+        let inner = self.lock();
+        let reports = inner.reports.iter().filter(|(_, r)| has_progress(r));
+        reports.map(|(name, _)| name.clone()).collect()
+    }
+
     /// Somebody wants to know counters too.
     pub(crate) fn wants_statistics(&self) -> bool {
         self.lock()
@@ -168,7 +179,7 @@ impl Inner {
 }
 
 /// A resync or verify runs somewhere.
-pub(crate) fn has_progress(report: &ResourceReport) -> bool {
+fn has_progress(report: &ResourceReport) -> bool {
     report
         .connections
         .iter()

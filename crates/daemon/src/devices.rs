@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -60,6 +61,8 @@ enum Order {
 #[derive(Clone)]
 pub(crate) struct Devices {
     orders: Option<SyncSender<Order>>,
+    /// It is told to look and has not begun: that look will see what is new.
+    looks: Arc<AtomicBool>,
     /// Resources that were made Primary by command.
     explicit: Arc<Mutex<BTreeSet<String>>>,
 }
@@ -80,6 +83,7 @@ impl Devices {
     pub(crate) fn none() -> Devices {
         Devices {
             orders: None,
+            looks: Arc::default(),
             explicit: Arc::default(),
         }
     }
@@ -97,8 +101,10 @@ impl Devices {
         clean(&place, &holding.waiting())?;
         let explicit: Arc<Mutex<BTreeSet<String>>> = Arc::default();
         watch_mounts(sender.clone())?;
+        let looks: Arc<AtomicBool> = Arc::default();
         let worker = Worker {
             orders: sender.clone(),
+            looks: looks.clone(),
             explicit: explicit.clone(),
             sizeless: BTreeMap::new(),
             board,
@@ -115,17 +121,19 @@ impl Devices {
             .spawn(move || worker.run(&receiver))?;
         Ok(Devices {
             orders: Some(sender),
+            looks,
             explicit,
         })
     }
 
     /// Something may have changed. Never waits.
     pub(crate) fn look(&self) {
-        if let Some(orders) = &self.orders {
-            match orders.try_send(Order::Look) {
-                // With a full queue it looks soon anyway.
-                Ok(()) | Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {}
-            }
+        if let Some(orders) = &self.orders
+            && !self.looks.swap(true, Ordering::SeqCst)
+            && orders.try_send(Order::Look).is_err()
+        {
+            // With a full queue it looks soon anyway.
+            self.looks.store(false, Ordering::SeqCst);
         }
     }
 
@@ -216,6 +224,7 @@ struct Served {
 
 struct Worker {
     orders: SyncSender<Order>,
+    looks: Arc<AtomicBool>,
     explicit: Arc<Mutex<BTreeSet<String>>>,
     board: Arc<Board>,
     place: Place,
@@ -235,7 +244,10 @@ impl Worker {
     fn run(mut self, orders: &Receiver<Order>) {
         loop {
             match orders.recv_timeout(self.pause()) {
-                Ok(Order::Look) | Err(RecvTimeoutError::Timeout) => self.look(),
+                Ok(Order::Look) | Err(RecvTimeoutError::Timeout) => {
+                    self.looks.store(false, Ordering::SeqCst);
+                    self.look();
+                }
                 Ok(Order::LookAt { resource, done }) => {
                     let waiting = self.look_at_waiting();
                     if let Some(report) = self.board.report(&resource) {
@@ -621,8 +633,7 @@ impl Worker {
 
     /// Why a resource's I/O is suspended, if it is.
     fn suspended(&self, resource: &str) -> Option<String> {
-        let reports = self.board.reports();
-        let report = reports.iter().find(|report| report.name == resource)?;
+        let report = self.board.report(resource)?;
         (!report.suspended.is_empty()).then(|| report.suspended.join(", "))
     }
 

@@ -16,6 +16,7 @@ pub mod lockstepd;
 mod mailbox;
 pub mod meter;
 pub mod metrics;
+mod minors;
 pub mod names;
 pub mod node;
 mod notify;

@@ -15,11 +15,12 @@ use lockstep_io::port::{PortSink, VolumePort};
 use lockstep_io::shard::{ResourceId, ShardConfig, ShardEnv, ShardHandle};
 use lockstep_io::tcp::{Acceptor, Path, PeerNet};
 
-use crate::board::{Board, has_progress};
+use crate::board::Board;
 use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
 use crate::meter::{Counted, Meter, Metering};
 use crate::metrics::{AckCounts, VolumeCounts};
+use crate::minors::Minors;
 use crate::options::{self, Moment, OptionError};
 use crate::place::Place;
 use crate::progress::Progress;
@@ -50,6 +51,7 @@ pub struct NodeConfig {
 pub struct Node {
     shards: Vec<ShardHandle<Resource>>,
     resources: Mutex<BTreeMap<String, Arc<Entry>>>,
+    minors: Minors<Arc<Entry>>,
     board: Arc<Board>,
     devices: Mutex<Devices>,
     touched: Arc<Touched>,
@@ -128,6 +130,7 @@ impl Node {
         let node = Arc::new(Node {
             shards,
             resources: Mutex::default(),
+            minors: Minors::default(),
             board: board.clone(),
             devices: Mutex::new(Devices::none()),
             touched,
@@ -277,15 +280,13 @@ impl Node {
 
     /// The resource and volume behind a minor number.
     fn find_minor(&self, minor: u32) -> Result<(String, Arc<Entry>, VolumeNr), CommandError> {
-        for (name, entry) in lock(&self.resources).iter() {
+        if let Some((entry, volume)) = self.minors.find(minor) {
             let state = lock(&entry.configured);
-            let volume = state
-                .configured
-                .volumes
-                .iter()
-                .find(|(_, v)| v.minor == minor);
-            if let Some((volume, _)) = volume {
-                return Ok((name.clone(), entry.clone(), VolumeNr(*volume)));
+            let configured = &state.configured;
+            if !state.gone && configured.volumes.contains_key(&volume.0) {
+                let name = configured.name.clone();
+                drop(state);
+                return Ok((name, entry, volume));
             }
         }
         refuse(
@@ -344,17 +345,12 @@ impl Node {
 
     /// The thread that keeps reports fresh: what the cores touched, and with the clock what moves.
     fn follow(&self, tick: bool) {
-        let touched = self.touched.take();
-        let statistics = tick && self.board.wants_statistics();
-        let names: Vec<String> = lock(&self.resources)
-            .iter()
-            .filter(|(name, entry)| {
-                touched.contains(&(entry.shard, entry.id))
-                    || statistics
-                    || (tick && self.board.report(name).as_ref().is_some_and(has_progress))
-            })
-            .map(|(name, _)| name.clone())
-            .collect();
+        let mut names = self.touched.take();
+        if tick && self.board.wants_statistics() {
+            names.extend(lock(&self.resources).keys().cloned());
+        } else if tick {
+            names.extend(self.board.in_progress());
+        }
         for name in names {
             self.refresh(&name);
         }
@@ -401,6 +397,9 @@ impl Node {
 
     /// Refuses a `resync-after` that leads back to its volume.
     fn check_resync_after(&self, minor: u32, texts: &OptionTexts) -> CommandResult {
+        if resync_order::resync_after(texts).is_none() {
+            return Ok(());
+        }
         let mut configured = BTreeMap::new();
         for entry in lock(&self.resources).values() {
             for volume in lock(&entry.configured).configured.volumes.values() {
@@ -445,10 +444,7 @@ impl Node {
                 format!("a node has at most {MAX_RESOURCES} resources"),
             );
         }
-        let load = |shard: usize| resources.values().filter(|e| e.shard == shard).count();
-        let shard = (0..self.shards.len())
-            .min_by_key(|shard| load(*shard))
-            .unwrap_or(0);
+        let shard = self.touched.least_loaded(self.shards.len());
         let engine = Resource::new(config, seed);
         let Ok(id) = self.shards[shard].add_resource(name, engine) else {
             return refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending");
@@ -568,10 +564,15 @@ impl Node {
         {
             let mut state = lock(&entry.configured);
             state.gone = true;
+            let mut meters = lock(&self.meters);
+            for (volume, configured) in &state.configured.volumes {
+                self.minors.free(configured.minor);
+                meters.remove(&(name.to_owned(), *volume));
+            }
+            drop(meters);
             self.board.remove(name);
         }
         lock(&self.resources).remove(name);
-        lock(&self.meters).retain(|(resource, _), _| resource != name);
         self.touched.forget(entry.shard, entry.id);
         self.devices().set_explicit(name, false);
         self.devices().resume(name);
@@ -682,7 +683,8 @@ impl Node {
                 format!("minor {minor}: the largest is {MAX_MINOR}"),
             );
         }
-        if let Ok((owner, _, _)) = self.find_minor(minor) {
+        if let Err(owner) = self.minors.take(minor, entry.clone(), volume) {
+            let owner = lock(&owner.configured).configured.name.clone();
             return refuse(
                 ErrorCode::ERR_MINOR_OR_VOLUME_EXISTS,
                 format!("minor {minor} belongs to resource '{owner}'"),
@@ -697,6 +699,9 @@ impl Node {
                 diskless,
             },
         );
+        if result.is_err() {
+            self.minors.free(minor);
+        }
         self.done(name, &entry, result, |c| {
             let new = ConfiguredVolume {
                 minor,
@@ -713,6 +718,7 @@ impl Node {
         let result = self.core(&entry, Command::DelVolume { volume });
         if result.is_ok() {
             lock(&self.meters).remove(&(name.clone(), volume.0));
+            self.minors.free(minor);
         }
         let result = self.done(&name, &entry, result, |c| {
             c.volumes.remove(&volume.0);

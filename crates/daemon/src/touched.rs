@@ -12,7 +12,7 @@ use lockstep_io::shard::ResourceId;
 pub(crate) struct Touched {
     set: Mutex<BTreeSet<(usize, ResourceId)>>,
     wake: SyncSender<()>,
-    /// For the log.
+    /// All resources of the node.
     names: Mutex<BTreeMap<(usize, ResourceId), String>>,
 }
 
@@ -26,9 +26,25 @@ impl Touched {
         }
     }
 
-    /// What was touched since the last call.
-    pub(crate) fn take(&self) -> BTreeSet<(usize, ResourceId)> {
-        std::mem::take(&mut *lock(&self.set))
+    /// Names of the resources that were touched since the last call.
+    pub(crate) fn take(&self) -> BTreeSet<String> {
+        let touched = std::mem::take(&mut *lock(&self.set));
+        let names = lock(&self.names);
+        let named = touched.iter().filter_map(|id| names.get(id));
+        named.cloned().collect()
+    }
+
+    /// The shard of so many that has the fewest resources.
+    pub(crate) fn least_loaded(&self, shards: usize) -> usize {
+        let names = lock(&self.names);
+        let mut loads = vec![0_usize; shards];
+        for (shard, _) in names.keys() {
+            if let Some(load) = loads.get_mut(*shard) {
+                *load += 1;
+            }
+        }
+        let least = (0..shards).min_by_key(|shard| loads.get(*shard).copied());
+        least.unwrap_or(0)
     }
 
     /// The resource's name in the log.
