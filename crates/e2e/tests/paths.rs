@@ -162,3 +162,49 @@ fn a_connection_fails_over_between_its_paths_under_io() -> Result<()> {
     cluster.adm(0, &["secondary", "r0"])?;
     cluster.check_same_data(0, 46)
 }
+
+/// Of three nodes one leaves for good and comes back while the first one writes.
+#[test]
+fn a_peer_leaves_a_cluster_of_three_and_comes_back_under_io() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let test = 194;
+    let cluster = Cluster::new(&Setup {
+        nodes: 3,
+        volumes: 1,
+        disk_mib: 32,
+        net: "protocol C; connect-int 1;".into(),
+        disk: String::new(),
+        cramped: None,
+        daemon: Vec::new(),
+        test,
+    })?;
+    cluster.first_primary(0)?;
+    let writer = Writer::start(&cluster.device(0, test, 0)?)?;
+    writer.wait_for_progress()?;
+
+    // The third node is taken out of the cluster.
+    cluster.adm(2, &["down", "r0"])?;
+    for node in 0..2 {
+        setup_ok(&cluster, node, "disconnect r0 2 --force")?;
+        setup_ok(&cluster, node, "del-peer r0 2")?;
+        let known = cluster.status(node)?["connections"]
+            .as_array()
+            .map(Vec::len);
+        ensure!(known == Some(1), "{known:?} peers are left");
+    }
+    writer.wait_for_progress()?;
+
+    // The third one is configured again, and gets what it missed.
+    for node in 0..2 {
+        cluster.adm(node, &["adjust", "r0"])?;
+        writer.wait_for_progress()?;
+    }
+    cluster.adm(2, &["up", "r0"])?;
+    cluster.wait_in_sync()?;
+    writer.wait_for_progress()?;
+    writer.end()?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 30)
+}
