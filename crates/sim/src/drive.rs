@@ -189,8 +189,10 @@ impl<'a> Drive<'a> {
                 o.heal(w);
                 // A slow resync may take long, but not stand still or begin again.
                 let left = check::left_to_sync(w);
-                if left < progress.0 {
-                    progress = (left, w.now);
+                let moves = left < progress.0;
+                progress.0 = left;
+                if moves {
+                    progress.1 = w.now;
                 } else if w.now >= progress.1 + PATIENCE {
                     let missing = check::not_converged(w).unwrap_or_default();
                     let limit = PATIENCE / SECOND;
@@ -368,6 +370,7 @@ impl<'a> Drive<'a> {
             }
         }
         o.calm = true;
+        w.handlers_behave = true;
         o.heal(w);
     }
 }
