@@ -5,6 +5,7 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 use lockstep_format::disk::v09::DeviceFlags;
 
+use crate::disk::Where;
 use crate::world::{World, name};
 
 /// Whatever differs between two disks is marked on one of them, whoever dies now.
@@ -14,6 +15,8 @@ pub fn differences_are_marked(w: &mut World) {
         for x in w.storage() {
             for y in x + 1..w.storage().end {
                 let v = usize::from(volume);
+                let mut blocks = blocks.clone();
+                blocks.extend(new_area(w, v, [x, y]));
                 // A disk that is being resynced is marked by its source. Its own marks towards
                 // third nodes are written lazily.
                 let resyncing = [x, y].into_iter().any(|n| {
@@ -65,6 +68,20 @@ pub fn differences_are_marked(w: &mut World) {
             }
         }
     }
+}
+
+/// Blocks of the area that a resize has added on both nodes, some of them.
+fn new_area(w: &World, volume: usize, nodes: [usize; 2]) -> Vec<u64> {
+    let size = |node: usize| {
+        let superblock = w.nodes[node].disks[volume].superblock();
+        superblock.map_or(0, |s| s.effective_size.0 / 8)
+    };
+    let first = match w.config.metadata {
+        Where::External => w.config.blocks,
+        Where::Internal => return Vec::new(),
+    };
+    let end = size(nodes[0]).min(size(nodes[1]));
+    (first..end).step_by(7).collect()
 }
 
 /// If a node lost its power now, what it might lose is marked: its unflushed blocks lie in its
@@ -309,6 +326,19 @@ pub fn left_to_sync(w: &World) -> u64 {
 pub fn replicas_are_equal(w: &mut World) {
     for volume in 0..w.config.volumes {
         let v = usize::from(volume);
+        let size = |node| {
+            let devices = w.snapshot(node).map(|s| s.devices).unwrap_or_default();
+            let mut sizes = devices.iter().filter(|d| d.volume.0 == volume);
+            sizes.next().map_or(0, |d| d.size_sectors)
+        };
+        let sizes: Vec<u64> = (0..w.nodes.len()).map(size).collect();
+        if sizes.iter().any(|s| *s != sizes[0]) {
+            w.fail(format!(
+                "volume {volume} has different sizes: {sizes:?} sectors"
+            ));
+            return;
+        }
+        let blocks = (sizes[0] / 8) as usize;
         for node in 1..w.storage().end {
             let (a, b) = (
                 &w.nodes[0].disks[v].content,
@@ -318,7 +348,7 @@ pub fn replicas_are_equal(w: &mut World) {
                 a[block] != b[block] && !w.spoiled.contains_key(&(volume, block as u64))
             };
             if a != b
-                && let Some(block) = (0..a.len()).find(|block| differs(*block))
+                && let Some(block) = (0..blocks.min(a.len())).find(|block| differs(*block))
             {
                 let text = format!(
                     "replicas differ while everything is UpToDate: volume {volume} block {block} \

@@ -317,6 +317,15 @@ impl Disk {
         }
     }
 
+    /// The device becomes larger by so many blocks (metadata elsewhere). What is new on it differs
+    /// from node to node.
+    pub fn grow(&mut self, node: usize, blocks: u64) {
+        let from = self.content.len() as u64;
+        let rubbish = |block| (1 << 50) + ((node as u64) << 40) + block;
+        self.content.extend((from..from + blocks).map(rubbish));
+        self.data_bytes += blocks * BLOCK;
+    }
+
     /// What the node is told of it.
     pub fn info(&self) -> DiskInfo {
         DiskInfo {

@@ -1,7 +1,7 @@
 //! Options that planned worlds have only where the command line names them. Each draws from
 //! numbers of its own, so the worlds without them stay as they are.
 
-use lockstep_core::options::{OnCongestion, Protocol};
+use lockstep_core::options::{Fencing, OnCongestion, Protocol};
 use lockstep_format::wire::alg::DigestAlg;
 
 use crate::disk::Where;
@@ -22,15 +22,18 @@ pub enum Extra {
     Congestion,
     /// Bitmap blocks of 4 KiB to 1 MiB, another size on each node.
     Blocks,
+    /// `fencing`, and handlers that take their time and answer this and that.
+    Handlers,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 5] = [
+pub const EXTRAS: [(Extra, &str); 6] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
     (Extra::Congestion, "congestion"),
     (Extra::Blocks, "blocks"),
+    (Extra::Handlers, "handlers"),
 ];
 
 /// The word of one.
@@ -84,6 +87,16 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             settings.net.protocol = Protocol::A;
             settings.net.on_congestion = OnCongestion::PullAhead;
             settings.net.congestion_fill_sectors = rng.pick(&[8, 32, 128]);
+        }
+        Extra::Handlers => {
+            config.handlers = true;
+            let names = crate::handlers::NAMES;
+            settings.resource.handlers = names.iter().map(|name| name.to_string()).collect();
+            settings.net.fencing = match rng.below(3) {
+                0 => Fencing::DontCare,
+                1 if config.protocol != Protocol::A => Fencing::ResourceAndStonith,
+                _ => Fencing::ResourceOnly,
+            };
         }
     }
 }

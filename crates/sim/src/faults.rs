@@ -83,6 +83,8 @@ pub enum Fault {
     HangDisk,
     /// The Primary is cut off until it freezes, and another node takes over.
     Takeover,
+    /// The operator resizes a volume; mostly all disks have grown before.
+    Resize,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -124,7 +126,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 7] = [
+pub const BY_NAME: [(Fault, &str); 8] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -132,6 +134,7 @@ pub const BY_NAME: [(Fault, &str); 7] = [
     (Fault::Quorum, "quorum"),
     (Fault::HangDisk, "hangdisk"),
     (Fault::Takeover, "takeover"),
+    (Fault::Resize, "resize"),
 ];
 
 /// Every kind with its word.
@@ -312,6 +315,10 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             let primary = o.take_over_soon(w)?;
             w.isolate(primary);
             Some(Undo::OpenAll(primary))
+        }
+        Fault::Resize => {
+            o.resize(w, rng, a, volume);
+            None
         }
         Fault::LateLink => {
             w.next_link_late(a, rng.delay(2 * SECOND));

@@ -12,6 +12,7 @@ pub mod drive;
 pub mod extras;
 pub mod faults;
 mod front;
+pub mod handlers;
 pub mod history;
 mod io;
 pub mod marks;

@@ -99,7 +99,8 @@ struct OrderArgs {
     /// Only these kinds of faults, separated by commas; `all` is every kind.
     #[arg(long)]
     faults: Option<String>,
-    /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion.
+    /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion,
+    /// handlers.
     #[arg(long)]
     with: Option<String>,
 }

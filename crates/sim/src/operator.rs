@@ -784,6 +784,37 @@ impl Operator {
         }
     }
 
+    /// Makes a volume larger, after all its disks, or smaller again, but never smaller than it was
+    /// at first.
+    pub fn resize(&mut self, w: &mut World, rng: &mut Rng, node: usize, volume: u16) {
+        if w.config.metadata != Where::External || !self.is_up(node) {
+            return;
+        }
+        let v = usize::from(volume);
+        let (first, now) = (w.config.blocks, w.nodes[0].disks[v].content.len() as u64);
+        let mut size_sectors = 0;
+        if rng.permille(700) && now < first + GROWN_MOST_BLOCKS {
+            let blocks = rng.pick(&[1, 8, 300, 1024]);
+            for n in w.storage() {
+                w.nodes[n].disks[v].grow(n, blocks);
+            }
+            w.trace(node, || {
+                format!("== the disks of volume {volume} grow by {blocks} blocks")
+            });
+        } else if rng.permille(700) {
+            size_sectors = rng.range(first, now + 1) * 8;
+        }
+        w.command(
+            node,
+            Command::Resize {
+                volume: VolumeNr(volume),
+                size_sectors,
+                assume_clean: false,
+                assume_peer_has_space: false,
+            },
+        );
+    }
+
     /// Changes `read-balancing` until the next attach.
     pub fn balance(&mut self, w: &mut World, node: usize, volume: u16, policy: ReadBalancing) {
         if self.is_up(node) {
@@ -841,6 +872,9 @@ impl Operator {
         }
     }
 }
+
+/// Blocks by which a volume's disks grow at most.
+const GROWN_MOST_BLOCKS: u64 = 4096;
 
 fn mark_crash(w: &mut World, snapshot: &Snapshot, is_starting: bool) {
     sometimes!(w.marks, is_starting, "crash-while-attaching");

@@ -368,6 +368,7 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         metadata: Where::External,
         diskless: 0,
         slow: None,
+        handlers: false,
         bitmap_shifts: Vec::new(),
         bandwidth: rng
             .permille(300)
@@ -412,6 +413,9 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
     }
     if wants(Fault::HangDisk) {
         settings.disk.disk_timeout_tenths = rng.pick(&[3, 10, 40]);
+    }
+    if wants(Fault::Resize) {
+        config.metadata = Where::External;
     }
     if wants(Fault::Takeover) {
         config.protocol = Protocol::C;

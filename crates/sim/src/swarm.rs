@@ -135,6 +135,7 @@ fn draw(
         metadata: Where::External,
         diskless: 0,
         slow: None,
+        handlers: false,
         bitmap_shifts: Vec::new(),
     };
     let mut settings = Settings::new(protocol, config.resync_max_kib_s);

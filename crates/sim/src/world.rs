@@ -60,6 +60,8 @@ pub struct Config {
     pub diskless: usize,
     /// One direction in which packets take longer.
     pub slow: Option<SlowWire>,
+    /// Handlers run for a while and may fail.
+    pub handlers: bool,
     /// log2 of each node's bitmap block; 4 KiB where none is given.
     pub bitmap_shifts: Vec<u8>,
 }
@@ -132,6 +134,7 @@ impl Config {
             metadata: Where::External,
             diskless: 0,
             slow: None,
+            handlers: false,
             bitmap_shifts: Vec::new(),
         }
     }
@@ -362,6 +365,8 @@ pub struct World {
     pub bad_node: Option<usize>,
     /// A state changed since the last look at who is Primary.
     changed: bool,
+    /// The trouble is over: no handler fails any more.
+    pub handlers_behave: bool,
     /// The marks are compared with the raw images at every metadata write.
     pub watches: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
@@ -448,6 +453,7 @@ impl World {
             marks: Marks::default(),
             bad_node: None,
             changed: false,
+            handlers_behave: false,
             watches: false,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
@@ -890,12 +896,9 @@ impl World {
                 let content = self.content(node, from);
                 self.fill(node, to, &content);
             }
-            Output::Handler { tag, name, .. } => {
-                self.trace(node, || format!("runs the handler {name}"));
-                let delay = self.delay(Place::Node(node), MS * 10);
-                let input = Box::new(Input::HandlerDone { tag, exit_code: 0 });
-                self.at(delay, Ev::Input { node, life, input });
-            }
+            Output::Handler {
+                tag, name, peer, ..
+            } => self.run_handler(node, tag, name, peer),
             Output::Release { buf } => self.release(node, buf),
             Output::Event(Event::Log {
                 level,
