@@ -150,6 +150,8 @@ pub struct MetaWriter {
     pub durable: u64,
     /// No write starts: something else has to be durable first.
     pub hold: bool,
+    /// The next write flushes the data first: this disk's copy became the only good one.
+    pub flush_data: bool,
     /// What waits for a count to be durable, in ascending order.
     pub waiting: VecDeque<(u64, AfterMeta)>,
 }

@@ -3,6 +3,7 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::VolumeNr;
+use lockstep_format::wire::DiskState;
 
 use crate::device::AfterMeta;
 use crate::event::MetaOp;
@@ -19,6 +20,24 @@ impl Resource {
         };
         disk.writer.changed += 1;
         self.push_superblock(volume);
+    }
+
+    /// The peer's disk, which was good, is gone, and this one is good. What both have
+    /// acknowledged may lie in this disk's cache alone now: a power cut must not take it.
+    pub(crate) fn only_copy_remains(
+        &mut self,
+        volume: VolumeNr,
+        before: DiskState,
+        after: DiskState,
+    ) {
+        let lost = before == DiskState::UpToDate && after < DiskState::Negotiating;
+        if !lost || self.state.disk(volume) != DiskState::UpToDate {
+            return;
+        }
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.writer.flush_data = true;
+            self.write_superblock(volume);
+        }
     }
 
     /// Runs `then` once everything up to now is durable.
@@ -57,7 +76,8 @@ impl Resource {
         disk.writer.in_flight = Some(count);
         // A clean log says that nothing has to be copied after a power cut: so nothing may be
         // left in the disk's cache.
-        let flush_data = disk.discards_the_log() && disk.options.disk_flushes;
+        let only_copy = core::mem::take(&mut disk.writer.flush_data);
+        let flush_data = (disk.discards_the_log() || only_copy) && disk.options.disk_flushes;
         self.meta(
             volume,
             MetaOp::Write {

@@ -687,6 +687,7 @@ impl Resource {
                 self.begin_detach(volume);
             }
             DiskState::Detaching => self.begin_detach(volume),
+            DiskState::Diskless if new.role == Role::Primary => self.legacy_label(volume),
             _ => {}
         }
         if after.disk == DiskState::Negotiating {
@@ -724,6 +725,7 @@ impl Resource {
                 self.answer_attaching_peer(volume, *peer);
             }
             self.legacy_disk_lost(volume, *peer, before.disk, p.disk);
+            self.only_copy_remains(volume, before.disk, p.disk);
             if p.replicates() && !before.replicates() {
                 self.send_dagtag(*peer);
             }

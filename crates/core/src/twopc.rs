@@ -825,6 +825,18 @@ impl Resource {
         }
     }
 
+    /// A wish made place for a transaction that was refused at once: nobody's end wakes it.
+    pub(crate) fn resume_yielded(&mut self) {
+        if self.twopc.current.is_some() || self.twopc.retry.is_some() {
+            return;
+        }
+        if let Some(wish) = self.twopc.queue.pop_front() {
+            self.twopc.retry = Some(wish);
+            let at = self.now + Duration::from_millis(50);
+            self.timers.set(Timer::TwopcRetry, at);
+        }
+    }
+
     /// A wish that made place for another node's transaction.
     pub(crate) fn yield_wish(&mut self, wish: Wish, attempt: u32, handshake: Option<NodeId>) {
         if let Some(peer) = handshake {

@@ -71,6 +71,7 @@ impl Resource {
             }
         }
         self.accept(peer, volume, prepare, is_connect);
+        self.resume_yielded();
     }
 
     /// This node's own transaction made place for another one; it is tried again later.

@@ -96,6 +96,25 @@ fn three_nodes_hold_the_same_data() {
     s.in_sync();
 }
 
+/// What was written while both disks were good lies in the cache of the old Primary alone when the
+/// other disk is detached: it was lost with that node's power.
+#[test]
+fn the_last_good_copy_is_flushed_when_the_other_disk_goes() {
+    for seed in 0..5 {
+        let mut s = Scenario::new(seed, 2, Protocol::C);
+        s.write_and_wait(A, 100, 4);
+        s.demote(A);
+        s.promote(B);
+        s.operator.detach(&mut s.world, B, 0, true);
+        s.pass(500 * MS);
+        s.crash(A, Lose::Unflushed);
+        s.restart(A);
+        s.operator.heal(&mut s.world);
+        s.in_sync();
+        s.read(B, 100, 4);
+    }
+}
+
 /// A detach in the middle of an attach ends both; it left the disk Failed for ever.
 #[test]
 fn a_forced_detach_during_an_attach_leaves_a_disk_that_can_be_attached() {

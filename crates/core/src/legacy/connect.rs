@@ -238,6 +238,30 @@ impl Resource {
         self.after_superblock(volume, AfterMeta::SpreadUuids);
     }
 
+    /// This Primary's disk has gone. The 8.4 peer labels what is written from now on as soon as it
+    /// agrees, and its word may come before the answer, while there was a disk here: without it the
+    /// old disk would pass for what the applications see.
+    pub(crate) fn legacy_label(&mut self, volume: VolumeNr) {
+        let Some(peer) = self.legacy_peer() else {
+            return;
+        };
+        let p = self.state.peer_device(volume, peer);
+        let (me, good) = (self.node_id, p.disk == DiskState::UpToDate);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let exposed = device.exposed_uuid;
+        let labelled = device
+            .peers
+            .get(&peer)
+            .and_then(|pd| pd.uuids.as_ref())
+            .filter(|set| set.slot(me).same_generation(exposed) && !exposed.is_zero())
+            .map(|set| set.current);
+        if let Some(current) = labelled.filter(|_| good && p.repl >= ReplState::Established) {
+            device.exposed_uuid = current;
+        }
+    }
+
     fn legacy_protocol_error(&mut self, peer: NodeId, volume: VolumeNr, text: String) {
         self.log(crate::report::Level::Error, Some(peer), Some(volume), text);
         self.drop_connection(peer, ConnState::ProtocolError);
