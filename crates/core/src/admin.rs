@@ -826,6 +826,12 @@ impl Resource {
                 ),
             });
         }
+        if stop.is_some() && !crate::legacy::has_stop_sector(self.spoken(peer)) {
+            return Err(CommandError {
+                code: ErrorCode::ERR_INVALID_REQUEST,
+                text: format!("the protocol version of node {peer} has no stop sector of a verify"),
+            });
+        }
         if self.state.peer_device(volume, peer).repl == ReplState::Established {
             self.verify_wanted(volume, peer, start, stop);
         }
@@ -859,6 +865,20 @@ impl Resource {
             );
         }
         let option = clear_bitmap || force_resync;
+        let old = |peer: &NodeId| {
+            let knows = crate::legacy::WITH_COMPRESSED_BITMAP;
+            self.is_established(*peer) && self.spoken(*peer) < knows
+        };
+        if let Some(peer) = self
+            .connections
+            .keys()
+            .find(|peer| clear_bitmap && old(peer))
+        {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!("the protocol version of node {peer} cannot skip the first resync"),
+            );
+        }
         let mut qualifying = Vec::new();
         for (peer, p) in &self
             .state

@@ -59,7 +59,8 @@ impl Resource {
         let conn = self.connections.get(&peer)?;
         let p = self.state.peer_device(volume, peer);
         let sent_sectors = conn.io.ap_in_flight_sectors;
-        if conn.net.protocol != Protocol::A || sent_sectors == 0 || !may_pull_ahead(&p) {
+        let knows = conn.protocol() >= crate::legacy::WITH_OUT_OF_SYNC;
+        if !knows || conn.net.protocol != Protocol::A || sent_sectors == 0 || !may_pull_ahead(&p) {
             return None;
         }
         let in_flight_sectors = match conn.is_legacy() {

@@ -201,7 +201,10 @@ impl Resource {
             return;
         }
         conn.connecting = false;
-        let offered = conn.offered_features();
+        let offered = match crate::legacy::is_old(protocol_max) {
+            true => Features::empty(),
+            false => conn.offered_features(),
+        };
         conn.link = Some(Link {
             id: link,
             resolve_conflicts,
@@ -391,10 +394,18 @@ impl Resource {
             self.drop_connection(peer, ConnState::NetworkFailure);
             return;
         }
+        if let Some(text) = self.old_version_lacks(peer, protocol) {
+            self.go_standalone(peer, text);
+            return;
+        }
         let offered = self.connections.get(&peer).and_then(|c| c.link.as_ref());
         let mut features = offered.map_or(FEATURES, |l| l.offered) & theirs.features;
         if legacy {
             features &= crate::legacy::FEATURES;
+        }
+        if crate::legacy::is_old(protocol) {
+            // They came with 8.4.4; whoever speaks less has none of them.
+            features = Features::empty();
         }
         if protocol == 121 && features.contains(Features::RESYNC_DAGTAG) {
             let text = "protocol 121 with dagtag requests merges resync acks; update the peer";

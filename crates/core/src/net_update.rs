@@ -52,6 +52,18 @@ impl Resource {
                 "verify-alg cannot be changed while an online verify runs; wait for its end",
             );
         }
+        let reshaped = conn.net.protocol != net.protocol
+            || conn.net.data_integrity_alg != net.data_integrity_alg;
+        if crate::legacy::is_old(conn.protocol()) && reshaped {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!(
+                    "protocol {} has no packet that tells the peer of another replication protocol \
+                     or data-integrity-alg; disconnect, change it on both nodes and connect again",
+                    conn.protocol()
+                ),
+            );
+        }
         let zeroes = conn.features().contains(Features::WZEROES) && !conn.is_lockstep();
         if conn.link.is_some() && zeroes && net.integrity().is_some() {
             return fail(

@@ -18,7 +18,7 @@ use lockstep_format::wire::{
 
 use crate::admin::no_volume;
 use crate::before_resync::ResyncGate;
-use crate::command::{Answer, ErrorCode};
+use crate::command::{Answer, CommandError, ErrorCode};
 use crate::data::Wanted;
 use crate::device::{DiskPhase, PeerSizes};
 use crate::event::{CommandId, DiskInfo, LinkId, Output, Stream};
@@ -218,6 +218,17 @@ impl Resource {
         }
         if let Err(cause) = self.check_resize(volume) {
             self.answer(id, Err(command_error(cause)));
+            return;
+        }
+        let clean = flags.contains(DeviceDescFlags::NO_RESYNC);
+        let knows = crate::legacy::WITH_CLEAN_RESIZE;
+        let old = |peer: &NodeId| self.is_established(*peer) && self.spoken(*peer) < knows;
+        if let Some(peer) = self.connections.keys().find(|peer| clean && old(peer)) {
+            let error = CommandError {
+                code: ErrorCode::ERR_INVALID_REQUEST,
+                text: format!("the protocol version of node {peer} resyncs what a resize adds"),
+            };
+            self.answer(id, Err(error));
             return;
         }
         self.probe_disk(

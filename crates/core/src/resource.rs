@@ -10,6 +10,7 @@ use lockstep_format::wire::{self, ConnState, Packet};
 use crate::admin::Waiting;
 use crate::command::{Answer, Command, CommandError};
 use crate::connection::{Connection, Phase};
+use crate::data::pieces::Ended;
 use crate::data::{DataOp, ResourceIo};
 use crate::device::Device;
 use crate::event::{
@@ -322,8 +323,9 @@ impl Resource {
             }
             return;
         };
-        let packet = if self.is_legacy(peer) {
-            let packet = crate::legacy::incoming(packet, self.node_id);
+        let legacy = self.connections.get(&peer).filter(|c| c.is_legacy());
+        let packet = if let Some(conn) = legacy {
+            let packet = crate::legacy::from_peer(packet, self.node_id, conn);
             match self.legacy_packet(peer, volume, packet) {
                 Some(packet) => packet,
                 None => return,
@@ -388,13 +390,12 @@ impl Resource {
         payload: Option<Payload>,
         want_sent: Option<Tag>,
     ) {
-        let packet = if self.is_legacy(peer) {
-            match crate::legacy::outgoing(packet, peer) {
-                Some(packet) => packet,
-                None => return,
-            }
-        } else {
-            packet
+        let packet = match self.connections.get(&peer) {
+            Some(conn) if conn.is_legacy() => match crate::legacy::to_peer(packet, conn) {
+                Some(packet) if !self.is_unnamed(peer, volume) => packet,
+                _ => return,
+            },
+            _ => packet,
         };
         if let Some(link) = self.link(peer) {
             let integrity = self.own_integrity(peer, &packet);
@@ -412,6 +413,9 @@ impl Resource {
     }
 
     pub(crate) fn release(&mut self, buf: BufId) {
+        if self.io.pieces.keeps(buf) {
+            return;
+        }
         self.output(Output::Release { buf });
     }
 
@@ -449,7 +453,11 @@ impl Resource {
         id: RequestId,
         result: Result<(), crate::event::RequestError>,
     ) {
-        self.output(Output::Complete { id, result });
+        match self.io.pieces.done(id, result) {
+            Ended::Partly => {}
+            Ended::Whole(id, result) => self.output(Output::Complete { id, result }),
+            Ended::Flush(request) => self.front_request(request),
+        }
     }
 
     /// The connection is past the connect two-phase commit.

@@ -305,6 +305,12 @@ impl Resource {
             }
             let verifies = matches!(p.repl, ReplState::VerifyS | ReplState::VerifyT);
             if verifies && before.repl != p.repl {
+                if self.spoken(*peer) < crate::legacy::WITH_VERIFY {
+                    return refuse(
+                        ErrorCode::NOT_SUPPORTED,
+                        "the peer's protocol version has no online verify",
+                    );
+                }
                 if net.is_none_or(|n| n.verify_alg.is_none()) {
                     return refuse(ErrorCode::NO_VERIFY_ALG, "verify-alg is not configured");
                 }

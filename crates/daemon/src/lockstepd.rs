@@ -34,6 +34,8 @@ pub struct DaemonConfig {
     pub node: NodeConfig,
     /// Where metrics are given out; nowhere if not said.
     pub metrics: Option<SocketAddr>,
+    /// TCP addresses that serve every volume by NBD, to whoever reaches them.
+    pub nbd: Vec<SocketAddr>,
 }
 
 /// Runs the daemon until SIGTERM, SIGINT or a client's `stop`.
@@ -54,12 +56,23 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
     ])
     .context("taking signals")?;
     let node = Node::start(place, &config.node).context("starting the node")?;
+    let mut listen = vec![Listen::Unix(place.nbd_socket())];
+    listen.extend(config.nbd.iter().copied().map(Listen::Tcp));
     let nbd = NbdServer::start(
         Arc::new(Volumes(node.clone())),
-        &[Listen::Unix(place.nbd_socket())],
+        &listen,
         NbdLimits::default(),
     )
     .context("starting the NBD server")?;
+    for address in nbd.addresses() {
+        if let Listen::Tcp(address) = address {
+            tracing::warn!(
+                %address,
+                "NBD has neither authentication nor encryption: whoever reaches this address reads \
+                 and writes every volume"
+            );
+        }
+    }
     if let Some(address) = config.metrics {
         metrics::start(address, node.clone())
             .with_context(|| format!("listening on {address} for metrics"))?;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lockstep_core::command::{Command, CommandError, ErrorCode};
+use lockstep_core::options::ResourceOptions;
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::state::Role;
 use lockstep_format::conf::options::Set;
@@ -45,6 +46,8 @@ pub struct NodeConfig {
     pub hold: Option<Duration>,
     /// Volumes of this node that resync or verify at the same time; 0 is no limit.
     pub max_parallel_resyncs: usize,
+    /// Newest protocol version that is offered to peers.
+    pub protocol_max: u32,
 }
 
 /// A node.
@@ -56,6 +59,7 @@ pub struct Node {
     devices: Mutex<Devices>,
     touched: Arc<Touched>,
     resync_order: ResyncOrder,
+    protocol_max: u32,
     /// What users of each volume ask for; as long as the volume is configured.
     meters: Mutex<BTreeMap<(String, u16), Arc<Meter>>>,
 }
@@ -135,6 +139,7 @@ impl Node {
             devices: Mutex::new(Devices::none()),
             touched,
             resync_order: ResyncOrder::new(config.max_parallel_resyncs),
+            protocol_max: config.protocol_max,
             meters: Mutex::default(),
         });
         if config.devices {
@@ -413,6 +418,14 @@ impl Node {
 
     // Resources.
 
+    fn resource_config(&self, texts: &OptionTexts) -> Result<ResourceOptions, OptionError> {
+        let options = options::resource(texts, &handler_names())?;
+        Ok(ResourceOptions {
+            protocol_max: self.protocol_max,
+            ..options
+        })
+    }
+
     pub(crate) fn new_resource(
         &self,
         name: &str,
@@ -425,7 +438,7 @@ impl Node {
         let config = ResourceConfig {
             name: name.to_owned(),
             node_id,
-            options: options::resource(&texts, &handler_names())?,
+            options: self.resource_config(&texts)?,
         };
         let seed = random().map_err(|error| CommandError {
             code: ErrorCode::UNKNOWN_ERROR,
@@ -480,7 +493,7 @@ impl Node {
         let entry = self.find(name)?;
         let old = lock(&entry.configured).configured.options.clone();
         let texts = options::merged(Set::Resource, &old, given, moment)?;
-        let options = options::resource(&texts, &handler_names())?;
+        let options = self.resource_config(&texts)?;
         let result = self.core(&entry, Command::ResourceOptions { options });
         self.done(name, &entry, result, |c| c.options = texts)
     }

@@ -420,6 +420,7 @@ mod tests {
             devices: false,
             hold: None,
             max_parallel_resyncs: 0,
+            protocol_max: lockstep_format::wire::PROTOCOL_MAX,
         };
         Node::start(&Place::find(Some(dir)), &config).unwrap()
     }

@@ -14,6 +14,7 @@ pub struct HostNode {
     dir: PathBuf,
     first_minor: u32,
     daemon: Option<Child>,
+    daemon_args: Vec<String>,
 }
 
 impl HostNode {
@@ -31,7 +32,13 @@ impl HostNode {
             dir,
             first_minor,
             daemon: None,
+            daemon_args: Vec::new(),
         })
+    }
+
+    /// Options of the daemon, from its next start on.
+    pub fn set_daemon_args(&mut self, args: &[&str]) {
+        self.daemon_args = args.iter().map(ToString::to_string).collect();
     }
 
     /// Its `drbd.conf`, from the next `up` or `adjust` on.
@@ -46,6 +53,7 @@ impl HostNode {
             .append(true)
             .open(self.dir.join("log"))?;
         let child = Command::new(self.dir.join("bin/lockstepd"))
+            .args(&self.daemon_args)
             .env("LOCKSTEP_DIR", &self.dir)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)

@@ -48,6 +48,8 @@ pub enum AfterBoot {
 pub struct MixedSetup {
     /// Lines for the `net` section.
     pub net: String,
+    /// Further lines for the `disk` section.
+    pub disk: String,
     /// Minor of the Lockstep node that no other test of this machine uses.
     pub minor: u32,
     /// Format of the Lockstep node's metadata.
@@ -63,6 +65,7 @@ impl MixedSetup {
     pub fn new(net: &str, minor: u32) -> MixedSetup {
         MixedSetup {
             net: net.to_string(),
+            disk: String::new(),
             minor,
             metadata: Metadata::V09,
             volumes: 1,
@@ -180,8 +183,8 @@ impl Mixed84 {
     fn options(&self) -> String {
         format!(
             "global {{ usage-count no; }}\nresource r0 {{\n net {{ {} }}\n \
-             disk {{ c-plan-ahead 0; resync-rate 100M; }}\n",
-            self.setup.net
+             disk {{ c-plan-ahead 0; resync-rate 100M; {} }}\n",
+            self.setup.net, self.setup.disk
         )
     }
 

@@ -7,10 +7,12 @@ use std::time::Duration;
 use lockstep_daemon::lockstepd::{DaemonConfig, run as run_daemon};
 use lockstep_daemon::node::NodeConfig;
 use lockstep_daemon::place::Place;
+use lockstep_format::wire::{PROTOCOL_MAX, PROTOCOL_MAX_84, PROTOCOL_MIN, PROTOCOL_MIN_9};
 
 const USAGE: &str = "\
 Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold SECONDS]
-                 [--max-parallel-resyncs N] [--metrics ADDRESS]
+                 [--max-parallel-resyncs N] [--metrics ADDRESS] [--nbd-listen ADDRESS]...
+                 [--protocol-max N]
 
   --dir DIR      the node's directory (default: LOCKSTEP_DIR, else /run/lockstep)
   --shards N     threads that replicate (default: one per processor, at most 2)
@@ -21,6 +23,9 @@ Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold S
   --max-parallel-resyncs N  volumes of this node that resync or verify at the same time (default
                  0: no limit)
   --metrics ADDRESS  gives out metrics by HTTP there, such as 127.0.0.1:9942 (default: nowhere)
+  --nbd-listen ADDRESS  serves all volumes by NBD there as well, such as 10.0.0.1:10809, without
+                 authentication and encryption: for trusted networks only; may be repeated
+  --protocol-max N  newest protocol version that peers are offered, 86 to 124 (default 124)
 
 One daemon runs per directory. SIGTERM ends it in order. Logs go to standard error; LOCKSTEP_LOG
 sets the level (error, warn, info, debug, trace; default info).";
@@ -61,12 +66,14 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
     let mut dir = None;
     let mut new_session = false;
     let mut metrics = None;
+    let mut nbd = Vec::new();
     let mut node = NodeConfig {
         shards: processors.min(2),
         pool_bytes: 256 << 20,
         devices: rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists(),
         hold: None,
         max_parallel_resyncs: 0,
+        protocol_max: PROTOCOL_MAX,
     };
     let mut args = args.iter();
     while let Some(word) = args.next() {
@@ -89,6 +96,20 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
                 let wrong = || format!("--metrics {text}: ADDRESS:PORT is needed");
                 metrics = Some(text.parse().map_err(|_| wrong())?);
             }
+            "--nbd-listen" => {
+                let text = needed()?;
+                let wrong = || format!("--nbd-listen {text}: ADDRESS:PORT is needed");
+                nbd.push(text.parse().map_err(|_| wrong())?);
+            }
+            "--protocol-max" => {
+                let text = needed()?;
+                let most =
+                    number(name, &text, PROTOCOL_MIN as usize, PROTOCOL_MAX as usize)? as u32;
+                if (PROTOCOL_MAX_84 + 1..PROTOCOL_MIN_9).contains(&most) {
+                    return Err(format!("--protocol-max {text}: nobody speaks 102 to 117"));
+                }
+                node.protocol_max = most;
+            }
             "--no-device" => node.devices = false,
             "--hold" => {
                 let seconds = number(name, &needed()?, 1, 86_400)?;
@@ -108,6 +129,7 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
         new_session,
         node,
         metrics,
+        nbd,
     }))
 }
 

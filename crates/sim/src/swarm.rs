@@ -119,8 +119,10 @@ fn draw(
         1 => Protocol::B,
         _ => Protocol::C,
     };
-    let large = rng.permille(250);
-    let config = Config {
+    // Before 90 the first sync cannot be skipped.
+    let skips = limits.protocol_max.is_none_or(|newest| newest >= 90);
+    let large = rng.permille(250) && skips;
+    let mut config = Config {
         seed,
         nodes,
         protocol,
@@ -147,6 +149,9 @@ fn draw(
     settings.connect_first = rng.permille(300);
     if let Some(newest) = limits.protocol_max {
         settings.resource.protocol_max = newest;
+        if newest < 100 {
+            config.volumes = 1;
+        }
     }
     settings.net.max_epoch_size = rng.pick(&[20, 2048]);
     settings.net.use_rle = rng.permille(700);
@@ -173,7 +178,7 @@ fn draw(
         faults,
         left: limits.max_faults.map_or(left, |m| m.min(left)),
         pause: rng.pick(&[20 * MS, 200 * MS, 2 * SECOND]),
-        full_sync: !large && rng.permille(400),
+        full_sync: (!large && rng.permille(400)) || !skips,
         busy_end: rng.permille(500),
     };
     let count = rng.range(1, 6);
@@ -190,6 +195,11 @@ fn draw(
         rng.below(8) as u32 * u32::from(rng.permille(400)),
         rng.below(8) as u32 * u32::from(rng.permille(400)),
     ];
+    let mut kinds = kinds;
+    if limits.protocol_max.is_some_and(|newest| newest < 100) {
+        // Without discards, and with one volume (above).
+        kinds[4..].fill(0);
+    }
     let load = Load {
         kinds,
         regions,

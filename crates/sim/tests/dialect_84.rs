@@ -86,6 +86,12 @@ fn a_disk_that_comes_back_to_a_primary_is_synced() {
     holds_with_all([1, 3, 10, 27, 58, 65, 73]);
 }
 
+/// The peer labels the data of a Primary that detaches; that came before its consent, and was lost.
+#[test]
+fn a_label_that_overtakes_the_consent_to_a_detach_counts() {
+    holds_with_all([2]);
+}
+
 /// A full sync on request has no exchange of bitmaps, and a pause is told.
 #[test]
 fn invalidated_and_paused_volumes_get_in_sync() {
@@ -102,6 +108,20 @@ fn disks_with_the_metadata_of_84_recover() {
 #[test]
 fn nodes_of_today_run_on_the_metadata_of_84() {
     holds_on_v08(&[0, 1], None, 0..15);
+}
+
+/// What 8.3 spoke: short headers, one volume, short requests, plain bitmaps, no marks on the wire.
+#[test]
+fn the_dialects_of_83_lose_nothing() {
+    for protocol_max in [86, 88, 90, 94, 95, 96, 97, 99, 100] {
+        let limits = Limits {
+            nodes: Some(2),
+            protocol_max: Some(protocol_max),
+            faults: Some(vec![Fault::Crash, Fault::Reset, Fault::Partition]),
+            ..Limits::default()
+        };
+        hold(0..8, &limits);
+    }
 }
 
 /// Kernel 8.4 writes PRIMARY_IND as Primary, and CRASHED_PRIMARY not before it finds that again.

@@ -30,8 +30,9 @@ impl Resource {
             }
             self.apply_unacked(volume);
         }
-        let use_rle = self.connections.get(&peer).is_some_and(|c| c.net.use_rle);
         let dialect = self.dialect(peer);
+        let use_rle = self.connections.get(&peer).is_some_and(|c| c.net.use_rle)
+            && dialect.protocol >= crate::legacy::WITH_COMPRESSED_BITMAP;
         let total = self.wire_bits(volume);
         let theirs = self.peer_block_sectors(volume, peer);
         let Some(io) = self.disk_io(volume) else {

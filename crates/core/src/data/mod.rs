@@ -15,6 +15,7 @@ mod disk;
 mod exchange;
 mod peer_ack;
 mod peer_write;
+pub(crate) mod pieces;
 mod request;
 mod resync_source;
 mod resync_target;
@@ -27,7 +28,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::BlockRequest;
-use lockstep_format::wire::{BIO_LEN_MAX, ConnState, DiskState, OvResultCode, Packet};
+use lockstep_format::wire::{ConnState, DiskState, OvResultCode, Packet, bio_len_max};
 
 pub use ack_times::{AckTimes, BOUNDS_US};
 use balance::ReadPath;
@@ -140,6 +141,8 @@ pub struct ResourceIo {
     pub(crate) parked_due: bool,
     /// Writes parked so far that are still in the log.
     pub(crate) parked: usize,
+    /// Requests that go in pieces.
+    pub(crate) pieces: pieces::Pieces,
 }
 
 /// A read for a peer.
@@ -519,10 +522,12 @@ impl Resource {
     }
 
     /// A block that a peer asks for is whole and within the volume.
-    fn is_block_of(&self, volume: VolumeNr, request: &BlockRequest) -> bool {
+    fn is_block_of(&self, peer: NodeId, volume: VolumeNr, request: &BlockRequest) -> bool {
+        // The answer has to fit in a packet of the peer's version.
+        let most = bio_len_max(self.spoken(peer));
         self.devices.get(&volume).is_some_and(|d| {
             request.size_bytes > 0
-                && request.size_bytes <= BIO_LEN_MAX
+                && request.size_bytes <= most
                 && u64::from(request.size_bytes).is_multiple_of(Sector::SIZE)
                 && request.sector.end_of(request.size_bytes).0 <= d.size_sectors
         })

@@ -5,7 +5,9 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockId, BlockRequest, Data};
-use lockstep_format::wire::{BIO_LEN_MAX, DISCARD_LEN_MAX, DiskState, Packet, ReplState, Role};
+use lockstep_format::wire::{
+    BIO_LEN_MAX, BIO_LEN_MAX_P80, DISCARD_LEN_MAX, DiskState, Packet, ReplState, Role,
+};
 
 use super::balance::ReadPath;
 use super::disk::FlushWaiter;
@@ -26,6 +28,16 @@ impl Resource {
             self.complete(request.id, Err(error));
             return;
         }
+        let durable = request.kind == RequestKind::Write { fua: true };
+        let special = request.len > BIO_LEN_MAX_P80 || durable;
+        if special && self.goes_in_pieces(&request) {
+            return;
+        }
+        self.take_request(request);
+    }
+
+    /// A checked request, or a piece of one.
+    pub(super) fn take_request(&mut self, request: Request) {
         let io = &self.io;
         let full = io.requests.len() >= self.options.nr_requests as usize;
         let volume = request.volume;
@@ -62,7 +74,12 @@ impl Resource {
         }
         let (needs_payload, most) = match request.kind {
             RequestKind::Read | RequestKind::Write { .. } => (true, BIO_LEN_MAX),
-            RequestKind::Discard | RequestKind::Zeroes { .. } => (false, DISCARD_LEN_MAX),
+            RequestKind::Discard | RequestKind::Zeroes { .. } => {
+                if self.lacks_discards() {
+                    return Err(RequestError::Unsupported);
+                }
+                (false, DISCARD_LEN_MAX)
+            }
             RequestKind::Flush => return Ok(()),
         };
         let fits = request.len > 0
@@ -96,6 +113,7 @@ impl Resource {
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
             || self.is_demoting()
+            || self.waits_for_old_target(volume)
             || self
                 .state
                 .devices
@@ -507,7 +525,7 @@ impl Resource {
     /// A peer reads from this node.
     pub(crate) fn serve_read(&mut self, peer: NodeId, volume: VolumeNr, request: BlockRequest) {
         let link = self.link(peer);
-        let fits = self.is_block_of(volume, &request);
+        let fits = self.is_block_of(peer, volume, &request);
         let (Some(link), true) = (link, fits) else {
             let text = format!(
                 "read of {} bytes at sector {}",

@@ -57,7 +57,7 @@ impl Resource {
         if self.keep_early_request(peer, volume, request, (node, dagtag), wanted) {
             return;
         }
-        if !self.is_block_of(volume, &request) {
+        if !self.is_block_of(peer, volume, &request) {
             let text = format!(
                 "resync of {} bytes at sector {}",
                 request.size_bytes, request.sector
@@ -86,7 +86,10 @@ impl Resource {
             self.send(peer, Stream::Control, volume, Packet::NegRsDreply(ack));
             return;
         }
-        if repl != ReplState::SyncSource || full {
+        // Without a packet that puts it off, what was asked for before a pause is answered.
+        let paused =
+            repl == ReplState::PausedSyncS && self.spoken(peer) < crate::legacy::WITH_OUT_OF_SYNC;
+        if (repl != ReplState::SyncSource && !paused) || full {
             self.source_cancel(volume, peer, &request);
             return;
         }

@@ -12,7 +12,7 @@ use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeN
 use lockstep_format::wire::packet::{
     BlockAck, BlockId, BlockRequest, DagtagRequest, Data, PeersInSync,
 };
-use lockstep_format::wire::{Digest, DiskState, Features, Packet, ReplState, Role};
+use lockstep_format::wire::{Digest, DiskState, Features, Packet, ReplState, Role, bio_len_max};
 
 use super::disk::FlushWaiter;
 use super::slab::{Key, Slab};
@@ -348,6 +348,7 @@ impl Resource {
         // Requests of whole blocks of both sides: what is clear in a larger block of the peer's
         // comes once more.
         let block = self.common_block_sectors(volume, peer);
+        let longest_sectors = u64::from(bio_len_max(self.spoken(peer))) / Sector::SIZE;
         loop {
             let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
             let Some(device) = self.devices.get_mut(&volume) else {
@@ -376,7 +377,11 @@ impl Resource {
             }
             let own_bits = block / disk.bitmap.shape().block().sectors();
             let unit = thin_sectors / block;
-            let granted = sync.pace.grant_sectors.max(thin_sectors);
+            let granted = sync
+                .pace
+                .grant_sectors
+                .max(thin_sectors)
+                .min(longest_sectors);
             let most = (MOST_SECTORS / block).max(unit) + 1;
             let clear = disk.bitmap.next_clear_within(slot, bit, most * own_bits);
             let (start, end) = request_bits(

@@ -34,6 +34,7 @@ mod granularity;
 mod handlers;
 mod integrity;
 mod numbering;
+mod old_versions;
 mod opening;
 mod options;
 mod ordering;

@@ -377,7 +377,7 @@ impl Resource {
         request: BlockRequest,
         after: (NodeId, Dagtag),
     ) {
-        if !self.is_block_of(volume, &request) {
+        if !self.is_block_of(peer, volume, &request) {
             let text = format!(
                 "verify of {} bytes at sector {}",
                 request.size_bytes, request.sector

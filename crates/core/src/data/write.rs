@@ -320,7 +320,7 @@ impl Resource {
 
     /// Sends a write to a peer, for the first time or again.
     fn send_write(&mut self, peer: NodeId, key: Key) {
-        let Some(req) = self.io.requests.get(key) else {
+        let Some(req) = self.carried(peer, key) else {
             return;
         };
         let (volume, epoch, dagtag) = (req.volume, req.epoch, req.dagtag);

@@ -202,7 +202,8 @@ impl Resource {
         if mask.has(StateWord::CONN) {
             let field = val.field(StateWord::CONN);
             match (volume, field) {
-                (None, DISCONNECTING) => {
+                // 8.3 asks for it as for a change of its one volume.
+                (_, DISCONNECTING) => {
                     wanted = wanted.conn(peer, ConnState::TearDown);
                     wanted.graceful = true;
                 }

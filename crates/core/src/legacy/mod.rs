@@ -1,12 +1,13 @@
-//! The dialect of DRBD 8.4 (protocol 100 and 101): what differs from 9 on the wire.
+//! The dialects of DRBD 8.x (protocol 86 to 101): what differs from 9 on the wire.
 //!
 //! The rest of the core speaks 9. Packets to and from an 8.4 peer are translated at the border:
 //! [`outgoing`] and [`incoming`]. What has no counterpart is not sent: a kernel drops the
 //! connection on a command that it does not know. Changes that need the peer's consent are in
-//! `change.rs`, the connect and the resync in `connect.rs`.
+//! `change.rs`, the connect and the resync in `connect.rs`, what 86 to 99 lack in `old.rs`.
 
 mod change;
 mod connect;
+mod old;
 
 use alloc::vec;
 
@@ -14,10 +15,16 @@ use lockstep_format::units::NodeId;
 use lockstep_format::wire::packet::{BlockId, Uuids110};
 use lockstep_format::wire::{self, Features, Packet, ReplState, UuidFlags};
 
+use crate::connection::Connection;
 use crate::uuids::PeerUuids;
 
-/// Oldest protocol version that is spoken; 8.3 and its headers are not.
-pub(crate) const PROTOCOL_MIN: u32 = 100;
+pub(crate) use old::{
+    WITH_CLEAN_RESIZE, WITH_COMPRESSED_BITMAP, WITH_CSUMS, WITH_OUT_OF_SYNC, WITH_VERIFY,
+    has_stop_sector, is_old,
+};
+
+/// Oldest protocol version that is spoken.
+pub(crate) const PROTOCOL_MIN: u32 = wire::PROTOCOL_MIN;
 
 /// Features that 8.4 knows. Without the others its packets have no counterpart of 9.
 pub(crate) const FEATURES: Features = Features::TRIM
@@ -25,8 +32,28 @@ pub(crate) const FEATURES: Features = Features::TRIM
     .union(Features::WSAME)
     .union(Features::WZEROES);
 
+/// The packet as the 8.x peer of this connection expects it; none if it has no counterpart.
+pub(crate) fn to_peer(packet: Packet, conn: &Connection) -> Option<Packet> {
+    let packet = outgoing(packet, conn.peer)?;
+    if is_old(conn.protocol()) {
+        old::outgoing(packet, conn.protocol(), conn.net.protocol)
+    } else {
+        Some(packet)
+    }
+}
+
+/// The packet of the 8.x peer of this connection as one of 9. `me` is this node.
+pub(crate) fn from_peer(packet: Packet, me: NodeId, conn: &Connection) -> Packet {
+    let packet = incoming(packet, me);
+    if is_old(conn.protocol()) {
+        old::incoming(packet, &conn.net)
+    } else {
+        packet
+    }
+}
+
 /// The packet as an 8.4 peer expects it; none if it has no counterpart.
-pub(crate) fn outgoing(packet: Packet, peer: NodeId) -> Option<Packet> {
+fn outgoing(packet: Packet, peer: NodeId) -> Option<Packet> {
     Some(match packet {
         Packet::Uuids110(uuids) => {
             Packet::Uuids(PeerUuids::from_packet110(&uuids).to_packet84(peer))
@@ -98,7 +125,7 @@ pub(crate) fn is_silent(before: ReplState, after: ReplState) -> bool {
 }
 
 /// The packet of an 8.4 peer as one of 9. `me` is this node.
-pub(crate) fn incoming(packet: Packet, me: NodeId) -> Packet {
+fn incoming(packet: Packet, me: NodeId) -> Packet {
     match packet {
         Packet::Uuids(uuids) => {
             let set = PeerUuids::from_packet84(&uuids, me);

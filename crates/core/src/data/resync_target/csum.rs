@@ -22,6 +22,9 @@ impl Resource {
     /// The algorithm of `csums-alg`, if this resync uses one.
     fn csums_of(&self, volume: VolumeNr, peer: NodeId) -> Option<DigestAlg> {
         let conn = self.connections.get(&peer)?;
+        if conn.protocol() < crate::legacy::WITH_CSUMS {
+            return None;
+        }
         let alg = DigestAlg::from_name(conn.net.csums_alg.as_deref()?)?;
         if conn.net.csums_after_crash_only {
             let pd = self.devices.get(&volume)?.peers.get(&peer)?;
