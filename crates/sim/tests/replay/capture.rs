@@ -130,6 +130,8 @@ pub(crate) fn read(path: &Path) -> Vec<Item> {
 }
 
 const TOOL_MS: u64 = 100;
+/// The same without `drbdadm` before it.
+const SETUP_MS: u64 = 50;
 const DAY_NS: u64 = 86_400 * 1_000_000_000;
 
 fn take(
@@ -316,10 +318,14 @@ fn commands(text: &str, day: u64, items: &mut Vec<Item>) {
             .map(|f| f.parse::<u64>().unwrap_or(0));
         let mut next = || fields.next().unwrap_or(0);
         let ms = ((next() * 60 + next()) * 60 + next()) * 1000 + next();
+        let tool_ms = match text.starts_with("drbdsetup verify") {
+            true => SETUP_MS,
+            false => TOOL_MS,
+        };
         for text in text.split(';') {
             items.push(Item {
                 // A tool needs a while on an emulated processor until the kernel is asked.
-                time_ns: day + (ms + TOOL_MS) * 1_000_000,
+                time_ns: day + (ms + tool_ms) * 1_000_000,
                 what: What::Command {
                     node: NodeId(number - 1),
                     text: text.trim().to_owned(),

@@ -29,6 +29,8 @@ pub(crate) struct Setup {
     pub(crate) disk: DiskOptions,
     pub(crate) peer_disk: PeerDeviceOptions,
     pub(crate) options: ResourceOptions,
+    /// The peer's secret, where it has another one.
+    pub(crate) peer_secret: Option<String>,
 }
 
 impl Setup {
@@ -379,6 +381,39 @@ impl<'a> Replay<'a> {
                     });
                 }
             }
+            // Between a disconnect and this the configuration changed, or not.
+            ["drbdadm", "adjust", ..] => {
+                for peer in self.peers.clone() {
+                    let net = self.net.clone();
+                    self.node.command(Command::NetOptions { peer, net });
+                    self.node.connect(peer, false);
+                }
+            }
+            [_, "cram-hmac-alg", "and", "shared-secret", "removed", ..] => {
+                self.net.cram_hmac_alg = None;
+                self.net.shared_secret = None;
+            }
+            // Blocks of the lower disk, behind the node's back.
+            ["for", "o", "in", ref blocks @ ..] => {
+                for block in blocks {
+                    let block: u64 = block.parse().expect("the number of a block");
+                    self.node.plant(block, 666);
+                }
+            }
+            ["drbdsetup", "verify", _, start, stop] => {
+                let sector = |word: &str, name| {
+                    let text = word.strip_prefix(name)?.strip_suffix('s')?;
+                    text.parse::<u64>().ok()
+                };
+                for peer in self.peers.clone() {
+                    self.node.command(Command::Verify {
+                        peer,
+                        volume,
+                        start: sector(start, "--start="),
+                        stop: sector(stop, "--stop="),
+                    });
+                }
+            }
             ["drbdadm", "verify", ..] => {
                 for peer in self.peers.clone() {
                     self.node.command(Command::Verify {
@@ -724,7 +759,11 @@ impl<'a> Replay<'a> {
     /// What a peer with the same secret answers to the core's challenge.
     fn response(&self, peer: NodeId) -> Option<wire::Digest> {
         let alg = HmacAlg::from_name(self.setup.net.cram_hmac_alg.as_deref()?).ok()?;
-        let secret = self.setup.net.shared_secret.as_deref()?;
+        let setup = self.setup;
+        let secret = setup
+            .peer_secret
+            .as_ref()
+            .or(setup.net.shared_secret.as_ref())?;
         let nodes = (!self.setup.is_legacy()).then_some((peer, self.me));
         let own = Authenticator::new(alg, secret, [0; 64], nodes);
         own.respond(&self.challenge?).ok()

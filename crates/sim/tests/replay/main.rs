@@ -25,12 +25,22 @@ fn capture(family: &str, name: &str) -> PathBuf {
 }
 
 /// The options that the transcript's configuration sets.
-fn setup(path: &Path) -> Setup {
+fn setup(path: &Path, node: u8) -> Setup {
     let text = path.to_string_lossy().replace(".pcap.gz", ".txt");
     let text = std::fs::read_to_string(text).expect("the transcript is beside the capture");
     let config = text.split("\ncommands ").next().unwrap_or_default();
     // What stands before the configuration is a description.
     let config = config.find("global {").map_or(config, |at| &config[at..]);
+    // The second node's own lines stand behind the common ones, and override them.
+    let (common, second) = config
+        .split_once("# node2 differs:")
+        .map_or((config, None), |(common, second)| (common, Some(second)));
+    let secret = |text: &str| {
+        let (_, rest) = text.split_once("shared-secret \"")?;
+        rest.split_once('"').map(|(secret, _)| secret.to_owned())
+    };
+    let own_secret = second.and_then(|second| secret(if node == 0 { common } else { second }));
+    let peer_secret = second.and_then(|second| secret(if node == 0 { second } else { common }));
     let words: Vec<&str> = config
         .split(|c: char| c.is_whitespace() || c == ';')
         .filter(|w| !w.is_empty())
@@ -41,6 +51,7 @@ fn setup(path: &Path) -> Setup {
         disk: DiskOptions::default(),
         peer_disk: PeerDeviceOptions::default(),
         options: ResourceOptions::default(),
+        peer_secret,
     };
     if path.parent().is_some_and(|dir| dir.ends_with("84")) {
         setup.peers = 1;
@@ -86,6 +97,9 @@ fn setup(path: &Path) -> Setup {
             _ => {}
         }
     }
+    if own_secret.is_some() {
+        setup.net.shared_secret = own_secret;
+    }
     setup
 }
 
@@ -115,7 +129,7 @@ fn replay_until(family: &str, name: &str, node: u8, end: Option<&str>, by_choice
         };
         items.truncate(items.iter().position(ends).expect("the command is there"));
     }
-    let differences = Replay::run(&items, NodeId(node), &setup(&path));
+    let differences = Replay::run(&items, NodeId(node), &setup(&path, node));
     let chosen = |line: &String| {
         let text = line
             .trim_start()
@@ -329,4 +343,46 @@ fn drbd84_split_brain_with_policies() {
 fn drbd84_verify() {
     replay("84", "07-verify-clean", 0, &[]);
     replay("84", "07-verify-clean", 1, &[]);
+}
+
+#[test]
+fn drbd84_authentication_with_different_secrets() {
+    replay("84", "16-auth-fail", 0, &[]);
+    // Without a secret the kernel says everything at once; this project hears the peer's options
+    // first, and the peer asks for a secret instead.
+    let at_once = [
+        "missing Data SyncParam89(",
+        "missing Data Sizes(",
+        "missing Data Uuids(",
+        "missing Data State ",
+    ];
+    replay("84", "16-auth-fail", 1, &at_once);
+}
+
+#[test]
+fn drbd84_verify_of_planted_differences() {
+    // The kernel tells its next generation to a peer that is leaving.
+    let to_nobody = ["missing Data Uuids(Uuids { current: Uuid(169A98717665B463)"];
+    replay("84", "08-verify-diff", 0, &to_nobody);
+    replay("84", "08-verify-diff", 1, &[]);
+}
+
+#[test]
+fn drbd84_lost_link() {
+    // The cable was pulled before these went out.
+    let lost = [
+        "extra at the end of the connection: Control BarrierAck(BarrierAck { barrier: 1392508928",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(60464)",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(57376)",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(63408)",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(19320)",
+    ];
+    replay("84", "24-link-loss", 1, &lost);
+}
+
+#[test]
+fn drbd84_diskless_primary() {
+    // To a peer that attaches the kernel names the resync that begins; here its bitmap does.
+    let begins = ["missing Data State Secondary/Primary Connected WfBitmapS"];
+    replay("84", "21-diskless-primary", 1, &begins);
 }

@@ -137,6 +137,22 @@ impl StandIn {
         id
     }
 
+    /// The workload's pattern on a block of the lower disk that nobody is told of.
+    pub(crate) fn plant(&mut self, block: u64, seed: u64) {
+        for sector in block * 8..block * 8 + 8 {
+            let at = (sector * 512) as usize;
+            let bytes = &mut self.data[at..at + 512];
+            bytes.fill(0);
+            bytes[..8].copy_from_slice(&sector.to_le_bytes());
+            bytes[8..16].copy_from_slice(&seed.to_le_bytes());
+            bytes[16..24].copy_from_slice(b"LOCKSSEC");
+            for word in (8..64).step_by(8) {
+                let value = sector ^ seed ^ word as u64;
+                bytes[word * 8..word * 8 + 8].copy_from_slice(&value.to_le_bytes());
+            }
+        }
+    }
+
     pub(crate) fn write(&mut self, sector: Sector, bytes: Vec<u8>, fua: bool) -> u64 {
         let len = bytes.len() as u32;
         let payload = self.buffer(bytes);
