@@ -8,7 +8,7 @@ const MOST_LINES: usize = 1200;
 pub(crate) fn check(root: &Path) -> Result<(), String> {
     eprintln!("== tidy");
     let mut wrong = Vec::new();
-    for file in rust_files(&root.join("crates"))? {
+    for file in files_ending(&root.join("crates"), "rs")? {
         let text = std::fs::read_to_string(&file).map_err(|e| format!("{file:?}: {e}"))?;
         let name = file
             .strip_prefix(root)
@@ -16,6 +16,11 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
             .display()
             .to_string();
         wrong.extend(faults(&name, &text));
+    }
+    for file in files_ending(&root.join("docs"), "md")? {
+        let text = std::fs::read_to_string(&file).map_err(|e| format!("{file:?}: {e}"))?;
+        let name = file.strip_prefix(root).unwrap_or(&file).display();
+        wrong.extend(conflicts(&text).map(|line| format!("{name}:{line}: half of a merge")));
     }
     if wrong.is_empty() {
         Ok(())
@@ -59,14 +64,21 @@ fn faults(name: &str, text: &str) -> Vec<String> {
     wrong
 }
 
-fn rust_files(directory: &Path) -> Result<Vec<PathBuf>, String> {
+/// The lines where a merge left its marks.
+fn conflicts(text: &str) -> impl Iterator<Item = usize> + '_ {
+    let marks = |line: &str| line.starts_with("<<<<<<< ") || line.starts_with(">>>>>>> ");
+    let lines = text.lines().enumerate();
+    lines.filter_map(move |(number, line)| marks(line).then_some(number + 1))
+}
+
+fn files_ending(directory: &Path, end: &str) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     let entries = std::fs::read_dir(directory).map_err(|e| format!("{directory:?}: {e}"))?;
     for entry in entries {
         let path = entry.map_err(|e| format!("{directory:?}: {e}"))?.path();
         if path.is_dir() {
-            found.extend(rust_files(&path)?);
-        } else if path.extension().is_some_and(|e| e == "rs") {
+            found.extend(files_ending(&path, end)?);
+        } else if path.extension().is_some_and(|e| e == end) {
             found.push(path);
         }
     }
@@ -76,7 +88,7 @@ fn rust_files(directory: &Path) -> Result<Vec<PathBuf>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::faults;
+    use super::{conflicts, faults};
 
     #[test]
     fn a_file_without_a_head_and_with_leftovers_is_found() {
@@ -85,5 +97,12 @@ mod tests {
         assert!(faults("crates/a/src/b.rs", "//! What it owns.\n").is_empty());
         let long = "//! Head.\n".to_string() + &"x\n".repeat(1300);
         assert_eq!(faults("crates/a/src/b.rs", &long).len(), 1);
+    }
+
+    #[test]
+    fn the_marks_of_a_merge_are_found_in_documents() {
+        let text = "one\n<<<<<<< HEAD\ntwo\n=======\nthree\n>>>>>>> theirs\n";
+        assert_eq!(conflicts(text).collect::<Vec<_>>(), [2, 6]);
+        assert_eq!(conflicts("Title\n=======\n").count(), 0);
     }
 }
