@@ -1,6 +1,7 @@
 //! A Lockstep node on this machine whose peer is in a guest, or was before.
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -61,8 +62,9 @@ impl HostNode {
             .spawn()
             .context("starting lockstepd")?;
         self.daemon = Some(child);
+        // Not `drbdsetup status`, which is content without a daemon.
         self.wait("the daemon answers", |node| {
-            Ok(node.tool("drbdsetup", &["status"])?.status.success())
+            Ok(UnixStream::connect(node.dir.join("control.sock")).is_ok())
         })
     }
 
