@@ -194,6 +194,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
     }
     let mut chunks = Vec::new();
     let mut blocked = Vec::new();
+    let mut waited = Vec::new();
     let mut cpu = Vec::new();
     for link in &snapshot.connections {
         for (codec, count) in CODEC_NAMES.iter().zip(link.counters.chunks_by_codec) {
@@ -206,6 +207,9 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             ("lag", c.blocked_lag_ms),
         ] {
             blocked.push((labels(link, &[("reason", reason)]), ms as f64 / 1000.0));
+        }
+        for (reason, us) in c.send_blocked.each() {
+            waited.push((labels(link, &[("reason", reason)]), us as f64 / 1e6));
         }
         for (what, ms) in [("encode", c.encode_cpu_ms), ("decode", c.decode_cpu_ms)] {
             cpu.push((labels(link, &[("work", what)]), ms as f64 / 1000.0));
@@ -237,6 +241,12 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         "counter",
         "Time that reading was held back.",
         blocked,
+    );
+    metric(
+        "send_blocked_seconds_total",
+        "counter",
+        "Time that the front of the queue for the peer was held back.",
+        waited,
     );
     metric(
         "codec_seconds_total",

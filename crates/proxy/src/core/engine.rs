@@ -417,6 +417,7 @@ impl Engine {
             entry.wants_write = true;
             let at = self.bucket.ready_at(1400).max(link.bucket.ready_at(1400));
             self.arm(id, at.max(Instant(now.0 + 1)));
+            self.note_wait(now, id);
             return 0;
         }
         allowed
@@ -496,6 +497,7 @@ impl Engine {
         if freed {
             self.wake_blocked(now);
         }
+        self.note_wait(now, id);
         let Some(link) = self.links.get(&id) else {
             return;
         };
@@ -755,7 +757,10 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
     let blocked = link.streams.values().find_map(|stream| stream.paused?.0);
     let drain = link.drain_rate.whole();
     let backlog = link.backlog_bytes();
-    let counters = link.counters.clone();
+    let mut counters = link.counters.clone();
+    if let Some((wait, since)) = link.waiting {
+        counters.send_blocked.add(wait, now.since(since));
+    }
     LinkSnapshot {
         name: config.name.clone(),
         inside: config.inside.to_string(),

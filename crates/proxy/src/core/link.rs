@@ -14,6 +14,7 @@ use super::shaper::Bucket;
 use super::stats::{Counters, Rate};
 use super::stream::{Class, Rx, Tx};
 use super::time::Instant;
+use super::waits::Wait;
 use super::{CarrierId, CarrierKind, LinkId, LocalId};
 
 /// Frame bytes that may wait in the shell for one bulk carrier. Small, so that a choice made late
@@ -184,6 +185,8 @@ pub(crate) struct Link {
     pub(crate) peer_decode_rate: Option<f64>,
     pub(crate) rtt: Duration,
     pub(crate) held_bytes: u64,
+    /// What sending waits for, and since when.
+    pub(crate) waiting: Option<(Wait, Instant)>,
     pub(crate) last_error: String,
     pub(crate) counters: Counters,
 }
@@ -234,6 +237,7 @@ impl Link {
             peer_decode_rate: None,
             rtt: Duration::ZERO,
             held_bytes: 0,
+            waiting: None,
             last_error: String::new(),
             counters: Counters::default(),
         }

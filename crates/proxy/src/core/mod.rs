@@ -24,6 +24,7 @@ mod sim;
 pub(crate) mod stats;
 pub(crate) mod stream;
 pub(crate) mod time;
+pub(crate) mod waits;
 
 use frame::{Bytes, Frame};
 use history::Prefix;

@@ -19,6 +19,7 @@ use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output
 use crate::codec;
 
 mod crash;
+mod waits;
 
 const MS: u64 = 1_000_000;
 const DATA_FIRST: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::latency::Latency;
 use super::plugin::CODEC_COUNT;
+use super::waits::Waits;
 
 /// Counts that only grow.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -41,6 +42,9 @@ pub(crate) struct Counters {
     pub(crate) blocked_memory_ms: u64,
     pub(crate) blocked_pool_ms: u64,
     pub(crate) blocked_lag_ms: u64,
+    /// Time in which sending to the peer was held back, by reason.
+    #[serde(default)]
+    pub(crate) send_blocked: Waits,
     /// Time of codec workers.
     pub(crate) encode_cpu_ms: u64,
     pub(crate) decode_cpu_ms: u64,
