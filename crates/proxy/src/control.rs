@@ -11,7 +11,8 @@ add connection NAME INSIDE PEER_OUTSIDE MY_OUTSIDE LOCAL_DRBD [--OPTION=VALUE ..
 del connection NAME
 set memlimit NAME VALUE            raise or lower, while it runs
 set OPTION NAME VALUE              bwlimit, schedule, carriers, max-lag, session-hold, ping-hold,
-                                   wan-timeout, ping-timeout, sndbuf-size, rcvbuf-size, dial
+                                   wan-timeout, ping-timeout, weight, dial,
+                                   sndbuf-size, rcvbuf-size
 set plugin NAME INDEX PLUGIN [KEY VALUE ...]
 set plugin NAME INDEX END
 show                               the connections as commands

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::fair::WEIGHT_MAX;
 use super::plugin::{Choice, Plugin, chain_choice};
 use super::shaper::Schedule;
 
@@ -41,6 +42,8 @@ pub(crate) struct LinkOptions {
     pub(crate) max_lag: Duration,
     /// How long DRBD's pings are answered here while the line is cut; zero is never.
     pub(crate) ping_hold: Duration,
+    /// Share of the daemon's rate, against the other connections.
+    pub(crate) weight: u32,
     pub(crate) bulk_carriers: u32,
     pub(crate) dial: Dial,
     pub(crate) plugins: Vec<Plugin>,
@@ -88,7 +91,7 @@ pub(crate) enum ConfigError {
     #[error(
         "unknown option '{0}'; known are memlimit, bwlimit, sndbuf-size, rcvbuf-size, \
              ping-timeout, read-loops, compression, wan-timeout, session-hold, ping-hold, max-lag, carriers, \
-             dial, schedule"
+             dial, schedule, weight"
     )]
     Option(String),
     #[error("connection {name}: {a} and {b} are both {addr}; the traffic would run in a circle")]
@@ -147,6 +150,7 @@ impl Default for LinkOptions {
             session_hold: Duration::from_secs(25),
             max_lag: Duration::from_secs(20),
             ping_hold: Duration::ZERO,
+            weight: 1,
             bulk_carriers: 1,
             dial: Dial::Auto,
             plugins: Vec::new(),
@@ -230,6 +234,13 @@ impl LinkOptions {
                     .ok()
                     .filter(|count| (1..=CARRIERS_MAX).contains(count))
                     .ok_or_else(|| bad("1 to 16"))?;
+            }
+            "weight" => {
+                self.weight = value
+                    .parse()
+                    .ok()
+                    .filter(|weight| (1..=WEIGHT_MAX).contains(weight))
+                    .ok_or_else(|| bad(&format!("1 to {WEIGHT_MAX}")))?;
             }
             "dial" => {
                 self.dial = match value {
@@ -416,6 +427,13 @@ mod tests {
         assert_eq!(options.set("ping-timeout", "200"), Ok(None));
         assert_eq!(options.wan_timeout, Duration::from_secs(20));
         assert!(options.set("carriers", "17").is_err());
+        assert_eq!(options.weight, 1);
+        assert_eq!(options.set("weight", "100"), Ok(None));
+        for bad in ["0", "101", "-1", "x"] {
+            let error = options.set("weight", bad).unwrap_err().to_string();
+            assert!(error.contains("1 to 100"), "{error}");
+        }
+        assert_eq!(options.weight, 100);
         assert!(
             options
                 .set("no-such", "1")

@@ -27,6 +27,10 @@ pub(crate) const SPILL_HEAD: u64 = 8 << 20;
 const SHARE_MIN: u64 = 64 << 10;
 /// Reads smaller than this are put off while the buffer is nearly full.
 const READ_MIN: u64 = 64 << 10;
+/// Fewest: small grants would make small TLS records.
+pub(crate) const WRITE_MIN: usize = 1400;
+/// How long a connection waits before it asks again whether it has its turn.
+const TURN: Duration = Duration::from_millis(1);
 /// Most bytes that one question about a carrier grants.
 const WRITE_QUANTUM: usize = 64 << 10;
 /// Most raw bytes on the way to one local DRBD.
@@ -87,6 +91,8 @@ pub(crate) struct Engine {
     pool_blocked: BTreeSet<LinkId>,
     job_blocked: VecDeque<LinkId>,
     pub(crate) bucket: Bucket,
+    /// The greatest `served` of all connections.
+    pub(crate) most_served: u64,
     pub(crate) wall_minute: u32,
     pub(crate) started: Instant,
     pub(crate) next_id: u64,
@@ -119,6 +125,7 @@ impl Engine {
             spilling: 0,
             pool_blocked: BTreeSet::new(),
             job_blocked: VecDeque::new(),
+            most_served: 0,
             wall_minute: 0,
             started: now,
             next_id: 1,
@@ -412,13 +419,18 @@ impl Engine {
         };
         let (daemon, own) = (self.bucket.available(now), link.bucket.available(now));
         let allowed = daemon.min(own).min(WRITE_QUANTUM);
-        // Small grants would make small TLS records; wait for a decent one.
-        if allowed < 1400 {
-            entry.wants_write = true;
-            let at = self.bucket.ready_at(1400).max(link.bucket.ready_at(1400));
-            self.arm(id, at.max(Instant(now.0 + 1)));
+        let short = allowed < WRITE_MIN;
+        if short || !self.has_turn(now, id) {
+            let at = self.writers_at(now, id, short);
+            if let Some(entry) = self.carriers.get_mut(&carrier) {
+                (entry.wants_write, entry.woken) = (true, None);
+            }
+            self.arm(id, at);
             self.note_wait(now, id);
             return 0;
+        }
+        if let Some(entry) = self.carriers.get_mut(&carrier) {
+            entry.woken = None;
         }
         allowed
     }
@@ -582,18 +594,30 @@ impl Engine {
         self.timers.insert((at, id));
     }
 
+    /// When carriers that may not write now are to ask again: once the buckets hold enough, or,
+    /// where only another connection has its turn, soon.
+    fn writers_at(&self, now: Instant, id: LinkId, short: bool) -> Instant {
+        let Some(link) = self.links.get(&id).filter(|_| short) else {
+            return now.after(TURN);
+        };
+        let daemon = self.bucket.ready_at(WRITE_MIN);
+        daemon
+            .max(link.bucket.ready_at(WRITE_MIN))
+            .max(Instant(now.0 + 1))
+    }
+
     fn wake_writers(&mut self, now: Instant, id: LinkId) {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        if self.bucket.available(now).min(link.bucket.available(now)) < 1400 {
-            let at = self.bucket.ready_at(1400).max(link.bucket.ready_at(1400));
+        if self.bucket.available(now).min(link.bucket.available(now)) < WRITE_MIN {
             if link
                 .bulk
                 .iter()
                 .any(|c| self.carriers.get(c).is_some_and(|c| c.wants_write))
             {
-                self.arm(id, at.max(Instant(now.0 + 1)));
+                let at = self.writers_at(now, id, true);
+                self.arm(id, at);
             }
             return;
         }
@@ -601,6 +625,7 @@ impl Engine {
             if let Some(entry) = self.carriers.get_mut(carrier)
                 && std::mem::take(&mut entry.wants_write)
             {
+                entry.woken = Some(now);
                 self.out.push_back(Output::WantWrite(*carrier));
             }
         }

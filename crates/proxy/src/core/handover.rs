@@ -71,10 +71,17 @@ struct HandedOptions {
     max_lag: Duration,
     #[serde(default)]
     ping_hold: Duration,
+    #[serde(default = "one")]
+    weight: u32,
     bulk_carriers: u32,
     dial: Dial,
     plugins: Vec<String>,
     inert: Vec<(String, String)>,
+}
+
+/// The weight of a connection of a process that knew none.
+fn one() -> u32 {
+    1
 }
 
 /// One DRBD socket.
@@ -181,6 +188,7 @@ impl HandedLink {
                 session_hold: from.session_hold,
                 max_lag: from.max_lag,
                 ping_hold: from.ping_hold,
+                weight: from.weight,
                 bulk_carriers: from.bulk_carriers,
                 dial: from.dial,
                 plugins,
@@ -337,6 +345,7 @@ fn give_link(
             session_hold: options.session_hold,
             max_lag: options.max_lag,
             ping_hold: options.ping_hold,
+            weight: options.weight,
             bulk_carriers: options.bulk_carriers,
             dial: options.dial,
             plugins: options.plugins.iter().map(|p| p.text.clone()).collect(),

@@ -46,6 +46,8 @@ pub(crate) struct Carrier {
     pub(crate) peer_received: u64,
     pub(crate) peer_progress: Instant,
     pub(crate) wants_write: bool,
+    /// When it was told that it may write again, until it asks.
+    pub(crate) woken: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,6 +160,8 @@ pub(crate) struct Link {
     pub(crate) next_stream: u32,
     pub(crate) last_peer_stream: u32,
     pub(crate) bucket: Bucket,
+    /// Part of the daemon's rate that it has had.
+    pub(crate) served: u64,
     pub(crate) smooth: Bucket,
     /// What control sockets may use of a limited rate.
     pub(crate) share: Bucket,
@@ -195,6 +199,7 @@ impl Link {
     pub(crate) fn new(now: Instant, config: LinkConfig) -> Link {
         Link {
             bucket: Bucket::new(0),
+            served: 0,
             smooth: Bucket::new(0),
             share: Bucket::new(0),
             config,

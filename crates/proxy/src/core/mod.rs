@@ -6,6 +6,7 @@ pub(crate) mod adaptive;
 mod coding;
 pub(crate) mod config;
 pub(crate) mod engine;
+mod fair;
 mod flow;
 pub(crate) mod frame;
 pub(crate) mod handover;

@@ -67,6 +67,7 @@ impl Carrier {
             peer_received: 0,
             peer_progress: now,
             wants_write: false,
+            woken: None,
         }
     }
 }
@@ -671,11 +672,15 @@ impl Engine {
         entry.sent_bytes += bytes as u64;
         self.bucket.available(now);
         self.bucket.charge(bytes);
+        let kind = entry.kind;
         let Some(id) = entry.link else { return };
         if let Some(link) = self.links.get_mut(&id) {
             link.counters.wire_out_bytes += bytes as u64;
             link.bucket.available(now);
             link.bucket.charge(bytes);
+        }
+        if kind == CarrierKind::Bulk {
+            self.count_served(id, bytes);
         }
         self.settle(now, id);
     }
