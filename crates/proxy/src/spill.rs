@@ -21,6 +21,9 @@ use crate::mail::Post;
 /// Size of a segment file in bytes.
 const SEGMENT_BYTES: u64 = 64 << 20;
 
+/// Most bytes that are read at once.
+const READ_BYTES: u64 = 4 << 20;
+
 /// Work for the spill thread.
 #[derive(Debug)]
 enum Task {
@@ -67,7 +70,7 @@ struct Disk {
     current: u32,
     /// The file system takes direct access.
     direct: bool,
-    /// For one record, with room to begin at a multiple of a block's size.
+    /// For one write or read, with room to begin at a multiple of a block's size.
     room: Vec<u8>,
     post: Post,
 }
@@ -156,15 +159,19 @@ impl Disk {
     }
 
     fn run(&mut self, inbox: &Receiver<Task>) {
-        while let Ok(task) = inbox.recv() {
+        let mut next = None;
+        while let Some(task) = next.take().or_else(|| inbox.recv().ok()) {
             match task {
                 Task::Write(job, payload) => {
                     let result = self.write(&payload).map_err(|error| error.to_string());
                     self.post.input(Input::SpillWritten(job, result));
                 }
                 Task::Read(job, from) => {
-                    let result = self.read(from);
-                    self.post.input(Input::SpillRead(job, result));
+                    let reads = gather((job, from), inbox, &mut next);
+                    let records: Vec<SpillRef> = reads.iter().map(|(_, from)| *from).collect();
+                    for ((job, _), result) in reads.iter().zip(self.read_run(&records)) {
+                        self.post.input(Input::SpillRead(*job, result));
+                    }
                 }
                 Task::Free(record) => self.free(record),
                 Task::Give(reply) => {
@@ -285,7 +292,7 @@ impl Disk {
             let keep = rustix::fs::FallocateFlags::KEEP_SIZE;
             let _ = rustix::fs::fallocate(&segment.file, keep, 0, SEGMENT_BYTES);
         }
-        let sealed = aligned(&mut self.room, payload.len());
+        let sealed = aligned(&mut self.room, SpillRef::disk_len(payload.len()));
         let (body, tag) = sealed.split_at_mut(payload.len());
         body.copy_from_slice(payload);
         let made = segment
@@ -307,20 +314,47 @@ impl Disk {
         Ok(record)
     }
 
-    fn read(&mut self, from: SpillRef) -> Result<Vec<u8>, String> {
+    /// Reads records that lie behind each other on the disk. If that cannot be done at once, each
+    /// is tried alone, so that only what is bad is lost.
+    fn read_run(&mut self, records: &[SpillRef]) -> Vec<Result<Vec<u8>, String>> {
+        match self.read_at_once(records) {
+            Err(_) if records.len() > 1 => records
+                .iter()
+                .map(|record| self.read_at_once(&[*record])?.remove(0))
+                .collect(),
+            Err(error) => vec![Err(error)],
+            Ok(payloads) => payloads,
+        }
+    }
+
+    fn read_at_once(
+        &mut self,
+        records: &[SpillRef],
+    ) -> Result<Vec<Result<Vec<u8>, String>>, String> {
+        let from = records.first().ok_or("no record")?;
         let segment = self.segments.get(&from.segment).ok_or("no such segment")?;
-        let len = from.len as usize;
-        let sealed = aligned(&mut self.room, len);
+        let len = records.iter().map(|r| r.disk_bytes() as usize).sum();
+        let mut sealed = aligned(&mut self.room, len);
         segment
             .file
             .read_exact_at(sealed, u64::from(from.position))
             .map_err(|error| error.to_string())?;
-        let sealed = &mut sealed[..len + SpillRef::TAG_LEN];
-        let payload = segment
-            .key
-            .open_in_place(nonce(from), Aad::empty(), sealed)
-            .map_err(|_| "the record on disk was changed".to_string())?;
-        Ok(payload.to_vec())
+        let mut payloads = Vec::with_capacity(records.len());
+        for record in records {
+            let (own, rest) = sealed.split_at_mut(record.disk_bytes() as usize);
+            sealed = rest;
+            let payload = segment
+                .key
+                .open_in_place(
+                    nonce(*record),
+                    Aad::empty(),
+                    &mut own[..record.len as usize + SpillRef::TAG_LEN],
+                )
+                .map(|payload| payload.to_vec())
+                .map_err(|_| "the record on disk was changed".to_string());
+            payloads.push(payload);
+        }
+        Ok(payloads)
     }
 
     fn free(&mut self, record: SpillRef) {
@@ -339,6 +373,35 @@ impl Disk {
     }
 }
 
+/// The reads that wait already and lie directly behind the first one. The task that ends them is
+/// left in `next`.
+fn gather(
+    first: (JobId, SpillRef),
+    inbox: &Receiver<Task>,
+    next: &mut Option<Task>,
+) -> Vec<(JobId, SpillRef)> {
+    let (segment, begin) = (first.1.segment, u64::from(first.1.position));
+    let mut end = begin + first.1.disk_bytes();
+    let mut reads = vec![first];
+    while let Ok(task) = inbox.try_recv() {
+        match task {
+            Task::Read(job, record)
+                if record.segment == segment
+                    && u64::from(record.position) == end
+                    && end + record.disk_bytes() - begin <= READ_BYTES =>
+            {
+                end += record.disk_bytes();
+                reads.push((job, record));
+            }
+            other => {
+                *next = Some(other);
+                break;
+            }
+        }
+    }
+    reads
+}
+
 /// A new file that nobody else may read.
 fn create(path: &Path, direct: bool) -> std::io::Result<File> {
     let mut options = std::fs::OpenOptions::new();
@@ -353,9 +416,8 @@ fn is_invalid(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error())
 }
 
-/// As much of `room` as a payload takes on the disk, from a multiple of a block's size in memory.
-fn aligned(room: &mut Vec<u8>, payload_len: usize) -> &mut [u8] {
-    let len = SpillRef::disk_len(payload_len);
+/// So many bytes of `room`, from a multiple of a block's size in memory.
+fn aligned(room: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if room.len() < len + SpillRef::BLOCK {
         room.resize(len + SpillRef::BLOCK, 0);
     }
@@ -415,6 +477,84 @@ mod tests {
         spill.free(second);
         spill.read(JobId(5), first);
         assert!(matches!(next(), Input::SpillRead(JobId(5), Err(_))));
+    }
+
+    #[test]
+    fn reads_that_follow_each_other_are_one() {
+        let (sender, inbox) = channel();
+        let record = |segment, block: u32, blocks: u32| SpillRef {
+            segment,
+            position: block * SpillRef::BLOCK as u32,
+            len: blocks * SpillRef::BLOCK as u32 - SpillRef::TAG_LEN as u32,
+        };
+        // Two together; a gap; another segment; a task of another kind; then 5 MiB in a row.
+        let mut reads = vec![
+            record(1, 0, 2),
+            record(1, 2, 1),
+            record(1, 4, 1),
+            record(2, 5, 1),
+        ];
+        for (at, read) in reads.iter().enumerate() {
+            sender.send(Task::Read(JobId(at as u64), *read)).unwrap();
+        }
+        sender.send(Task::Free(reads[0])).unwrap();
+        for at in 0..5 {
+            let read = record(3, at * 256, 256);
+            reads.push(read);
+            sender.send(Task::Read(JobId(at as u64 + 4), read)).unwrap();
+        }
+        drop(sender);
+        let (mut next, mut runs, mut frees) = (None, Vec::new(), 0);
+        while let Some(task) = next.take().or_else(|| inbox.recv().ok()) {
+            match task {
+                Task::Read(job, from) => runs.push(gather((job, from), &inbox, &mut next)),
+                Task::Free(_) => frees += 1,
+                other => panic!("{other:?}"),
+            }
+        }
+        let lengths: Vec<usize> = runs.iter().map(Vec::len).collect();
+        assert_eq!((lengths, frees), (vec![2, 1, 1, 4, 1], 1));
+        for (at, (job, from)) in runs.concat().into_iter().enumerate() {
+            assert_eq!((job, from), (JobId(at as u64), reads[at]));
+        }
+    }
+
+    #[test]
+    fn of_a_run_only_what_is_bad_is_lost() {
+        let directory = tempfile::tempdir().unwrap();
+        let (post, _mailbox) = mailbox().unwrap();
+        let mut disk = Disk::new(Some(directory.path().to_path_buf()), &post);
+        let payload = |at: usize| vec![at as u8; 3000 * (at + 1)];
+        let records: Vec<SpillRef> = (0..5).map(|at| disk.write(&payload(at)).unwrap()).collect();
+        let read = disk.read_run(&records);
+        assert_eq!(read, (0..5).map(|at| Ok(payload(at))).collect::<Vec<_>>());
+        let zeros = vec![0; SpillRef::BLOCK * 2];
+        let at = zeros.as_ptr().align_offset(SpillRef::BLOCK);
+        segment_of(&disk, records[2])
+            .file
+            .write_all_at(
+                &zeros[at..at + SpillRef::BLOCK],
+                u64::from(records[2].position),
+            )
+            .unwrap();
+        let read = disk.read_run(&records);
+        assert_eq!(
+            read.iter().map(Result::is_ok).collect::<Vec<_>>(),
+            [true, true, false, true, true]
+        );
+        // The end of the file lies within the last one.
+        let end = u64::from(records[4].position) + SpillRef::BLOCK as u64;
+        segment_of(&disk, records[4]).file.set_len(end).unwrap();
+        let read = disk.read_run(&records);
+        assert_eq!(
+            read.iter().map(Result::is_ok).collect::<Vec<_>>(),
+            [true, true, false, true, false]
+        );
+        assert_eq!(read[3], Ok(payload(3)));
+    }
+
+    fn segment_of(disk: &Disk, record: SpillRef) -> &Segment {
+        &disk.segments[&record.segment]
     }
 
     #[test]

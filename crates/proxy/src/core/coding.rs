@@ -9,7 +9,7 @@ use super::engine::{Engine, Job, SPILL_HEAD, is_live};
 use super::flow::fin_held;
 use super::frame::{Bytes, CHUNK_MAX, FLAG_BEGIN, FLAG_FIN, Frame, Header, Kind};
 use super::history::{HISTORY_MIN, Prefix, granted};
-use super::link::{CARRIER_QUEUE, StreamPhase};
+use super::link::{CARRIER_QUEUE, Link, StreamPhase};
 use super::plugin::{CODEC_NONE, Choice, CodecSpec};
 use super::stream::{Body, Class, Coded, Stub};
 use super::time::Instant;
@@ -18,10 +18,17 @@ use crate::codec::{CODEC_MIN, Encoded, encode};
 
 /// Chunks beyond the first unsent one that may overtake it or be prepared.
 const LOOKAHEAD: usize = 32;
+/// Chunks that may be read back ahead of the line; their bytes are bounded by the head.
+const READ_AHEAD: usize = 64;
 /// Spill writes under way at once.
 const SPILLS_MAX: usize = 8;
 /// How long the disk is left alone after an error.
 const SPILL_REST: Duration = Duration::from_secs(10);
+
+/// Raw bytes at the front of a queue that stay in memory, or come back to it.
+fn spill_head(link: &Link) -> u64 {
+    SPILL_HEAD.min(link.config.options.memlimit_bytes / 4)
+}
 
 impl Engine {
     /// Moves a link's bytes on: code, send, spill.
@@ -49,6 +56,7 @@ impl Engine {
         for stream_id in &bulk {
             if live {
                 self.pump_bulk(id, *stream_id);
+                self.read_ahead(id, *stream_id);
             }
             self.code_ahead(id, *stream_id);
             self.spill_some(now, id, *stream_id);
@@ -166,21 +174,8 @@ impl Engine {
         }
         match &chunk.body {
             Body::Ready(_) | Body::SpillOut(..) | Body::Fin => true,
-            Body::Encoding | Body::SpillIn(..) => false,
-            Body::Spilled(spill, stub) => {
-                let (spill, stub) = (*spill, *stub);
-                let job = Job::SpillRead {
-                    link: id,
-                    stream: stream_id,
-                    seq,
-                };
-                let job = self.new_job(job);
-                if let Some(stream) = self.stream_mut(id, stream_id) {
-                    stream.tx.set_body(seq, Body::SpillIn(spill, stub));
-                }
-                self.out.push_back(Output::SpillRead { job, from: spill });
-                false
-            }
+            // From the disk it comes by `read_ahead`.
+            Body::Encoding | Body::SpillIn(..) | Body::Spilled(..) => false,
             Body::Raw(_) => {
                 // The last chunk may still grow while others are ahead of it.
                 if growing && !first {
@@ -459,6 +454,56 @@ impl Engine {
         true
     }
 
+    /// Reads spilled chunks back before the line wants them: the head of the queue, in pieces of
+    /// half of it, so that the disk gets long reads and is not asked for each chunk.
+    fn read_ahead(&mut self, id: LinkId, stream_id: u32) {
+        let Some(link) = self.links.get_mut(&id) else {
+            return;
+        };
+        let head = spill_head(link);
+        let Some(stream) = link.streams.get_mut(&stream_id) else {
+            return;
+        };
+        if stream.tx.spilled_bytes == 0 {
+            return;
+        }
+        let unsent = stream.tx.unsent(READ_AHEAD);
+        let Some(first) = unsent.first().and_then(|seq| stream.tx.chunk(*seq)) else {
+            return;
+        };
+        let urgent = matches!(first.body, Body::Spilled(..));
+        let begin = first.offset;
+        let (mut wanted, mut missing, mut span) = (Vec::new(), 0, 0);
+        for seq in unsent {
+            let Some(chunk) = stream.tx.chunk(seq) else {
+                break;
+            };
+            let far = chunk.offset - begin >= head;
+            if far || chunk.offset + u64::from(chunk.raw_len) > stream.tx.window_end {
+                break;
+            }
+            span += u64::from(chunk.raw_len);
+            if let Body::Spilled(spill, stub) = chunk.body {
+                missing += u64::from(chunk.raw_len);
+                wanted.push((seq, spill, stub));
+            }
+        }
+        if !urgent && missing * 2 < span {
+            return;
+        }
+        for (seq, spill, stub) in wanted {
+            let job = self.new_job(Job::SpillRead {
+                link: id,
+                stream: stream_id,
+                seq,
+            });
+            if let Some(stream) = self.stream_mut(id, stream_id) {
+                stream.tx.set_body(seq, Body::SpillIn(spill, stub));
+            }
+            self.out.push_back(Output::SpillRead { job, from: spill });
+        }
+    }
+
     /// Moves chunks from the middle of the queue to disk when memory gets short.
     fn spill_some(&mut self, now: Instant, id: LinkId, stream_id: u32) {
         let limit = self.options.spill_limit_bytes;
@@ -473,7 +518,7 @@ impl Engine {
         if !short || self.spilling >= SPILLS_MAX {
             return;
         }
-        let head = SPILL_HEAD.min(link.config.options.memlimit_bytes / 4);
+        let head = spill_head(link);
         let chunk_limit = link.chunk_limit();
         if link.codec().0 == CodecSpec::None {
             // Without a codec nothing was prepared ahead.

@@ -19,6 +19,7 @@ use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output
 use crate::codec;
 
 mod crash;
+mod spill;
 mod waits;
 
 const MS: u64 = 1_000_000;
@@ -92,6 +93,9 @@ struct World {
     /// Frames that the shell holds per carrier: (frame, bytes already allowed).
     outbox: BTreeMap<(usize, CarrierId), VecDeque<(Frame, usize)>>,
     disk: BTreeMap<SpillRef, Vec<u8>>,
+    /// Records and bytes that are being read, and the most of them so far.
+    reads: (usize, usize),
+    reads_peak: (usize, usize),
     refuse_local: bool,
     down: bool,
     faults: bool,
@@ -149,6 +153,8 @@ impl World {
             sockets: [BTreeMap::new(), BTreeMap::new()],
             outbox: BTreeMap::new(),
             disk: BTreeMap::new(),
+            reads: (0, 0),
+            reads_peak: (0, 0),
             refuse_local: false,
             down: false,
             faults: false,
@@ -231,6 +237,10 @@ impl World {
     }
 
     fn feed(&mut self, node: usize, input: Input) {
+        if let Input::SpillRead(_, data) = &input {
+            let len = data.as_ref().map_or(0, Vec::len);
+            self.reads = (self.reads.0 - 1, self.reads.1 - len);
+        }
         self.engines[node].handle(Instant(self.now), input);
     }
 
@@ -478,6 +488,11 @@ impl World {
                     .get(&from)
                     .cloned()
                     .ok_or("no such record".to_string());
+                let len = data.as_ref().map_or(0, Vec::len);
+                let (records, bytes) = (self.reads.0 + 1, self.reads.1 + len);
+                self.reads = (records, bytes);
+                let (most, most_bytes) = self.reads_peak;
+                self.reads_peak = (most.max(records), most_bytes.max(bytes));
                 self.later(10, Event::Input(node, Input::SpillRead(job, data)));
             }
             Output::SpillFree(spill) => {

@@ -412,10 +412,10 @@ impl Tx {
         again
     }
 
-    /// Coded chunks that may go to disk: unsent, at least `head_bytes` behind the front of the
-    /// queue. Newest chunks first would be read back last, so oldest first.
+    /// Coded chunks that may go to disk: unsent, at least `head_bytes` behind the first of these. Newest chunks first would be read back last, so oldest first.
     pub(crate) fn spillable(&mut self, head_bytes: u64, count: usize) -> Vec<u64> {
-        let from = self.delivered + head_bytes;
+        let first = self.unsent(1).first().and_then(|seq| self.chunk(*seq));
+        let from = first.map_or(self.next_offset, |chunk| chunk.offset) + head_bytes;
         let start = self.chunks.partition_point(|chunk| chunk.offset < from);
         (start..self.chunks.len())
             .filter(|at| {
