@@ -43,6 +43,8 @@ pub struct Device {
     /// It became Primary: what it writes gets a generation of its own in any case, because the
     /// current one may be one that another Primary planned and gave up.
     pub new_uuid_forced: bool,
+    /// The pending one is only for a peer that heard late of the present one.
+    pub new_uuid_for_late: bool,
     /// How often an unequal peer was compared with again.
     pub looked_again: u32,
     /// Openers for reading and for writing.
@@ -365,6 +367,7 @@ impl Device {
             announced: Vec::new(),
             new_uuid_pending: false,
             new_uuid_forced: false,
+            new_uuid_for_late: false,
             looked_again: 0,
             openers: Openers::default(),
             peers: BTreeMap::new(),

@@ -33,6 +33,7 @@ pub mod generation;
 pub mod handshake;
 pub mod integrity;
 pub mod interval;
+mod late;
 mod legacy;
 pub mod look_again;
 mod metadata;

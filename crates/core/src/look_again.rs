@@ -37,11 +37,13 @@ impl Resource {
                 let at = self.now + PATIENCE;
                 self.timers.set_earliest(Timer::LookAgain(*volume), at);
             }
+            self.renew_for_late(*volume);
         }
     }
 
     /// A peer's UUIDs came: a generation that it lacks is watched as well.
     pub(crate) fn watch_generation(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.renew_for_late(volume);
         if self.is_unequal(volume, peer) {
             let at = self.now + PATIENCE;
             self.timers.set_earliest(Timer::LookAgain(volume), at);

@@ -149,6 +149,14 @@ registry! {
         "An attach calls the log clean before the bits that it stands for are durable.";
     PageWriteMissesBits "page-write-misses-bits"
         "Bits set during the write of their page count as written.";
+    PeerFuaIgnored "peer-fua-ignored"
+        "A received write with FUA stays in the disk's cache.";
+    LastCopyInCache "last-copy-in-cache"
+        "What a Primary without a disk writes is acknowledged from the only disk's cache.";
+    DemotionWithoutFlush "demotion-without-flush"
+        "A demoted node is called clean while its writes are in the disk's cache.";
+    MarkedAtEndForgotten "marked-at-end-forgotten"
+        "A resync ends although the source marked blocks while the end was written down.";
     ResyncRequestIgnoresDagtag "resync-request-ignores-dagtag"
         "A resync source reads before it has what the target has seen of a third node.";
 }

@@ -229,8 +229,15 @@ impl Resource {
             .devices
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
+        let marked_again = self.out_of_sync_blocks(volume, peer) > 0;
         if self.is_legacy(peer) {
             self.legacy_await_acks(volume, peer);
+        } else if attached && marked_again && !planted!(self, MarkedAtEndForgotten) {
+            // The source wrote meanwhile, and told only that.
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.resync_ready = true;
+            }
+            self.resync_entered(volume, peer);
         } else if attached && !self.same_current(volume, peer) {
             // The source has made a new generation meanwhile. Its writes came here, too.
             self.resync_finished(volume, peer, 0);

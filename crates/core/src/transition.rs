@@ -907,6 +907,13 @@ impl Resource {
 
     fn after_demotion(&mut self, new: &State) {
         self.explicit_primary = false;
+        let flushes = !planted!(self, DemotionWithoutFlush);
+        for device in self.devices.values_mut() {
+            if let Some(disk) = device.attached_mut() {
+                // A disk that is not a Primary's is believed to have what it acknowledged.
+                disk.writer.flush_data = flushes;
+            }
+        }
         self.set_primary_bit(false);
         self.write_all_bitmaps();
         for peer in self.kernel_peers() {

@@ -693,6 +693,12 @@ impl Resource {
                 self.check_change(&self.connect_change(*peer)).map(|_| ())
             }
             WishKind::Empty => Ok(()),
+            WishKind::Detach(volume) if self.state.disk(*volume) == DiskState::Attaching => {
+                Err(Refusal {
+                    code: ErrorCode::IN_TRANSIENT_STATE,
+                    text: format!("volume {volume}: its disk was detached and is being attached"),
+                })
+            }
             kind => self
                 .check_change(&self.wish_change(kind, t.reachable))
                 .map(|_| ()),

@@ -145,7 +145,12 @@ impl Resource {
     }
 
     fn begin_new_uuid(&mut self) {
-        let peers = self.established_peers();
+        // An 8.4 peer whose disk is gone may attach it again at once; it has to find the generation
+        // then, and nobody else is connected.
+        let peers = match self.legacy_peer() {
+            Some(_) => NodeMask::EMPTY,
+            None => self.established_peers(),
+        };
         for peer in peers.iter() {
             self.ping(peer);
         }
@@ -157,6 +162,9 @@ impl Resource {
     }
 
     fn settle_pings(&mut self) {
+        if self.legacy_negotiates() {
+            return;
+        }
         let outstanding: NodeMask = self
             .connections
             .values()
@@ -182,10 +190,13 @@ impl Resource {
             .map(|(v, _)| *v)
             .collect();
         let mut plans = BTreeMap::new();
+        let mut behind = Vec::new();
         let role = self.state.role;
         for volume in volumes {
             let up_to_date = self.state.disk(volume) == DiskState::UpToDate;
-            if role != Role::Primary || self.legacy_follows(volume) {
+            let late = self.late_is_behind(volume);
+            behind.extend(late.map(|peer| (peer, volume)));
+            if role != Role::Primary || self.legacy_follows(volume) || late.is_some() {
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.new_uuid_pending = false;
                 }
@@ -262,6 +273,10 @@ impl Resource {
         if plans.is_empty() {
             self.new_uuid = None;
             self.new_uuid_wanted = false;
+            for (peer, volume) in behind {
+                self.send_uuids(peer, volume, UuidFlags::RESYNC);
+                self.compare_now(peer, volume);
+            }
             self.admission_changed();
             return;
         }
@@ -509,6 +524,7 @@ impl Resource {
         if done {
             self.new_uuid = None;
             self.new_uuid_wanted = false;
+            self.renew_for_late(volume);
             self.admission_changed();
         }
     }
@@ -678,7 +694,7 @@ impl Resource {
         }
         if flags.contains(UuidFlags::NEW_DATAGEN) {
             self.new_datagen(peer, volume, &set, Some(set.node_mask));
-        } else {
+        } else if !self.legacy_is_source_of(volume, peer) {
             self.learn(peer, volume, &set);
         }
         self.retire_provisional(peer, volume, &set);
@@ -813,6 +829,9 @@ impl Resource {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.exposed_uuid = device.current_uuid();
         }
+        if self.state.peer_device(volume, peer).disk < DiskState::Inconsistent {
+            self.keep_last_copy(volume);
+        }
         self.after_superblock(volume, AfterMeta::SpreadUuids);
     }
 
@@ -925,32 +944,6 @@ impl Resource {
         }
     }
 
-    /// A disk that comes back cannot know whether a Primary without a disk went on without it.
-    /// This one says that it did not.
-    fn vouch_for(&mut self, peer: NodeId, volume: VolumeNr, current: Uuid) {
-        let exposed = self
-            .devices
-            .get(&volume)
-            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
-        if self.state.role == Role::Primary
-            && self.state.peer_device(volume, peer).disk != DiskState::UpToDate
-            && !exposed.is_zero()
-            && current.same_generation(exposed)
-        {
-            self.send_uuids(peer, volume, UuidFlags::empty());
-        }
-    }
-
-    pub(crate) fn vouch_for_all(&mut self, volume: VolumeNr) {
-        for peer in self.established_peers().iter() {
-            if let Some(current) = self.peer_uuids(volume, peer).map(|set| set.current)
-                && self.state.peer_device(volume, peer).disk >= DiskState::Inconsistent
-            {
-                self.vouch_for(peer, volume, current);
-            }
-        }
-    }
-
     /// `P_CURRENT_UUID`: a diskless node's generation, or a survivor's before a reconciliation.
     pub(crate) fn current_uuid_received(
         &mut self,
@@ -967,6 +960,9 @@ impl Resource {
             .connections
             .get(&peer)
             .is_some_and(|c| c.peer_role == Role::Primary);
+        if connected && from_primary {
+            self.catch_up_with(peer, volume);
+        }
         let Some(pd) = self.peer_device_mut(volume, peer) else {
             return;
         };

@@ -1,12 +1,13 @@
 //! What must hold, seen from outside the core.
 
+use lockstep_core::options::Protocol;
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 use lockstep_format::disk::v09::DeviceFlags;
 
 use crate::disk::Where;
-use crate::world::{World, name};
+use crate::world::{Asked, World, name};
 
 /// Whatever differs between two disks is marked on one of them, whoever dies now.
 pub fn differences_are_marked(w: &mut World) {
@@ -125,6 +126,71 @@ pub fn losses_are_marked(w: &mut World) {
             }
         }
     }
+}
+
+/// A flush that began at `issued` is acknowledged: what was acknowledged before it lies on stable
+/// storage of every replica that the Primary counts on.
+pub fn flushed_is_durable(w: &mut World, primary: usize, volume: u16, issued: u64) {
+    for node in replicas(w, primary, volume) {
+        let volatile = w.nodes[node].disks[usize::from(volume)].volatile();
+        let lost = volatile.into_iter().find(|(block, old)| {
+            !w.spoiled.contains_key(&(volume, *block))
+                && !w.history.may_be_durable(volume, *block, *old, issued)
+        });
+        if let Some((block, old)) = lost {
+            let text = format!(
+                "{} acknowledges a flush of volume {volume} that began at {issued}, but {} would \
+                 lose block {block} with its power and have {old} there; {}",
+                name(primary),
+                name(node),
+                w.history.describe(volume, block)
+            );
+            w.fail(text);
+            return;
+        }
+    }
+}
+
+/// A write with FUA is acknowledged: it lies on stable storage.
+pub(crate) fn fua_is_durable(w: &mut World, primary: usize, asked: &Asked) {
+    for node in replicas(w, primary, asked.volume) {
+        let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile();
+        let blocks = asked.block..asked.block + asked.count;
+        // Its own data are enough: a later write may have been acknowledged before it.
+        let lost = volatile.range(blocks).find(|(block, old)| {
+            !w.spoiled.contains_key(&(asked.volume, **block))
+                && **old != asked.value + (**block - asked.block)
+                && !w
+                    .history
+                    .may_be_durable(asked.volume, **block, **old, w.now + 1)
+        });
+        if let Some((block, old)) = lost {
+            let text = format!(
+                "{} acknowledges a durable write of volume {}, but {} would lose block {block} \
+                 with its power and have {old} there; {}",
+                name(primary),
+                asked.volume,
+                name(node),
+                w.history.describe(asked.volume, *block)
+            );
+            w.fail(text);
+            return;
+        }
+    }
+}
+
+/// The disks that have all acknowledged data by protocol C, as the Primary sees it.
+fn replicas(w: &mut World, primary: usize, volume: u16) -> Vec<usize> {
+    if w.config.protocol != Protocol::C {
+        return Vec::new();
+    }
+    // A node that is not Primary any more has nothing to make durable.
+    let view = w.view(primary).filter(|v| v.role == Role::Primary);
+    let holders = view.map_or(0, |v| v.holders[usize::from(volume)]);
+    w.storage()
+        .filter(|n| holders & 1 << n != 0 && (*n == primary || w.flushes_peers))
+        .filter(|n| is_whole(w, *n, usize::from(volume)))
+        .collect()
 }
 
 /// According to its metadata the disk has all data of a generation.

@@ -292,7 +292,10 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         }
         Fault::Detach => {
             let force = rng.permille(300);
-            o.detach(w, a, volume, force).then_some(Undo::Reattach)
+            // With 8.4 the peer labels what a Primary without a disk writes, from the detach on
+            // and whether it writes or not: a link that breaks then leaves two branches.
+            let labelled = o.settings.resource.protocol_max <= 101 && o.primary == Some(a);
+            (!labelled && o.detach(w, a, volume, force)).then_some(Undo::Reattach)
         }
         Fault::Invalidate => {
             let reset = rng.permille(500);

@@ -3,6 +3,7 @@
 use lockstep_core::event::{Input, Request, RequestError, RequestId, RequestKind};
 use lockstep_format::units::{Sector, VolumeNr};
 
+use crate::check;
 use crate::disk::BLOCK;
 use crate::sometimes;
 use crate::story;
@@ -133,6 +134,7 @@ impl World {
             }
             RequestKind::Flush => {
                 if ok {
+                    check::flushed_is_durable(self, node, asked.volume, asked.start);
                     let oldest = self.oldest_read();
                     self.history.flushed(asked.volume, asked.start, oldest);
                 }
@@ -150,6 +152,9 @@ impl World {
                             now,
                             hard,
                         );
+                    }
+                    if hard {
+                        check::fua_is_durable(self, node, &asked);
                     }
                 } else {
                     self.abandon(&asked, now);

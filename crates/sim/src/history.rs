@@ -250,6 +250,19 @@ impl History {
         }
     }
 
+    /// Whether a disk may hold this value and nothing newer when something that began at `issued`
+    /// says that all data from before are durable.
+    pub fn may_be_durable(&self, volume: u16, block: u64, value: u64, issued: u64) -> bool {
+        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
+            let number = v.index.get(block as usize)?.checked_sub(1)?;
+            v.registers.get(number as usize)
+        });
+        register.is_none_or(|r| {
+            r.allowed(issued, NEVER)
+                .any(|i| r.versions[i].value == value)
+        })
+    }
+
     /// Checks a read and learns from it.
     pub fn read(
         &mut self,

@@ -851,7 +851,8 @@ impl Operator {
             self.start(w, node);
         }
         for (node, peer, volume) in std::mem::take(&mut self.paused) {
-            if self.is_up(node) {
+            // Also of a node that goes down: its peer may not let it before the resync is over.
+            if w.is_up(node) {
                 w.command(
                     node,
                     Command::ResumeSync {

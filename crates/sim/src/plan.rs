@@ -280,7 +280,7 @@ impl Plan {
             },
             // A first copy alone is never enough for a minimum redundancy.
             full_sync: !small && !large && pace.permille(400) && !redundant,
-            watches: !small && seed.is_multiple_of(8),
+            watches: !small && (seed.is_multiple_of(8) || theme.short_log),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
             theme,
         }
@@ -309,6 +309,10 @@ impl Plan {
             ("", true) => " requests at edges,".into(),
             (words, true) => format!(" {words}, requests at edges,"),
         };
+        let theme = match self.theme.short_log {
+            true => format!("{theme} short activity log,"),
+            false => theme,
+        };
         let slow = c.slow.map_or_else(String::new, |s| {
             format!(
                 " slow from {} to {},",
@@ -332,7 +336,7 @@ impl Plan {
 
 /// Blocks of a small volume.
 pub(crate) const SMALL_BLOCKS: u64 = 8192;
-const LARGE_BLOCKS: u64 = 131_072;
+pub(crate) const LARGE_BLOCKS: u64 = 131_072;
 
 fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config, Settings) {
     let small = orders.size == Size::Small;

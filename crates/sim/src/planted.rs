@@ -79,6 +79,10 @@ fn shows(bug: Planted) -> Shows {
         | P::ReadFromAnyPeer
         | P::RecoveryStampsEarly
         | P::PageWriteMissesBits
+        | P::PeerFuaIgnored
+        | P::LastCopyInCache
+        | P::DemotionWithoutFlush
+        | P::MarkedAtEndForgotten
         | P::ResyncRequestIgnoresDagtag => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -272,6 +276,10 @@ const RARE: &[Planted] = &[
     Planted::ReadFromAnyPeer,
     Planted::RecoveryStampsEarly,
     Planted::PageWriteMissesBits,
+    Planted::PeerFuaIgnored,
+    Planted::LastCopyInCache,
+    Planted::DemotionWithoutFlush,
+    Planted::MarkedAtEndForgotten,
     Planted::ResyncRequestIgnoresDagtag,
 ];
 

@@ -5,7 +5,7 @@
 use crate::extras::{self, Extra};
 use crate::faults::Fault;
 use crate::operator::Settings;
-use crate::plan::SMALL_BLOCKS;
+use crate::plan::{LARGE_BLOCKS, SMALL_BLOCKS};
 use crate::rng::{Rng, mixed};
 use crate::world::{Config, MS, SlowWire};
 
@@ -20,6 +20,8 @@ pub struct Theme {
     pub old_metadata: Vec<usize>,
     /// Requests reach the device's first and last blocks and cross borders of extents.
     pub edges: bool,
+    /// The activity log has room for a few extents only, so that each write changes it.
+    pub short_log: bool,
     /// In a few words.
     pub words: &'static str,
 }
@@ -74,6 +76,17 @@ pub(crate) fn choose(seed: u64, config: &mut Config, settings: &mut Settings) ->
         });
         // No wire is slower than a ping may take.
         config.net_delay = config.net_delay.min(MS);
+        // All of a large device takes longer than the end of a world waits.
+        config.blocks = config.blocks.min(SMALL_BLOCKS);
+    }
+    // Seeds that end otherwise keep the worlds that they had before there was this one.
+    if pair && seed % 10 == 7 {
+        config.blocks = config.blocks.max(LARGE_BLOCKS);
+        config.resync_max_kib_s = 102_400;
+        config.slow = None;
+        settings.peer.c_max_rate_kib_s = config.resync_max_kib_s;
+        settings.disk.al_extents = rng.pick(&[7, 12]);
+        theme.short_log = true;
     }
     if theme.edges {
         config.blocks -= rng.below(100);

@@ -369,6 +369,8 @@ pub struct World {
     pub handlers_behave: bool,
     /// The marks are compared with the raw images at every metadata write.
     pub watches: bool,
+    /// A flush reaches the peers; those of 8.4 answer none.
+    pub flushes_peers: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
     pub spoiled: BTreeMap<(u16, u64), usize>,
     pub(crate) heap: BinaryHeap<Reverse<Scheduled>>,
@@ -455,6 +457,7 @@ impl World {
             changed: false,
             handlers_behave: false,
             watches: false,
+            flushes_peers: true,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
             events: Vec::new(),
@@ -616,6 +619,7 @@ impl World {
     /// The process starts; the operator's commands are still to come.
     pub fn start(&mut self, node: usize, options: lockstep_core::options::ResourceOptions) {
         assert!(!self.is_up(node));
+        self.flushes_peers = options.protocol_max > 101;
         let seed = self.chance(Place::Node(node)).bits();
         let n = &mut self.nodes[node];
         n.life += 1;

@@ -75,6 +75,11 @@ fn a_reconnect_next_to_a_third_node_heals_after_every_cut() {
 }
 
 #[test]
+fn a_primary_that_gets_a_disk_back_heals_after_every_cut() {
+    every_cut_heals("primary-attach");
+}
+
+#[test]
 fn a_handover_among_three_nodes_heals_after_every_cut() {
     every_cut_heals("handover-of-three");
 }

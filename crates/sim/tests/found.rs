@@ -48,3 +48,40 @@ fn an_inconsistent_disk_gets_no_generation_of_its_own() {
     // `new-current-uuid` on a SyncTarget that had lost its source made it the source.
     holds(929, Size::Any, "4-6,8,10,12", "3");
 }
+
+#[test]
+fn a_generation_made_while_the_target_ends_its_resync_is_followed_at_once() {
+    // Its source dies before the pair is compared again.
+    holds(20150, Size::Any, "1,7", "0,13");
+    holds(1979, Size::Any, "3-5,7", "39,42,44,59");
+}
+
+#[test]
+fn a_target_knows_the_generation_of_a_source_that_lost_its_disk_at_the_end() {
+    holds(31144, Size::Any, "0,3-4", "0-4,6-8,11,14,17-18");
+}
+
+#[test]
+fn what_the_last_copy_under_a_primary_without_a_disk_has_survives_a_power_cut() {
+    holds(9618, Size::Any, "0-2", "3-14,19-38,41-43,45-62,67,70");
+}
+
+#[test]
+fn a_disk_that_an_84_peer_attaches_is_compared_with_the_generation_made_for_it() {
+    holds(9816, Size::Any, "0-1,5", "12,49");
+}
+
+#[test]
+fn the_lost_end_of_a_resync_with_84_does_not_hide_what_was_marked_meanwhile() {
+    holds(
+        30171,
+        Size::Any,
+        "1-3",
+        "30,56-58,61,88,103,105-108,114,167,169-170,182,185-186,201-202,212,214,216,221,240-242",
+    );
+}
+
+#[test]
+fn a_demoted_node_has_flushed_what_it_wrote() {
+    holds(30448, Size::Any, "0,8", "0");
+}

@@ -83,6 +83,8 @@ pub(crate) enum FlushWaiter {
     Target(NodeId),
     /// Blocks whose digests go to a peer.
     Hashed(NodeId),
+    /// A write of a peer without a disk, which this disk alone has.
+    LastCopy(NodeId, u64),
 }
 
 /// Bitmap pages that have to be written before something.
@@ -639,6 +641,9 @@ impl Resource {
             FlushWaiter::Epochs(peer, serial) => self.epochs_flushed(volume, peer, serial, result),
             FlushWaiter::Target(peer) => self.target_flushed(volume, peer, result),
             FlushWaiter::Hashed(peer) => self.hashed_flushed(volume, peer, result),
+            FlushWaiter::LastCopy(peer, number) => {
+                self.last_copy_flushed(volume, peer, number, result);
+            }
         }
     }
 }

@@ -13,6 +13,7 @@ mod ack_times;
 mod balance;
 mod disk;
 mod exchange;
+mod last_copy;
 mod peer_ack;
 mod peer_write;
 pub(crate) mod pieces;

@@ -43,6 +43,8 @@ pub(crate) struct PeerWrite {
     confirmed: bool,
     /// Newer data have come for the range.
     overtaken: bool,
+    /// It is on stable storage once it is off the disk's queue.
+    durable: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +111,7 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
             return;
         }
-        let fua = data.flags.contains(DataFlags::FUA);
+        let fua = data.flags.contains(DataFlags::FUA) && !planted!(self, PeerFuaIgnored);
         let kind = RequestKind::Write { fua };
         self.receive_write(
             peer,
@@ -215,6 +217,7 @@ impl Resource {
             stage: Stage::Active,
             confirmed: false,
             overtaken: false,
+            durable: false,
         });
         self.overtake_peer_writes(volume, sector, size_bytes, Some(peer));
         if let Some(io) = self.peer_io(volume, peer) {
@@ -314,7 +317,14 @@ impl Resource {
         };
         write.al = Some(serial);
         let (sector, size) = (write.sector, write.size_bytes);
-        let (kind, payload) = (write.kind, write.payload);
+        let (mut kind, payload) = (write.kind, write.payload);
+        if let RequestKind::Write { fua } = &mut kind {
+            *fua |= self.holds_last_copy(volume, peer);
+            let durable = *fua;
+            if let Some(write) = self.peer_write(peer, number) {
+                write.durable = durable;
+            }
+        }
         let op = self.disk_write(volume, kind, sector, size, payload);
         self.disk_op(volume, op, DataOp::PeerWrite(volume, peer, number));
     }
@@ -352,6 +362,16 @@ impl Resource {
             self.peer_write_failed(volume, peer, number);
             return;
         }
+        let durable = self.peer_write(peer, number).is_none_or(|w| w.durable);
+        if !durable && self.holds_last_copy(volume, peer) {
+            self.flush_disk(volume, FlushWaiter::LastCopy(peer, number));
+            return;
+        }
+        self.peer_write_landed(volume, peer, number);
+    }
+
+    /// A write is on the disk, as safe as it has to be.
+    pub(crate) fn peer_write_landed(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
         self.peer_write_off_disk(volume, peer, number);
         if let Some(write) = self.peer_write(peer, number) {
             write.stage = Stage::Written;

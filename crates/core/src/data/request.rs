@@ -538,7 +538,7 @@ impl Resource {
             .devices
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
-        if self.state.disk(volume) != DiskState::UpToDate || !has_disk {
+        if !self.may_serve(volume) || !has_disk {
             self.refuse_read(peer, volume, &request);
             return;
         }
@@ -566,6 +566,12 @@ impl Resource {
         }
     }
 
+    fn may_serve(&self, volume: VolumeNr) -> bool {
+        let disk = self.state.disk(volume);
+        disk == DiskState::UpToDate
+            || planted!(self, ReadFromAnyPeer) && disk == DiskState::Inconsistent
+    }
+
     /// Everything received of the range is on disk: read.
     pub(crate) fn serve_start(&mut self, key: Key) {
         let Some(serving) = self.io.serving.get(key).copied() else {
@@ -578,7 +584,7 @@ impl Resource {
             .devices
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
-        if self.state.disk(volume) != DiskState::UpToDate || !has_disk {
+        if !self.may_serve(volume) || !has_disk {
             self.serve_over(key);
             if self.link(serving.peer) == Some(serving.link) {
                 self.refuse_read(serving.peer, volume, &request);

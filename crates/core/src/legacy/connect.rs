@@ -235,6 +235,7 @@ impl Resource {
         disk.generations
             .new_current(&rotation, Role::Secondary, &mut rng);
         self.rng = rng;
+        self.keep_last_copy(volume);
         self.after_superblock(volume, AfterMeta::SpreadUuids);
     }
 
@@ -362,6 +363,24 @@ impl Resource {
                     DiskState::Consistent | DiskState::UpToDate | DiskState::Negotiating
                 )
         })
+    }
+
+    /// An 8.4 peer attaches a disk, and both compare what they said: a generation made meanwhile
+    /// would come too late, a write without one would be missed.
+    pub(crate) fn legacy_negotiates(&self) -> bool {
+        self.legacy_peer().is_some_and(|peer| {
+            let volumes = self.state.devices.values();
+            volumes
+                .filter_map(|d| d.peers.get(&peer))
+                .any(|p| p.repl >= ReplState::Established && p.disk == DiskState::Negotiating)
+        })
+    }
+
+    /// The end of a resync is the target's state. Its UUIDs come before that, and if the state is
+    /// lost, the resync's UUID in the slot is what tells (semantics.md, 13.3 rule 35).
+    pub(crate) fn legacy_is_source_of(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let repl = self.state.peer_device(volume, peer).repl;
+        self.is_legacy(peer) && matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS)
     }
 
     /// Connections besides this one, of which an 8.4 peer knows nothing.

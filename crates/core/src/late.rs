@@ -1,0 +1,116 @@
+//! Nodes that have all data, but hear late, or not at all, what they are called.
+
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+
+use crate::resource::Resource;
+use crate::uuids::is_real;
+
+impl Resource {
+    /// A target ended its resync while this Primary, its source, made a generation: it has all
+    /// data, but under the old name, and would look like another branch if it were promoted. So
+    /// there is a further generation before the next write, which it follows like any other.
+    pub(crate) fn renew_for_late(&mut self, volume: VolumeNr) {
+        if self.state.role != Role::Primary
+            || self.new_uuid.is_some()
+            || self.state.disk(volume) != DiskState::UpToDate
+            || self.late_peer(volume).is_none()
+        {
+            return;
+        }
+        if let Some(device) = self.devices.get_mut(&volume)
+            && !device.new_uuid_pending
+        {
+            device.new_uuid_pending = true;
+            device.new_uuid_forced = true;
+            device.new_uuid_for_late = true;
+            self.want_new_uuid_now();
+        }
+    }
+
+    /// The further generation is about to be made, and all acks that were under way are here: a
+    /// peer that lacks data all the same is not late but behind, and gets a resync instead.
+    pub(crate) fn late_is_behind(&mut self, volume: VolumeNr) -> Option<NodeId> {
+        let device = self.devices.get_mut(&volume)?;
+        if !core::mem::take(&mut device.new_uuid_for_late) {
+            return None;
+        }
+        let peer = self.late_peer(volume)?;
+        self.lacks_writes(volume, peer).then_some(peer)
+    }
+
+    /// A peer that calls itself UpToDate at an ancestor of the generation here.
+    fn late_peer(&self, volume: VolumeNr) -> Option<NodeId> {
+        let disk = self.devices.get(&volume)?.attached()?;
+        self.established_peers().iter().find(|peer| {
+            let p = self.state.peer_device(volume, *peer);
+            let current = self.peer_uuids(volume, *peer).map(|set| set.current);
+            let known = |uuid: Uuid| {
+                disk.generations
+                    .ancestors()
+                    .any(|u| u.same_generation(uuid))
+            };
+            p.repl == ReplState::Established
+                && p.disk == DiskState::UpToDate
+                && self.is_lockstep(*peer)
+                && !self.is_legacy(*peer)
+                && !self.same_current(volume, *peer)
+                && current.is_some_and(known)
+        })
+    }
+
+    /// The same, seen from the target, where the Primary lost its disk before it could make the
+    /// further one: what its disk is called is an ancestor of what is written from now on.
+    pub(crate) fn catch_up_with(&mut self, primary: NodeId, volume: VolumeNr) {
+        let Some(set) = self.peer_uuids(volume, primary).cloned() else {
+            return;
+        };
+        let missed = self.state.disk(volume) == DiskState::UpToDate
+            && self.state.peer_device(volume, primary).repl == ReplState::Established
+            && self.is_lockstep(primary)
+            && is_real(set.current)
+            && !self.same_current(volume, primary)
+            && set.dirty_bits == 0
+            && set.slot_is_real(self.node_id);
+        let (me, role) = (self.node_id, self.state.role);
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let generations = &mut disk.generations;
+        let known = generations
+            .ancestors()
+            .any(|u| u.same_generation(set.current));
+        let old = generations.current;
+        let left = set.slot(me).same_generation(old) || set.history_has(old);
+        if missed && !known && left {
+            generations.adopt_without_resync(set.current, primary, role);
+            generations.push_retired_current(old);
+        }
+    }
+
+    /// A disk that comes back cannot know whether a Primary without a disk went on without it.
+    /// This one says that it did not.
+    pub(crate) fn vouch_for(&mut self, peer: NodeId, volume: VolumeNr, current: Uuid) {
+        let exposed = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+        if self.state.role == Role::Primary
+            && self.state.peer_device(volume, peer).disk != DiskState::UpToDate
+            && !exposed.is_zero()
+            && current.same_generation(exposed)
+        {
+            self.send_uuids(peer, volume, UuidFlags::empty());
+        }
+    }
+
+    pub(crate) fn vouch_for_all(&mut self, volume: VolumeNr) {
+        for peer in self.established_peers().iter() {
+            if let Some(current) = self.peer_uuids(volume, peer).map(|set| set.current)
+                && self.state.peer_device(volume, peer).disk >= DiskState::Inconsistent
+            {
+                self.vouch_for(peer, volume, current);
+            }
+        }
+    }
+}
