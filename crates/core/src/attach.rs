@@ -701,7 +701,8 @@ impl Resource {
             .map(|slot| slot.bitmap_dagtag)
             .max_by_key(|d| d.0)
             .unwrap_or(Dagtag(0));
-        if highest.is_newer_than(self.io.dagtag) {
+        let jumps = highest.is_newer_than(self.io.dagtag);
+        if jumps {
             self.io.dagtag = highest;
         }
         let old_size = disk
@@ -711,6 +712,9 @@ impl Resource {
             .min(disk.usable_sectors());
         if let Some(size) = self.new_size(volume) {
             self.apply_size(volume, old_size, size);
+        }
+        if jumps {
+            self.tell_dagtag();
         }
         // No write may reach the log while the superblock still calls it clean.
         self.after_superblock(volume, AfterMeta::Attached);

@@ -103,6 +103,13 @@ fn a_copy_on_a_disk_that_is_gone_is_no_copy() {
     holds(4, 35, None, "0-23", "0-29");
 }
 
+/// A disk that a Primary attaches beside others brings a newer dagtag along. All its peers hear of
+/// it: a source that did not would make a target wait for a write that never comes.
+#[test]
+fn a_dagtag_that_jumps_is_told_to_everybody() {
+    holds(4, 10, None, "2,8-10,17", "18,25");
+}
+
 /// semantics.md, 11.1: nodes that leave in good order stop counting, so the last one goes on; and
 /// they are let go one after the other.
 #[test]

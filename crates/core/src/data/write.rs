@@ -1018,6 +1018,22 @@ impl Resource {
         }
     }
 
+    /// This node's dagtag has jumped: all who get its writes hear that at once. Otherwise a peer
+    /// that hears of it elsewhere would wait here for a write that may never come.
+    pub(crate) fn tell_dagtag(&mut self) {
+        let peers: Vec<NodeId> = self.connections.keys().copied().collect();
+        for peer in peers {
+            let mut devices = self.state.devices.values();
+            if !devices.any(|d| d.peers.get(&peer).is_some_and(|p| p.replicates())) {
+                continue;
+            }
+            if let Some(conn) = self.connections.get_mut(&peer) {
+                conn.io.mirror = None;
+            }
+            self.send_dagtag(peer);
+        }
+    }
+
     /// A peer begins to get writes: what it was told of the dagtag may be of before.
     pub(crate) fn replication_started(&mut self, peer: NodeId) {
         if let Some(conn) = self.connections.get_mut(&peer) {
