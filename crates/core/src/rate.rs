@@ -54,9 +54,6 @@ pub(crate) struct Pace {
     /// Asked for since `window`.
     window: Instant,
     window_sectors: u64,
-    /// Traffic of the application since `window`, and in the window before.
-    application_sectors: u64,
-    application_before: u64,
     rate: RateController,
 }
 
@@ -93,14 +90,10 @@ impl Pace {
         if now - self.window >= STEP {
             self.window = now;
             self.window_sectors = 0;
-            self.application_before = core::mem::take(&mut self.application_sectors);
         }
-        // Grants come faster than steps; a busy disk is to be noticed all the same.
-        self.application_sectors += load.application_sectors;
         let input = RateInput {
             in_flight_sectors: self.in_flight_sectors,
             received_sectors: core::mem::take(&mut self.received_sectors),
-            application_sectors: self.application_before + self.application_sectors,
             ..load
         };
         let mut grant = self.rate.step(now, options, &input);
@@ -115,10 +108,6 @@ impl Pace {
                 grant = grant.min(rest);
             }
         }
-        // What a throttled resync may do at least is once per step, not with every answer.
-        if self.rate.throttled && self.window_sectors > 0 {
-            grant = 0;
-        }
         self.grant_sectors = grant;
         self.topped_sectors = self.in_flight_sectors + grant;
     }
@@ -132,8 +121,6 @@ pub struct RateController {
     last: Option<Instant>,
     /// Times and sectors left, at least 3 s apart, oldest first.
     marks: VecDeque<(Instant, u64)>,
-    /// The last step found the application busy.
-    throttled: bool,
 }
 
 impl RateController {
@@ -153,7 +140,6 @@ impl RateController {
             self.plan_step(elapsed, options, input)
         };
         let throttled = self.throttles(now, options, input);
-        self.throttled = throttled;
         let granule = input.granule_sectors.max(BLOCK_SECTORS);
         let limit =
             (u64::from(input.max_buffers) * BLOCK_SECTORS).saturating_sub(input.in_flight_sectors);
@@ -348,19 +334,6 @@ mod tests {
         let (asked, most) = ask(&options, 50, input(0, 0));
         assert!((40_000 - 800..=40_000).contains(&asked), "{asked}");
         assert!(most <= 800, "{most}");
-    }
-
-    #[test]
-    fn an_application_that_is_slow_between_two_grants_is_noticed_all_the_same() {
-        let options = PeerDeviceOptions::default();
-        let (free, _) = ask(&options, 50, input(0, 0));
-        // One sector per grant is far below what counts as busy, a thousand of them are not.
-        let load = RateInput {
-            application_sectors: 1,
-            ..input(0, 0)
-        };
-        let (asked, _) = ask(&options, 50, load);
-        assert!(asked > 0 && asked * 4 < free, "{asked} of {free}");
     }
 
     #[test]
