@@ -11,6 +11,7 @@
 
 mod ack_times;
 mod balance;
+mod dagtag;
 mod disk;
 mod exchange;
 mod last_copy;
