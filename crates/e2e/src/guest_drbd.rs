@@ -23,6 +23,8 @@ pub(crate) const LOST_LINK: &[&str] = &[
     "sock_recvmsg returned -104",
     "sock_sendmsg returned -104",
     "sock_sendmsg returned -32",
+    // A cut that outlasts `timeout` while nobody reads; with ko-count 0 nothing follows from it.
+    "sock_sendmsg time expired, ko = 4294967295",
     // A packet of which only the beginning came.
     "error receiving Data, e: -5 l: ",
 ];
