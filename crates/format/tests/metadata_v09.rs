@@ -6,6 +6,7 @@ mod metadata_vectors;
 use lockstep_format::disk::al::{self, AlForm, Block, Coverage, ReplayError};
 use lockstep_format::disk::bitmap::Piece;
 use lockstep_format::disk::layout::{AlGeometry, BitmapBlock, Geometry, Layout};
+use lockstep_format::disk::pmem;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
 use lockstep_format::units::AlExtent;
 use metadata_vectors::{Image, Vector, all};
@@ -250,6 +251,43 @@ fn replay_finds_the_active_extents_of_the_original() {
             assert_eq!(replay.active, expected, "{name}");
         }
     }
+}
+
+/// What the original's replay has read, with the slots as in its image.
+#[test]
+fn logs_on_persistent_memory_are_written_byte_for_byte() {
+    let mut found = 0;
+    for vector in al_vectors() {
+        let image = vector.image(".pre.hex");
+        let block = image.block(vector.number("md_offset") as u64);
+        let superblock = SuperBlock::decode(&block).unwrap();
+        let layout = superblock
+            .layout(vector.placement(), vector.file_size())
+            .unwrap();
+        let area = area(&image, &layout);
+        let geometry = layout.geometry().al;
+        if AlForm::of(&area, geometry, false) != AlForm::PersistentMemory {
+            continue;
+        }
+        found += 1;
+        let mut slots = vec![(0, 3), (1, 7), (30, 100), (66, 250)];
+        if vector.name().starts_with("a413") {
+            slots.push((70, 111));
+        }
+        let mut all = vec![al::FREE; 71];
+        for (slot, extent) in slots {
+            all[slot] = AlExtent(extent);
+        }
+        assert!(
+            pmem::encode_area(&all, geometry) == area,
+            "{}",
+            vector.name()
+        );
+        let some = pmem::encode_slots(&all, 25, 70);
+        let at = some.offset as usize;
+        assert_eq!(some.bytes, area[at..at + some.bytes.len()]);
+    }
+    assert_eq!(found, 2);
 }
 
 #[test]

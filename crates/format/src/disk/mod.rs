@@ -15,6 +15,7 @@ pub mod dump;
 mod error;
 pub mod gi;
 pub mod layout;
+pub mod pmem;
 pub mod store;
 pub mod v08;
 pub mod v09;

@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 use super::layout::{AlGeometry, BitmapBlock, Geometry, Layout, Placement, StoredOffsets};
 use super::{
     BLOCK_BYTES, CREATE_AL_EXTENTS, DiskError, HISTORY_UUIDS, LayoutError, MAX_BITMAP_SLOTS,
-    MAX_DEVICE_SECTORS, Magic, PEERS_MAX,
+    MAX_DEVICE_SECTORS, Magic, PEERS_MAX, pmem,
 };
 use crate::units::{Dagtag, NodeId, NodeMask, Sector, Uuid};
 
@@ -173,6 +173,8 @@ impl SuperBlock {
     /// Reads a superblock and checks everything that does not depend on where it lies; see
     /// [`SuperBlock::layout`] for the rest.
     pub fn decode(block: &[u8; BLOCK_BYTES]) -> Result<Self, DiskError> {
+        let update = pmem::interrupted(block);
+        let block = update.as_ref().unwrap_or(block);
         let raw: &Raw = zerocopy::transmute_ref!(block);
         match Magic::of(block) {
             Some(Magic::V09) => {}
