@@ -114,6 +114,9 @@ pub struct ActivityLog<W> {
     starving: bool,
     /// Nobody gets a reference for now.
     frozen: bool,
+    /// Slots that stay for writes of peers: with two Primaries each side's writes end only when
+    /// the other's log has room for them.
+    kept_for_peers: usize,
     number: u32,
     context_start: u16,
     clock: u64,
@@ -143,6 +146,7 @@ impl<W: Copy> ActivityLog<W> {
             locals: VecDeque::new(),
             starving: false,
             frozen: false,
+            kept_for_peers: 0,
             number: 0,
             context_start: 0,
             clock: 0,
@@ -158,6 +162,7 @@ impl<W: Copy> ActivityLog<W> {
             && extents
                 .iter()
                 .all(|extent| self.index.contains_key(&extent))
+            && (priority == AlPriority::Peer || self.leaves_room(extents))
         {
             for extent in extents.iter() {
                 let slot = self.index[&extent];
@@ -195,11 +200,11 @@ impl<W: Copy> ActivityLog<W> {
             }
             self.starving = false;
             let mut peers = core::mem::take(&mut self.peers);
-            let mut blocked = self.serve(&mut peers, ready);
+            let mut blocked = self.serve(&mut peers, ready, 0);
             self.peers = peers;
             if !blocked {
                 let mut locals = core::mem::take(&mut self.locals);
-                blocked = self.serve(&mut locals, ready);
+                blocked = self.serve(&mut locals, ready, self.kept_for_peers);
                 self.locals = locals;
             }
             if self.updates.is_empty() {
@@ -250,6 +255,11 @@ impl<W: Copy> ActivityLog<W> {
     /// transaction in flight goes on.
     pub fn freeze(&mut self, frozen: bool) {
         self.frozen = frozen;
+    }
+
+    /// Half of the log stays for writes of peers, or none of it.
+    pub fn keep_room_for_peers(&mut self, keep: bool) {
+        self.kept_for_peers = if keep { self.slots.len() / 2 } else { 0 };
     }
 
     /// No transaction is in flight.
@@ -329,11 +339,11 @@ impl<W: Copy> ActivityLog<W> {
     }
 
     /// Serves a queue from its head; says whether it stopped before the end.
-    fn serve(&mut self, queue: &mut VecDeque<Waiter<W>>, ready: &mut Vec<W>) -> bool {
+    fn serve(&mut self, queue: &mut VecDeque<Waiter<W>>, ready: &mut Vec<W>, kept: usize) -> bool {
         while let Some(waiter) = queue.front_mut() {
             while waiter.next <= waiter.last {
                 let extent = AlExtent(waiter.next);
-                let Some(pending) = self.acquire(extent) else {
+                let Some(pending) = self.acquire(extent, kept) else {
                     return true;
                 };
                 waiter.uses_pending |= pending;
@@ -349,8 +359,13 @@ impl<W: Copy> ActivityLog<W> {
         false
     }
 
-    /// A reference to one extent: says whether it needs the transaction; none without a slot.
-    fn acquire(&mut self, extent: AlExtent) -> Option<bool> {
+    /// A reference to one extent: says whether it needs the transaction; none without a slot
+    /// beside those that are kept.
+    fn acquire(&mut self, extent: AlExtent, kept: usize) -> Option<bool> {
+        if kept > 0 && !self.is_referenced(extent) && self.unreferenced() <= kept {
+            self.starving = true;
+            return None;
+        }
         if let Some(slot) = self.index.get(&extent).copied() {
             self.take_ref(slot);
             return Some(false);
@@ -377,6 +392,17 @@ impl<W: Copy> ActivityLog<W> {
         self.updates.push(SlotUpdate { slot, extent });
         self.pending.insert(extent, slot);
         Some(true)
+    }
+
+    /// Slots without references.
+    fn unreferenced(&self) -> usize {
+        self.free.len() + self.idle.len()
+    }
+
+    /// With these extents in use, what is kept for peers is still there.
+    fn leaves_room(&self, extents: Extents) -> bool {
+        let news = extents.iter().filter(|e| !self.is_referenced(*e)).count();
+        self.kept_for_peers == 0 || self.unreferenced() >= self.kept_for_peers + news
     }
 
     fn take_ref(&mut self, slot: u16) {

@@ -19,7 +19,7 @@ pub(super) fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
         verdict.strategy = direction.use_bitmap();
         return;
     }
-    if !both_up_to_date {
+    if !both_up_to_date || both_stayed(h) {
         return;
     }
     if let Some((direction, rule)) = reconcile(h) {
@@ -44,6 +44,19 @@ fn by_one_up_to_date(h: &Handshake<'_>) -> Option<Direction> {
         (DiskState::Outdated, DiskState::UpToDate) => Some(Direction::Target),
         _ => None,
     }
+}
+
+/// Two Primaries that lost nothing but their connection, and completed nothing without each other,
+/// or their generations would differ. Their marks are of writes that both have.
+fn both_stayed(h: &Handshake<'_>) -> bool {
+    let stayed = |side: &super::Side| {
+        side.is_primary()
+            && side.disk == DiskState::UpToDate
+            && side.flag(UuidFlags::RECONNECT)
+            && !side.flag(UuidFlags::CRASHED_PRIMARY)
+    };
+    let allowed = h.net.allow_two_primaries;
+    allowed && h.phase == Phase::Connect && stayed(h.own) && stayed(h.peer)
 }
 
 fn reconcile(h: &Handshake<'_>) -> Option<(Direction, Rule)> {

@@ -76,7 +76,17 @@ struct Range<T> {
     blockers: u32,
     /// Ranges that wait for this one.
     waiters: Vec<u32>,
+    /// Writes of peers wait until a peer has decided about this one.
+    undecided: bool,
     owner: T,
+}
+
+impl<T> Range<T> {
+    /// A later range of this origin waits for it.
+    fn holds(&self, later: Origin) -> bool {
+        blocks(self.origin, self.phase, later)
+            || self.undecided && matches!(later, Origin::PeerWrite(_))
+    }
 }
 
 /// All ranges in flight on one volume. `T` says who owns a range.
@@ -130,6 +140,7 @@ impl<T: Copy> Intervals<T> {
             seq: self.next_seq,
             blockers: 0,
             waiters: Vec::new(),
+            undecided: false,
             owner,
         };
         self.next_seq += 1;
@@ -145,7 +156,7 @@ impl<T: Copy> Intervals<T> {
         };
         for other in self.overlapping(start, end) {
             let earlier = self.range_mut(other);
-            if blocks(earlier.origin, earlier.phase, origin) {
+            if earlier.holds(origin) {
                 earlier.waiters.push(index);
                 range.blockers += 1;
             }
@@ -267,11 +278,28 @@ impl<T: Copy> Intervals<T> {
     /// The local disk is done with the range. Owners that may go on now are added to `ready`.
     pub fn disk_done(&mut self, id: RangeId, ready: &mut Vec<T>) {
         self.range_mut(id.0).phase = Phase::DiskDone;
-        let origin = self.range(id.0).origin;
+        self.look_at_waiters(id, ready);
+    }
+
+    /// Writes of peers wait for this range until a verdict about it is in, whatever its phase.
+    pub fn await_verdict(&mut self, id: RangeId) {
+        self.range_mut(id.0).undecided = true;
+    }
+
+    /// The verdict is in. Owners that may go on now are added to `ready`.
+    pub fn verdict_is_in(&mut self, id: RangeId, ready: &mut Vec<T>) {
+        if core::mem::take(&mut self.range_mut(id.0).undecided) {
+            self.look_at_waiters(id, ready);
+        }
+    }
+
+    /// Lets those go on that do not wait for this range any more.
+    fn look_at_waiters(&mut self, id: RangeId, ready: &mut Vec<T>) {
         let waiters = core::mem::take(&mut self.range_mut(id.0).waiters);
         let mut kept = Vec::new();
         for waiter in waiters {
-            if blocks(origin, Phase::DiskDone, self.range(waiter).origin) {
+            let origin = self.range(waiter).origin;
+            if self.range(id.0).holds(origin) {
                 kept.push(waiter);
             } else {
                 self.unblock(waiter, ready);

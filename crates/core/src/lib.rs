@@ -58,6 +58,7 @@ pub mod tags;
 pub mod time;
 pub mod timers;
 pub mod transition;
+mod two_primaries;
 pub mod twopc;
 pub mod twopc_peer;
 pub mod uuid_spread;

@@ -11,7 +11,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::{Protocol as ProtocolPacket, SyncParam89};
-use lockstep_format::wire::{AfterSb, Features, Packet, ReplicationProtocol};
+use lockstep_format::wire::{AfterSb, Features, Packet, ReplicationProtocol, Role};
 
 use crate::admin::{fail, no_peer};
 use crate::command::{Answer, CommandError, ErrorCode};
@@ -62,6 +62,13 @@ impl Resource {
                      or data-integrity-alg; disconnect, change it on both nodes and connect again",
                     conn.protocol()
                 ),
+            );
+        }
+        let two_write = self.state.role == Role::Primary && self.peer_role(peer) == Role::Primary;
+        if conn.net.allow_two_primaries && !net.allow_two_primaries && two_write {
+            return fail(
+                ErrorCode::ERR_NEED_ALLOW_TWO_PRI,
+                format!("allow-two-primaries stays on while node {peer} and this one are Primary"),
             );
         }
         let zeroes = conn.features().contains(Features::WZEROES) && !conn.is_lockstep();
@@ -118,11 +125,8 @@ impl Resource {
         net.after_sb_2pri = mirrored(theirs.after_sb_2p);
         let alg = theirs.integrity_alg.as_str().unwrap_or_default();
         net.data_integrity_alg = DigestAlg::from_name(alg).map(|alg| alg.name().into());
+        net.allow_two_primaries = theirs.two_primaries;
         let changed = net != conn.net;
-        if theirs.two_primaries && !net.allow_two_primaries {
-            let text = "the peer switched allow-two-primaries on, which is not supported here";
-            self.log(Level::Warn, Some(peer), None, text.into());
-        }
         if changed {
             let text = format!(
                 "the peer changed options of the connection: protocol {:?}, data-integrity-alg \

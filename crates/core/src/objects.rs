@@ -198,10 +198,10 @@ impl Resource {
 /// Combinations of net options that cannot work (semantics.md, 6.2).
 pub(crate) fn check_net(net: &NetOptions) -> Result<(), CommandError> {
     use crate::options::{OnCongestion, Protocol};
-    if net.allow_two_primaries {
+    if net.allow_two_primaries && net.protocol != Protocol::C {
         return fail(
-            ErrorCode::NOT_SUPPORTED,
-            "allow-two-primaries is not supported by this version; set it to no",
+            ErrorCode::ERR_NOT_PROTO_C,
+            "allow-two-primaries goes with protocol C only",
         );
     }
     for (name, alg, code) in [

@@ -159,4 +159,10 @@ registry! {
         "A resync ends although the source marked blocks while the end was written down.";
     ResyncRequestIgnoresDagtag "resync-request-ignores-dagtag"
         "A resync source reads before it has what the target has seen of a third node.";
+    ConflictsNotSeen "conflicts-not-seen"
+        "A write of a peer that conflicts with an own one is written behind it.";
+    ConflictRuleReversed "conflict-rule-reversed"
+        "The wrong end of a connection decides which of two overlapping writes wins.";
+    ConflictsIgnoreAcks "conflicts-ignore-acks"
+        "A conflict is decided before the acks have come that were sent before the write.";
 }

@@ -964,7 +964,7 @@ impl Resource {
         }
     }
 
-    fn peer_role(&self, peer: NodeId) -> Role {
+    pub(crate) fn peer_role(&self, peer: NodeId) -> Role {
         let conn = self.state.connections.get(&peer);
         conn.map_or(Role::Unknown, |c| c.peer_role)
     }

@@ -290,6 +290,7 @@ impl Resource {
                 Timer::AheadEnd(peer) => self.ahead_end_timer(peer),
                 Timer::LookAgain(volume) => self.look_again_timer(volume),
                 Timer::DiskTimeout(volume) => self.disk_timeout_timer(volume),
+                Timer::Turn(peer) => self.turn_timer(peer),
             }
             self.settle();
         }
@@ -317,6 +318,24 @@ impl Resource {
         if stream == Stream::Control {
             self.restart_ping_timer(peer);
         }
+        let Some((packet, payload)) = self.in_turn(peer, stream, volume, packet, payload) else {
+            return;
+        };
+        self.take_packet(peer, stream, volume, packet, payload);
+        if stream == Stream::Control {
+            self.turns_come(peer);
+        }
+    }
+
+    /// A packet whose turn it is.
+    pub(crate) fn take_packet(
+        &mut self,
+        peer: NodeId,
+        stream: Stream,
+        volume: VolumeNr,
+        packet: Packet,
+        payload: Option<Payload>,
+    ) {
         let Some(packet) = self.connection_packet(peer, stream, packet) else {
             if let Some(payload) = payload {
                 self.release(payload.buf);

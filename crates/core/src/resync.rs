@@ -9,6 +9,7 @@ use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
+use crate::compare;
 use crate::data::BitmapThen;
 use crate::device::{AfterMeta, Reconcile};
 use crate::generation::Rotation;
@@ -463,6 +464,30 @@ impl Resource {
 
     pub(crate) fn set_slot(&mut self, volume: VolumeNr, peer: NodeId) {
         self.with_slot(volume, peer, |bitmap, slot| bitmap.fill(slot, true));
+    }
+
+    /// Equal without a resync: the slot names nothing any more (semantics.md, 5.2 point 2).
+    pub(crate) fn forget_differences(&mut self, volume: VolumeNr, peer: NodeId, connects: bool) {
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        let stayed = connects && self.both_stayed(volume, peer);
+        if self.marked_towards(volume, peer) && lockstep && !stayed {
+            // Marked blocks are resynced, not forgotten.
+            if let Some(theirs) = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&peer))
+                .and_then(|pd| pd.last_state)
+            {
+                self.compare_established(peer, volume, theirs, compare::Phase::Attach);
+            }
+            return;
+        }
+        if !self.slot_uuid(volume, peer).is_zero() {
+            self.retire_slot_uuid(volume, peer);
+        }
+        if !lockstep || stayed {
+            self.clear_slot(volume, peer);
+        }
     }
 
     pub(crate) fn clear_slot(&mut self, volume: VolumeNr, peer: NodeId) {

@@ -51,6 +51,8 @@ pub enum Timer {
     LookAgain(VolumeNr),
     /// The oldest operation of the volume's disk may be overdue.
     DiskTimeout(VolumeNr),
+    /// Acks that a peer's write waits for do not come.
+    Turn(NodeId),
 }
 
 /// The running time-outs.

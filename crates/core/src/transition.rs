@@ -575,7 +575,8 @@ impl Resource {
                 && self.same_current(volume, *peer)
                 && self.state.peer_device(volume, *peer).repl == ReplState::Established
             {
-                self.forget_differences(volume, *peer);
+                let connects = before.repl == ReplState::Off;
+                self.forget_differences(volume, *peer, connects);
             }
         }
     }

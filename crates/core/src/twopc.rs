@@ -668,8 +668,8 @@ impl Resource {
             WishKind::Promote { .. } => {
                 let others = t.primary_nodes.without(self.node_id);
                 if !others.is_empty() {
-                    let two = self.connections.values().all(|c| c.net.allow_two_primaries);
-                    if !two {
+                    let two = |peer| self.may_both_be_primary(peer);
+                    if !others.iter().all(two) {
                         return Err(Refusal {
                             code: ErrorCode::TWO_PRIMARIES,
                             text: "another node is Primary, and two Primaries are not allowed"
@@ -682,9 +682,7 @@ impl Resource {
             }
             WishKind::Connect(peer) => {
                 self.handshake_verdict(*peer)?;
-                if t.primary_nodes.count() > 1
-                    && !self.connections.values().any(|c| c.net.allow_two_primaries)
-                {
+                if t.primary_nodes.count() > 1 && !self.may_both_be_primary(*peer) {
                     return Err(Refusal {
                         code: ErrorCode::TWO_PRIMARIES,
                         text: "both sides have a Primary".into(),

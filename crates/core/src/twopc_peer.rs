@@ -216,7 +216,7 @@ impl Resource {
             && t.change.val.role() == Some(Role::Primary)
             && !t.change.mask.has(StateWord::CONN);
         if promotes && self.state.role == Role::Primary {
-            let two = self.connections.values().any(|c| c.net.allow_two_primaries);
+            let two = self.may_both_be_primary(t.initiator);
             let has_disk = self
                 .state
                 .devices

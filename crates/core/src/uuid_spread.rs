@@ -22,7 +22,6 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::packet::{CurrentUuid, PeerDagtag, Uuids110};
 use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, UuidFlags};
 
-use crate::compare;
 use crate::device::{AfterMeta, Reconcile};
 use crate::event::Stream;
 use crate::exposed::{Exposed, ExposedPeer};
@@ -42,12 +41,12 @@ pub struct NewUuid {
     /// Peers whose ping is not answered yet.
     pings: NodeMask,
     /// The volumes and what they become.
-    plans: BTreeMap<VolumeNr, Plan>,
-    step: SpreadStep,
+    pub(crate) plans: BTreeMap<VolumeNr, Plan>,
+    pub(crate) step: SpreadStep,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum SpreadStep {
+pub(crate) enum SpreadStep {
     Pings,
     Noting,
     Confirm,
@@ -55,15 +54,15 @@ enum SpreadStep {
 }
 
 #[derive(Debug)]
-struct Plan {
+pub(crate) struct Plan {
     /// The sets before and after; none for a Primary that has no usable disk and labels what it
     /// exposes.
     sets: Option<(Generations, Generations)>,
     uuid: Uuid,
     views: Vec<PeerView>,
-    confirm: NodeMask,
+    pub(crate) confirm: NodeMask,
     noted: bool,
-    written: bool,
+    pub(crate) written: bool,
 }
 
 impl Resource {
@@ -176,6 +175,11 @@ impl Resource {
         };
         new.pings = new.pings.intersection(outstanding);
         if !new.pings.is_empty() || self.connections.values().any(|c| c.draining) {
+            return;
+        }
+        if self.state.connections.values().any(|c| c.susp_fen) {
+            // The lost peer may be Primary and shoot this node: it is for the survivor to do.
+            self.new_uuid = None;
             return;
         }
         self.plan_new_uuid();
@@ -626,29 +630,6 @@ impl Resource {
         }
     }
 
-    /// Equal without a resync: the slot names nothing any more (semantics.md, 5.2 point 2).
-    pub(crate) fn forget_differences(&mut self, volume: VolumeNr, peer: NodeId) {
-        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
-        if self.marked_towards(volume, peer) && lockstep {
-            // Marked blocks are resynced, not forgotten.
-            if let Some(theirs) = self
-                .devices
-                .get(&volume)
-                .and_then(|d| d.peers.get(&peer))
-                .and_then(|pd| pd.last_state)
-            {
-                self.compare_established(peer, volume, theirs, compare::Phase::Attach);
-            }
-            return;
-        }
-        if !self.slot_uuid(volume, peer).is_zero() {
-            self.retire_slot_uuid(volume, peer);
-        }
-        if !lockstep {
-            self.clear_slot(volume, peer);
-        }
-    }
-
     // Received UUIDs.
 
     pub(crate) fn uuids_received(&mut self, peer: NodeId, volume: VolumeNr, packet: &Uuids110) {
@@ -664,6 +645,10 @@ impl Resource {
         {
             // It is only planned, and who is not whole does not follow: the end of a resync must
             // not adopt what may be given up. What is made of it is told to everybody.
+            return;
+        }
+        if flags.contains(UuidFlags::NEW_DATAGEN) && self.precedes(peer, volume) {
+            // Both Primaries plan one at the same time: the peer drops its own for this node's.
             return;
         }
         let before = self.peer_uuids(volume, peer).cloned();

@@ -84,10 +84,7 @@ impl Resource {
     ) -> Result<(), Refusal> {
         let becomes_primary = old.role != Role::Primary && new.role == Role::Primary;
         for (peer, c) in &new.connections {
-            let two = self
-                .connections
-                .get(peer)
-                .is_some_and(|c| c.net.allow_two_primaries);
+            let two = self.may_both_be_primary(*peer);
             let was = old
                 .connections
                 .get(peer)

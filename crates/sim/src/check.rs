@@ -129,13 +129,17 @@ pub fn losses_are_marked(w: &mut World) {
 }
 
 /// A flush that began at `issued` is acknowledged: what was acknowledged before it lies on stable
-/// storage of every replica that the Primary counts on.
+/// storage of every replica that the Primary counts on. Of two Primaries each flushes what it wrote
+/// itself on both disks, and what the other one wrote on its own disk.
 pub fn flushed_is_durable(w: &mut World, primary: usize, volume: u16, issued: u64) {
     for node in replicas(w, primary, volume) {
+        let writer = whose(w, primary, node);
         let volatile = w.nodes[node].disks[usize::from(volume)].volatile();
         let lost = volatile.into_iter().find(|(block, old)| {
             !w.spoiled.contains_key(&(volume, *block))
-                && !w.history.may_be_durable(volume, *block, *old, issued)
+                && !w
+                    .history
+                    .may_be_durable(volume, *block, *old, issued, writer)
         });
         if let Some((block, old)) = lost {
             let text = format!(
@@ -154,6 +158,7 @@ pub fn flushed_is_durable(w: &mut World, primary: usize, volume: u16, issued: u6
 /// A write with FUA is acknowledged: it lies on stable storage.
 pub(crate) fn fua_is_durable(w: &mut World, primary: usize, asked: &Asked) {
     for node in replicas(w, primary, asked.volume) {
+        let writer = whose(w, primary, node);
         let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile();
         let blocks = asked.block..asked.block + asked.count;
         // Its own data are enough: a later write may have been acknowledged before it.
@@ -162,7 +167,7 @@ pub(crate) fn fua_is_durable(w: &mut World, primary: usize, asked: &Asked) {
                 && **old != asked.value + (**block - asked.block)
                 && !w
                     .history
-                    .may_be_durable(asked.volume, **block, **old, w.now + 1)
+                    .may_be_durable(asked.volume, **block, **old, w.now + 1, writer)
         });
         if let Some((block, old)) = lost {
             let text = format!(
@@ -177,6 +182,11 @@ pub(crate) fn fua_is_durable(w: &mut World, primary: usize, asked: &Asked) {
             return;
         }
     }
+}
+
+/// Whose writes on a node's disk a flush of the Primary is about; all of them if none is named.
+fn whose(w: &World, primary: usize, node: usize) -> Option<usize> {
+    (w.history.several_writers && node != primary).then_some(primary)
 }
 
 /// The disks that have all acknowledged data by protocol C, as the Primary sees it.
@@ -276,8 +286,12 @@ const BUFFERS_MOST: usize = 10_000;
 /// Commands that may wait on one node.
 const COMMANDS_MOST: usize = 200;
 
-/// At most one node is Primary; one that is frozen without quorum does not count.
+/// At most one node is Primary, where two are not allowed; one that is frozen without quorum does
+/// not count.
 pub fn one_primary(w: &mut World) {
+    if w.history.several_writers {
+        return;
+    }
     let is_primary = |w: &mut World, n: usize| {
         w.view(n)
             .is_some_and(|v| v.role == Role::Primary && v.quorate)

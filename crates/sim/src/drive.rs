@@ -4,9 +4,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::check;
+use crate::disk::Lose;
 use crate::faults::{Fault, Undo, happen, revert, word};
 use crate::marks::{self, Marks};
 use crate::operator::Operator;
+use crate::pair::Pair;
 use crate::plan::{Orders, Plan, PlannedFault};
 use crate::rng::{Rng, mixed};
 use crate::story::{self, Tail};
@@ -139,6 +141,8 @@ struct Drive<'a> {
     promotions: u64,
     /// When the operator mends things next; none while there is trouble.
     heal_at: Option<u64>,
+    /// The operator of two Primaries.
+    pair: Option<Pair>,
 }
 
 impl<'a> Drive<'a> {
@@ -153,6 +157,7 @@ impl<'a> Drive<'a> {
             promote_at: None,
             promotions: 0,
             heal_at: None,
+            pair: None,
         }
     }
 
@@ -160,6 +165,9 @@ impl<'a> Drive<'a> {
         bring_up(w, o, self.plan.full_sync);
         if w.violation.is_some() {
             return;
+        }
+        if let Some(shares) = self.plan.shares {
+            self.pair = Some(Pair::new(self.plan, shares, w, o));
         }
         self.start = w.now;
         self.look_at = w.now;
@@ -200,7 +208,9 @@ impl<'a> Drive<'a> {
                 }
             }
             round += 1;
-            if round > takeover / (20 * MS) && o.primary.is_none() && !o.is_changing() {
+            if let Some(pair) = self.pair.as_mut() {
+                pair.look(w, o);
+            } else if round > takeover / (20 * MS) && o.primary.is_none() && !o.is_changing() {
                 promote_an_heir(w, o, round);
             }
             let missing = rest(w);
@@ -259,19 +269,17 @@ impl<'a> Drive<'a> {
 
     fn requests(&mut self, w: &mut World, o: &Operator) {
         while let Some(request) = self.plan.requests.get(self.next_request) {
-            let Some(node) = o.accepts_io() else { return };
+            let placed = match &self.pair {
+                Some(pair) => pair.place(w, request),
+                None => o.accepts_io().map(|node| (node, request.block)),
+            };
+            let Some((node, block)) = placed else { return };
             let is_due = self.start + request.at <= w.now;
             if !is_due || !w.is_up(node) || w.nodes[node].requests.len() >= self.plan.depth {
                 return;
             }
             self.next_request += 1;
-            w.request(
-                node,
-                request.volume,
-                request.kind,
-                request.block,
-                request.count,
-            );
+            w.request(node, request.volume, request.kind, block, request.count);
         }
     }
 
@@ -286,6 +294,10 @@ impl<'a> Drive<'a> {
             check::losses_are_marked(w);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
+        if let Some(pair) = self.pair.as_mut() {
+            pair.look(w, o);
+            return;
+        }
         if o.primary.is_some() || o.is_changing() {
             self.promote_at = None;
             return;
@@ -340,6 +352,15 @@ impl<'a> Drive<'a> {
         }
         let mut rng = Rng::new(planned.seed);
         let ends = w.now + planned.lasts;
+        if let Some(pair) = self.pair.as_mut() {
+            let node = rng.below(2) as usize;
+            match planned.fault {
+                Fault::Crash => return pair.kill(w, o, node, Lose::InFlight),
+                Fault::PowerCut => return pair.kill(w, o, node, Lose::Unflushed),
+                Fault::Handover => return pair.demote(w, o, node, planned.lasts),
+                _ => {}
+            }
+        }
         match happen(w, o, &mut rng, planned.fault) {
             Some(Undo::CutAgain(node)) => {
                 // It starts soon, and falls again before it is quite there.

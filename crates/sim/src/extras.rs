@@ -24,16 +24,19 @@ pub enum Extra {
     Blocks,
     /// `fencing`, and handlers that take their time and answer this and that.
     Handlers,
+    /// `allow-two-primaries`: two nodes, both Primary, with fencing.
+    TwoPrimaries,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 6] = [
+pub const EXTRAS: [(Extra, &str); 7] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
     (Extra::Congestion, "congestion"),
     (Extra::Blocks, "blocks"),
     (Extra::Handlers, "handlers"),
+    (Extra::TwoPrimaries, "two-primaries"),
 ];
 
 /// The word of one.
@@ -97,6 +100,20 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
                 1 if config.protocol != Protocol::A => Fencing::ResourceAndStonith,
                 _ => Fencing::ResourceOnly,
             };
+        }
+        Extra::TwoPrimaries => {
+            config.nodes = 2;
+            config.diskless = 0;
+            config.protocol = Protocol::C;
+            settings.net.protocol = Protocol::C;
+            settings.net.allow_two_primaries = true;
+            settings.net.fencing = Fencing::ResourceAndStonith;
+            settings.resource.handlers = vec!["fence-peer".into()];
+            // Numbers of its own: its place in the list says nothing.
+            let mut rng = Rng::new(mixed(&[seed, 0x6578_7472_6173, 5]));
+            if rng.permille(500) {
+                settings.resource.protocol_max = 101;
+            }
         }
     }
 }

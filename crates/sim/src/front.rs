@@ -50,8 +50,13 @@ impl World {
         if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
             let weak = kind == RequestKind::Discard;
             for i in 0..count {
-                self.history
-                    .write_starts(volume, block + i, asked.value_of(i), start, weak);
+                self.history.write_starts(
+                    volume,
+                    block + i,
+                    (asked.value_of(i), node),
+                    start,
+                    weak,
+                );
             }
         }
         self.trace(node, || {

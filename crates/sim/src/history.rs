@@ -11,6 +11,8 @@ const NEVER: u64 = u64::MAX;
 #[derive(Clone, Debug)]
 struct Version {
     value: u64,
+    /// The node that wrote it.
+    writer: usize,
     start: u64,
     /// It is known to have taken effect by then.
     end: u64,
@@ -50,6 +52,9 @@ struct Volume {
 #[derive(Clone, Debug, Default)]
 pub struct History {
     volumes: Vec<Volume>,
+    /// Several nodes write. Each reads its own disk, so that one may see a write before the other
+    /// does: what a read returns says nothing about later ones while the write goes on.
+    pub several_writers: bool,
 }
 
 impl Volume {
@@ -73,6 +78,7 @@ impl Default for Register {
         Register {
             versions: vec![Version {
                 value: 0,
+                writer: 0,
                 start: 0,
                 end: 0,
                 dead: NEVER,
@@ -141,10 +147,18 @@ impl History {
         &mut volume.registers[number as usize]
     }
 
-    /// A write of this value begins. Values other than 0 are unique.
-    pub fn write_starts(&mut self, volume: u16, block: u64, value: u64, now: u64, weak: bool) {
+    /// A write of this value by a node begins. Values other than 0 are unique.
+    pub fn write_starts(
+        &mut self,
+        volume: u16,
+        block: u64,
+        (value, writer): (u64, usize),
+        now: u64,
+        weak: bool,
+    ) {
         self.register(volume, block).versions.push(Version {
             value,
+            writer,
             start: now,
             end: NEVER,
             dead: NEVER,
@@ -211,6 +225,7 @@ impl History {
 
     /// A flush that was issued at `issued` has succeeded on this volume.
     pub fn flushed(&mut self, volume: u16, issued: u64, oldest_read: u64) {
+        let several_writers = self.several_writers;
         let volume = self.volume(volume);
         let mut soft = std::mem::take(&mut volume.soft);
         soft.retain(|number| {
@@ -228,7 +243,9 @@ impl History {
                 v.hard = true;
                 register.ended(index);
             }
-            register.prune(oldest_read);
+            if !several_writers {
+                register.prune(oldest_read);
+            }
             register.is_soft = remain;
             remain
         });
@@ -251,16 +268,33 @@ impl History {
     }
 
     /// Whether a disk may hold this value and nothing newer when something that began at `issued`
-    /// says that all data from before are durable.
-    pub fn may_be_durable(&self, volume: u16, block: u64, value: u64, issued: u64) -> bool {
+    /// says that all data from before are durable, or all that `writer` wrote.
+    pub fn may_be_durable(
+        &self,
+        volume: u16,
+        block: u64,
+        value: u64,
+        issued: u64,
+        writer: Option<usize>,
+    ) -> bool {
         let register = self.volumes.get(usize::from(volume)).and_then(|v| {
             let number = v.index.get(block as usize)?.checked_sub(1)?;
             v.registers.get(number as usize)
         });
-        register.is_none_or(|r| {
-            r.allowed(issued, NEVER)
-                .any(|i| r.versions[i].value == value)
-        })
+        let Some(register) = register else {
+            return true;
+        };
+        let Some(writer) = writer else {
+            return register
+                .allowed(issued, NEVER)
+                .any(|i| register.versions[i].value == value);
+        };
+        let newer = |v: &Version| {
+            let mut own = register.versions.iter().filter(|n| n.writer == writer);
+            own.any(|n| !n.weak && n.end < issued && v.end < n.start)
+        };
+        let mut same = register.versions.iter().filter(|v| v.value == value);
+        same.any(|v| !newer(v))
     }
 
     /// Checks a read and learns from it.
@@ -272,6 +306,7 @@ impl History {
         start: u64,
         end: u64,
     ) -> Result<(), String> {
+        let several_writers = self.several_writers;
         let state = self.volume(volume);
         let number = state.number(block);
         let register = &mut state.registers[number as usize];
@@ -286,7 +321,7 @@ impl History {
                 self.describe(volume, block)
             ));
         };
-        if second.is_none() {
+        if second.is_none() && !several_writers {
             let version = &mut register.versions[only];
             version.end = version.end.min(end);
             let is_soft = !version.hard;
@@ -355,9 +390,9 @@ mod tests {
     #[test]
     fn what_was_read_before_its_ack_may_go_with_the_node_but_nothing_acknowledged() {
         let mut h = History::default();
-        h.write_starts(0, 1, 7, 10, false);
+        h.write_starts(0, 1, (7, 0), 10, false);
         h.write_ends(0, 1, 7, 10, 20, false);
-        h.write_starts(0, 1, 8, 30, false);
+        h.write_starts(0, 1, (8, 1), 30, false);
         assert!(h.read(0, 1, 8, 40, 50).is_ok());
         assert!(h.read(0, 1, 7, 60, 70).is_err());
         h.write_dies(0, 1, 8, 30, 80);

@@ -19,6 +19,7 @@ pub mod marks;
 mod net;
 pub mod operator;
 mod pace;
+pub mod pair;
 pub mod plan;
 #[cfg(feature = "planted")]
 pub mod planted;

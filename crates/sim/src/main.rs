@@ -100,7 +100,7 @@ struct OrderArgs {
     #[arg(long)]
     faults: Option<String>,
     /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion,
-    /// handlers.
+    /// handlers, two-primaries.
     #[arg(long)]
     with: Option<String>,
 }
@@ -474,10 +474,10 @@ fn cuts(only: Option<&str>, trace: Option<lockstep_sim::cuts::Cut>) -> anyhow::R
 #[cfg(feature = "planted")]
 fn planted(args: PlantedArgs) -> anyhow::Result<ExitCode> {
     use lockstep_sim::drive::Trace;
-    use lockstep_sim::planted::{Patience, choose, search_all, with, world};
+    use lockstep_sim::planted::{Patience, choose, search_all, with, world_for};
     let choice = choose(args.name.as_deref(), args.third)?;
     if let (Some(seed), [bug]) = (args.trace, &choice[..]) {
-        let violation = with(Some(*bug), || world(seed, Trace::Print));
+        let violation = with(Some(*bug), || world_for(*bug, seed, Trace::Print));
         println!("{}", violation.as_deref().unwrap_or("passes"));
         return Ok(ExitCode::SUCCESS);
     }

@@ -390,7 +390,8 @@ impl Operator {
         }
     }
 
-    fn forget(&mut self, node: usize) {
+    /// The node is gone.
+    pub(crate) fn forget(&mut self, node: usize) {
         self.stages[node] = Stage::Down;
         if self.promoting.is_some_and(|(n, _)| n == node) {
             self.promoting = None;
@@ -895,7 +896,7 @@ fn members(mask: u32) -> Vec<usize> {
 
 /// Nodes, a bit each, that a node which holds a volume's data takes for holders of them and that
 /// think so of it; none if it does not hold them itself.
-fn mutual_holders(w: &mut World, node: usize, volume: usize) -> u32 {
+pub(crate) fn mutual_holders(w: &mut World, node: usize, volume: usize) -> u32 {
     let mine = w.view(node).map_or(0, |v| v.holders[volume]);
     if mine & 1 << node == 0 {
         return 0;

@@ -13,6 +13,7 @@ use crate::disk::Where;
 use crate::extras::{self, Extra};
 use crate::faults::{self, Fault};
 use crate::operator::Settings;
+use crate::pair::{self, Shares};
 use crate::rng::{Rng, mixed};
 use crate::themes::{self, Theme};
 use crate::world::{self, Config, MS, SECOND, Weather};
@@ -192,6 +193,8 @@ pub struct Plan {
     pub takeover: u64,
     /// What is special about it.
     pub theme: Theme,
+    /// Both nodes are Primary.
+    pub shares: Option<Shares>,
 }
 
 /// What the parts of a plan draw from: one stream for each, by name.
@@ -206,6 +209,7 @@ enum Part {
     Request,
     Roles,
     Edges,
+    Shares,
 }
 
 impl Plan {
@@ -232,6 +236,18 @@ impl Plan {
         let mut kinds = kinds(orders, part(Part::Kinds, 0));
         kinds.extend(&theme.kinds);
         kinds.retain(|kind| !theme.without.contains(kind));
+        let shares = orders.extras.contains(&Extra::TwoPrimaries).then(|| {
+            kinds.retain(|kind| pair::KINDS.contains(kind));
+            let mut rng = part(Part::Shares, 0);
+            // The first writes to the same place end a connection of DRBD 9.
+            let common = match settings.resource.protocol_max {
+                101 => [0, 100, 500, 1000],
+                _ => [0, 0, 5, 30],
+            };
+            Shares {
+                common_permille: rng.pick(&common),
+            }
+        });
         let mut faults: Vec<PlannedFault> = Vec::new();
         let mut at = 0;
         for number in 0..count as u32 {
@@ -283,6 +299,7 @@ impl Plan {
             watches: !small && (seed.is_multiple_of(8) || theme.short_log),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
             theme,
+            shares,
         }
     }
 
@@ -320,8 +337,15 @@ impl Plan {
                 world::name(s.to)
             )
         });
+        let shares = self.shares.map_or_else(String::new, |s| {
+            let dialect = self.settings.resource.protocol_max;
+            format!(
+                " two Primaries (protocol to {dialect}, {} of 1000 requests in common),",
+                s.common_permille
+            )
+        });
         format!(
-            "{} nodes{diskless},{quorum}{theme}{slow} protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
+            "{} nodes{diskless},{shares}{quorum}{theme}{slow} protocol {:?}, {} volumes of {} MiB, metadata {:?}, {} requests, {} faults ({})",
             c.nodes,
             c.protocol,
             c.volumes,

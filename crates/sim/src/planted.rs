@@ -11,6 +11,7 @@ use anyhow::bail;
 use lockstep_core::planted::Planted;
 
 use crate::drive::{self, Trace};
+use crate::extras::Extra;
 use crate::plan::Orders;
 use crate::swarm::{Limits, run};
 
@@ -83,7 +84,10 @@ fn shows(bug: Planted) -> Shows {
         | P::LastCopyInCache
         | P::DemotionWithoutFlush
         | P::MarkedAtEndForgotten
-        | P::ResyncRequestIgnoresDagtag => Shows::Data,
+        | P::ResyncRequestIgnoresDagtag
+        | P::ConflictsNotSeen
+        | P::ConflictRuleReversed
+        | P::ConflictsIgnoreAcks => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
         | P::NoNewUuidOnLoss
@@ -162,6 +166,22 @@ pub fn world(seed: u64, trace: Trace) -> Option<String> {
     }
 }
 
+/// As `world`; bugs of two Primaries show only where there are two.
+pub fn world_for(bug: Planted, seed: u64, trace: Trace) -> Option<String> {
+    match bug {
+        Planted::ConflictsNotSeen
+        | Planted::ConflictRuleReversed
+        | Planted::ConflictsIgnoreAcks => {
+            let orders = Orders {
+                extras: vec![Extra::TwoPrimaries],
+                ..Orders::default()
+            };
+            drive::run(seed, &orders, trace).violation
+        }
+        _ => world(seed, trace),
+    }
+}
+
 /// Runs one world after the other until one fails because of the bug.
 pub fn search(bug: Planted, patience: Patience) -> Search {
     let clock = Instant::now();
@@ -175,9 +195,9 @@ pub fn search(bug: Planted, patience: Patience) -> Search {
     };
     for seed in patience.from..patience.from.saturating_add(patience.worlds) {
         search.worlds += 1;
-        let violation = with(Some(bug), || world(seed, Trace::Off));
+        let violation = with(Some(bug), || world_for(bug, seed, Trace::Off));
         if let Some(text) = violation.filter(|text| shows(bug).accepts(text)) {
-            if world(seed, Trace::Off).is_none() {
+            if world_for(bug, seed, Trace::Off).is_none() {
                 search.found = Some((seed, text));
                 break;
             }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{
-    ALL_ZERO, BufId, CommandId, Input, Output, Payload, RequestKind, Stream,
+    ALL_ZERO, BufId, CommandId, Input, Output, Payload, RequestKind, Stream, Tag,
 };
 use lockstep_core::options::Protocol;
 use lockstep_core::report::{Event, Level, Snapshot};
@@ -363,6 +363,10 @@ pub struct World {
     pub marks: Marks,
     /// The node whose disks fail, once one has.
     pub bad_node: Option<usize>,
+    /// The operator answers `fence-peer`: node, its life, and the call.
+    pub fence_calls: Vec<(usize, u32, Tag)>,
+    /// There is an operator who does.
+    pub fences: bool,
     /// A state changed since the last look at who is Primary.
     changed: bool,
     /// The trouble is over: no handler fails any more.
@@ -454,6 +458,8 @@ impl World {
             tail: None,
             marks: Marks::default(),
             bad_node: None,
+            fence_calls: Vec::new(),
+            fences: false,
             changed: false,
             handlers_behave: false,
             watches: false,
@@ -899,6 +905,10 @@ impl World {
             Output::Copy { from, to } => {
                 let content = self.content(node, from);
                 self.fill(node, to, &content);
+            }
+            Output::Handler { tag, name, .. } if self.fences && name == "fence-peer" => {
+                self.trace(node, || format!("runs the handler {name}"));
+                self.fence_calls.push((node, life, tag));
             }
             Output::Handler {
                 tag, name, peer, ..

@@ -198,6 +198,7 @@ const SIM_RUNS: &[&[&str]] = &[
     &["swarm", "--nodes", "3", "--seeds", "0..60"],
     &["swarm", "--nodes", "4", "--seeds", "0..40"],
     &["swarm", "--nodes", "5", "--seeds", "0..30"],
+    &["swarm", "--with", "two-primaries", "--seeds", "0..60"],
 ];
 
 /// Nodes without a disk, quorum, processes that die, links that break.

@@ -245,9 +245,11 @@ impl Resource {
             true => 1,
             false => size_bytes,
         };
+        let shared = self.is_shared();
         let Some(io) = self.disk_io(volume) else {
             return true;
         };
+        io.al.keep_room_for_peers(shared);
         if io.al.get(Extents::of(sector, logged), owner, priority) {
             return true;
         }

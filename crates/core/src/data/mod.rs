@@ -11,6 +11,7 @@
 
 mod ack_times;
 mod balance;
+mod conflict;
 mod dagtag;
 mod disk;
 mod exchange;
@@ -221,6 +222,8 @@ pub struct ConnIo {
     pub(crate) resync_in_flight_sectors: u64,
     /// On this link the peer was sent marks instead of writes.
     pub(crate) was_ahead: bool,
+    /// Overlapping writes of two Primaries.
+    pub(crate) conflicts: conflict::Conflicts,
 }
 
 /// The data path's part of a volume towards a peer.
@@ -228,6 +231,8 @@ pub struct ConnIo {
 pub struct PeerIo {
     /// Counter of wire.md, 6.4.
     pub(crate) seq: u32,
+    /// The peer's counter, as far as its packets have come.
+    pub(crate) peer_seq: u32,
     /// Resync from this peer.
     pub(crate) target: Option<TargetSync>,
     /// Resync requests of the peer, and their keys by first sector.
@@ -424,6 +429,8 @@ impl Resource {
                 self.write_ack(peer, volume, &ack, write::Ack::Written);
             }
             Packet::NegAck(ack) => self.write_ack(peer, volume, &ack, write::Ack::Failed),
+            Packet::Superseded(ack) => self.write_superseded(peer, volume, &ack),
+            Packet::RetryWrite(ack) => self.write_postponed(peer, volume, &ack),
             Packet::BarrierAck(ack) => self.barrier_ack(peer, ack.barrier, ack.set_size),
             Packet::ConfirmStable(confirm) => self.confirm_stable(peer, &confirm),
             Packet::DataRequest(request) => self.serve_read(peer, volume, request),

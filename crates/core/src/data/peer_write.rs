@@ -16,6 +16,7 @@ use lockstep_format::wire::{
     BIO_LEN_MAX, DISCARD_LEN_MAX, DataFlags, DiskState, Features, Packet, ReplState,
 };
 
+use super::conflict::{Clash, Incoming};
 use super::disk::FlushWaiter;
 use super::{DataOp, DiskFault, Owner};
 use crate::al::Extents;
@@ -76,6 +77,8 @@ pub(crate) struct ReceivedEpoch {
     /// Writes without an ack yet.
     active: u32,
     volumes: Vec<VolumeNr>,
+    /// Some of its writes lost against writes of this node.
+    has_refused: bool,
 }
 
 /// A flush that makes epochs durable.
@@ -175,6 +178,19 @@ impl Resource {
         payload: Option<Payload>,
         (block_id, mut flags): (BlockId, DataFlags),
     ) {
+        let incoming = Incoming {
+            peer,
+            volume,
+            ack: BlockAck {
+                sector,
+                block_id,
+                size_bytes,
+                seq_num: 0,
+            },
+        };
+        if self.clash(incoming, payload) != Clash::None {
+            return;
+        }
         let has_disk = self.takes_writes(volume);
         if self.state.peer_device(volume, peer).disk < DiskState::Inconsistent {
             // The sender has no disk, so it misses the block. Marked at once: later the link may
@@ -228,10 +244,12 @@ impl Resource {
             self.peer_write_failed(volume, peer, number);
             return;
         }
+        let shared = self.both_may_write(peer);
+        let behind = self.let_pass(peer, volume, sector, size_bytes);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        let concurrent = device.io.ranges.overlaps_local_write(sector, size_bytes);
+        let concurrent = !shared && device.io.ranges.overlaps_local_write(sector, size_bytes);
         let owner = Owner::Peer(peer, number);
         let (range, clear) =
             device
@@ -253,6 +271,22 @@ impl Resource {
         }
         if clear {
             self.peer_write_submit(volume, peer, number);
+        }
+        for key in behind {
+            self.start_write(key);
+        }
+    }
+
+    /// A write of the open epoch is not written here, and not counted.
+    pub(super) fn refuse_write(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.epochs.is_empty() {
+            conn.io.epochs.push_back(ReceivedEpoch::default());
+        }
+        if let Some(open) = conn.io.epochs.back_mut() {
+            open.has_refused = true;
         }
     }
 
@@ -596,6 +630,10 @@ impl Resource {
         for _ in 0..flush.epochs {
             if let Some(epoch) = conn.io.epochs.pop_front() {
                 conn.io.first_epoch += 1;
+                if epoch.has_refused && epoch.writes == 0 {
+                    // The sender has nothing to forget (wire.md, 6.12).
+                    continue;
+                }
                 acks.push(BarrierAck {
                     barrier: epoch.barrier.unwrap_or_default(),
                     set_size: epoch.writes,
@@ -857,6 +895,7 @@ impl Resource {
 
     /// The link is gone: what it had received is written to the end, then `connection_drained`.
     pub(crate) fn drain_connection(&mut self, peer: NodeId) {
+        self.conflicts_end(peer);
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
         for volume in volumes {
             self.target_link_lost(volume, peer);
@@ -864,6 +903,7 @@ impl Resource {
             self.verify_left(volume, peer);
             if let Some(io) = self.peer_io(volume, peer) {
                 io.seq = 0;
+                io.peer_seq = 0;
                 io.bitmap_in = 0;
                 io.bitmap_received = false;
             }

@@ -373,6 +373,7 @@ impl Resource {
         match self.state.disk(volume) {
             DiskState::UpToDate => true,
             DiskState::Inconsistent if planted!(self, ReadFromInconsistent) => true,
+            DiskState::Inconsistent if self.others_may_write() => false,
             DiskState::Inconsistent => !disk.io.bitmap.any_set_in_all(sector, size_bytes),
             _ => false,
         }

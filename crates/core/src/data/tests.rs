@@ -41,6 +41,7 @@ mod ordering;
 mod resizing;
 mod stalling;
 mod thinning;
+mod two_primaries;
 mod verifying;
 
 const VOLUME: VolumeNr = VolumeNr(0);

@@ -43,6 +43,8 @@ pub(crate) struct AppRequest {
     /// It has left the log; only its completion is held.
     pub(crate) settled: bool,
     pub(crate) local: Local,
+    /// The peer let its own write go first: this one is made again.
+    pub(crate) again: bool,
     /// Place among the ranges in flight, until the completion to the front end.
     pub(crate) range: Option<RangeId>,
     /// Extents are referenced in the log of this serial.
@@ -119,6 +121,7 @@ impl AppRequest {
             held: false,
             settled: false,
             local: Local::None,
+            again: false,
             range: None,
             al: None,
             submitted: false,
@@ -193,6 +196,11 @@ impl Resource {
         };
         if takes_writes {
             req.al = Some(serial);
+        }
+        if req.range.is_none() {
+            // A write of a peer has passed it meanwhile.
+            self.start_write(key);
+            return;
         }
         if takes_writes && !self.requests_wait(volume) && !self.io_fails(volume) {
             // What it changes may make this write wait.
@@ -405,6 +413,7 @@ impl Resource {
                 req.pending.insert(peer);
             }
         }
+        self.await_verdict(peer, key);
         if let Some(io) = self.peer_io(volume, peer) {
             io.sent_sectors += u64::from(size) / Sector::SIZE;
         }
@@ -454,6 +463,7 @@ impl Resource {
             self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
             self.disk_failed(volume, DiskFault::Data);
         }
+        self.write_again(key);
         self.try_complete(key);
         self.settle_log();
     }
@@ -526,6 +536,7 @@ impl Resource {
         {
             pd.io.ack_times.add(time);
         }
+        self.verdict_is_in(key);
         self.try_complete(key);
         self.settle_log();
     }
@@ -537,6 +548,7 @@ impl Resource {
         };
         if req.completed
             || !req.submitted
+            || req.again
             || req.local == Local::Pending
             || !req.pending.is_empty()
             || !req.parked.is_empty()
@@ -630,7 +642,7 @@ impl Resource {
     }
 
     /// Takes settled writes out of the log, oldest first.
-    fn settle_log(&mut self) {
+    pub(super) fn settle_log(&mut self) {
         while let Some(key) = self.io.log.front().copied() {
             let Some(req) = self.io.requests.get(key) else {
                 self.io.log.pop_front();
@@ -813,6 +825,12 @@ impl Resource {
             return;
         };
         if conn.io.unacked.front() != Some(&(barrier, set_size)) {
+            if self.uneven_barrier_ack(peer, barrier, set_size) {
+                return;
+            }
+            let Some(conn) = self.connections.get(&peer) else {
+                return;
+            };
             let text = format!(
                 "barrier ack {barrier} of {set_size} writes; expected {:?}",
                 conn.io.unacked.front()
@@ -821,6 +839,7 @@ impl Resource {
             return;
         }
         conn.io.unacked.pop_front();
+        self.epoch_is_acked(peer, barrier);
         let set_size = set_size + u32::from(planted!(self, BarrierAckAcrossEpochs));
         self.settle_sent(peer, set_size);
     }
@@ -853,7 +872,7 @@ impl Resource {
     }
 
     /// The oldest `count` writes sent to the peer are on its stable storage.
-    fn settle_sent(&mut self, peer: NodeId, count: u32) {
+    pub(super) fn settle_sent(&mut self, peer: NodeId, count: u32) {
         for _ in 0..count {
             let Some(conn) = self.connections.get_mut(&peer) else {
                 return;
@@ -983,6 +1002,9 @@ impl Resource {
                         req.ok.remove(peer);
                         req.unsettled.remove(peer);
                     }
+                }
+                if lost {
+                    self.redo_on_target(key, peer);
                 }
                 if resends {
                     // The epoch may be over since long: its barrier follows.

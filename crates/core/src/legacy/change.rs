@@ -181,7 +181,8 @@ impl Resource {
         let mut wanted = Change::new();
         if mask.has(StateWord::ROLE) {
             let role = val.role().unwrap_or(Role::Unknown);
-            if role == Role::Primary && self.state.role == Role::Primary {
+            let two = self.may_both_be_primary(peer);
+            if role == Role::Primary && self.state.role == Role::Primary && !two {
                 return Err(Refusal {
                     code: ErrorCode::TWO_PRIMARIES,
                     text: "this node is Primary, and two Primaries are not allowed".into(),

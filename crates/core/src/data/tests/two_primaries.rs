@@ -1,0 +1,225 @@
+//! Two Primaries: who may become one, and whose write wins (semantics.md, 7.1; wire.md, 6.12).
+
+use super::*;
+use crate::command::ErrorCode;
+use crate::options::AfterSplitBrain;
+use crate::state::{ConnState, Role};
+
+const BOTH_DIALECTS: [u32; 2] = [101, 124];
+
+fn setup(protocol_max: u32) -> Setup {
+    let mut setup = Setup::default();
+    setup.options.protocol_max = protocol_max;
+    setup.net.allow_two_primaries = true;
+    setup
+}
+
+/// Two nodes in sync, both Primary.
+fn pair(seed: u64, setup: Setup) -> World {
+    let mut w = clean(seed, 2, setup);
+    let id = w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
+    w
+}
+
+fn role(w: &World, index: usize) -> Role {
+    w.nodes[index].resource.state.role
+}
+
+fn conn(w: &World, index: usize) -> ConnState {
+    w.nodes[index].resource.state.conn(node_id(1 - index))
+}
+
+fn code(w: &World, id: u64) -> Option<ErrorCode> {
+    w.answers[&id].as_ref().err().map(|e| e.code)
+}
+
+fn logged(w: &World, words: &str) -> bool {
+    w.log.iter().any(|text| text.contains(words))
+}
+
+#[test]
+fn a_second_primary_needs_the_option_and_one_of_both_may_go() {
+    for protocol_max in BOTH_DIALECTS {
+        let mut refused = setup(protocol_max);
+        refused.net.allow_two_primaries = false;
+        let mut w = clean(1, 2, refused);
+        let id = w.command(1, Command::Primary { force: false });
+        w.pass(Duration::from_secs(3));
+        assert!(code(&w, id).is_some(), "{protocol_max}");
+        assert_eq!(role(&w, 1), Role::Secondary);
+
+        let mut w = pair(1, setup(protocol_max));
+        assert_eq!((role(&w, 0), role(&w, 1)), (Role::Primary, Role::Primary));
+        let ids: Vec<u64> = (0..40)
+            .map(|n| w.write((n % 2) as usize, n * 16, 4096, n as u8 + 1))
+            .collect();
+        w.pass(Duration::from_secs(2));
+        assert!((0..40).all(|n| w.done(n % 2, ids[n])), "{:#?}", w.log);
+        w.check_same_data();
+        w.check_idle();
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        assert_eq!((role(&w, 0), role(&w, 1)), (Role::Secondary, Role::Primary));
+        let id = w.write(1, 0, 8192, 99);
+        w.pass(Duration::from_secs(2));
+        assert!(w.done(1, id) && w.in_sync());
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+#[test]
+fn the_option_goes_with_protocol_c_and_stays_while_both_are_primary() {
+    let mut w = pair(2, setup(124));
+    let peer = node_id(1);
+    let mut net = w.setup.net.clone();
+    net.protocol = Protocol::B;
+    let id = w.command(0, Command::NetOptions { peer, net });
+    w.run();
+    assert_eq!(code(&w, id), Some(ErrorCode::ERR_NOT_PROTO_C));
+    let mut net = w.setup.net.clone();
+    net.allow_two_primaries = false;
+    let off = Command::NetOptions { peer, net };
+    let id = w.command(0, off.clone());
+    w.run();
+    assert_eq!(code(&w, id), Some(ErrorCode::ERR_NEED_ALLOW_TWO_PRI));
+    w.command(1, Command::Secondary { force: false });
+    w.pass(Duration::from_secs(1));
+    let id = w.command(0, off);
+    w.pass(Duration::from_secs(1));
+    assert_eq!(code(&w, id), None);
+    let id = w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(3));
+    assert!(code(&w, id).is_some(), "the peer has adopted it");
+}
+
+#[test]
+fn a_third_node_rules_two_primaries_out() {
+    let mut w = clean(3, 3, setup(124));
+    let id = w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(3));
+    assert!(code(&w, id).is_some());
+    assert_eq!(role(&w, 1), Role::Secondary);
+}
+
+#[test]
+fn overlapping_writes_of_8_4_nodes_end_equal() {
+    for seed in 1..25 {
+        let mut w = pair(seed, setup(101));
+        let mut ids = Vec::new();
+        for n in 0..60u64 {
+            let node = w.random(2);
+            let (sector, len) = (w.random(4) as u64 * 8, 4096 * (1 + w.random(4) as u32));
+            let kind = match w.random(8) {
+                0 => RequestKind::Zeroes { unmap: false },
+                1 => RequestKind::Discard,
+                _ => RequestKind::Write { fua: false },
+            };
+            ids.push((node, w.request(node, kind, sector, len, n as u8 + 1)));
+            if w.random(3) == 0 {
+                w.step();
+            }
+        }
+        w.pass(Duration::from_secs(5));
+        for (node, id) in ids {
+            assert!(w.done(node, id), "seed {seed}: {:#?}", w.log);
+        }
+        assert!(w.in_sync(), "seed {seed}: {:#?}", w.log);
+        assert!(!logged(&w, "was lost"), "seed {seed}: {:#?}", w.log);
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+#[test]
+fn overlapping_writes_of_9_end_the_connection() {
+    let mut w = pair(4, setup(124));
+    // The first writes of both wait for a new generation.
+    w.write(0, 800, 4096, 1);
+    w.write(1, 1600, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    w.write(0, 8, 4096, 1);
+    w.write(1, 8, 4096, 2);
+    w.run();
+    assert!(logged(&w, "concurrent writes detected"), "{:#?}", w.log);
+}
+
+#[test]
+fn a_write_after_the_end_of_the_peers_one_is_no_conflict() {
+    for protocol_max in BOTH_DIALECTS {
+        let mut w = pair(5, setup(protocol_max));
+        for n in 0..30 {
+            let node = (n % 2) as usize;
+            let id = w.write(node, 8, 8192, n as u8 + 1);
+            w.run();
+            assert!(w.done(node, id), "{:#?}", w.log);
+            assert_eq!(w.read(1 - node, 8, 8192), vec![n as u8 + 1; 8192]);
+        }
+        assert!(w.in_sync());
+        w.pass(Duration::from_secs(2));
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+#[test]
+fn full_activity_logs_of_two_primaries_do_not_wait_for_each_other() {
+    for protocol_max in BOTH_DIALECTS {
+        for seed in 1..4 {
+            let mut setup = setup(protocol_max);
+            setup.size = 2400 << 20;
+            let mut w = pair(seed, setup);
+            let ids: Vec<(usize, u64)> = (0..560)
+                .map(|n| {
+                    let node = (n % 2) as usize;
+                    (node, w.write(node, n * 8192 + 8184, 8192, 7))
+                })
+                .collect();
+            w.pass(Duration::from_secs(3));
+            let open = ids.iter().filter(|(n, id)| !w.done(*n, *id)).count();
+            assert_eq!(open, 0, "{:#?}", w.log);
+            w.check_same_data();
+            w.check_idle();
+        }
+    }
+}
+
+#[test]
+fn a_split_brain_of_two_primaries_follows_after_sb_2pri() {
+    for protocol_max in BOTH_DIALECTS {
+        for policy in [AfterSplitBrain::Disconnect, AfterSplitBrain::ViolentlyAs0p] {
+            let mut setup = setup(protocol_max);
+            setup.net.after_sb_0pri = AfterSplitBrain::DiscardLeastChanges;
+            setup.net.after_sb_2pri = policy;
+            setup.net.rr_conflict = AfterSplitBrain::ViolentlyAs0p;
+            let mut w = pair(6, setup);
+            w.write(0, 0, 4096, 1);
+            w.pass(Duration::from_secs(1));
+            w.cut = true;
+            w.cut_links();
+            w.pass(Duration::from_secs(12));
+            let ids = [
+                (0, w.write(0, 0, 4096, 2)),
+                (1, w.write(1, 800, 4096, 3)),
+                (1, w.write(1, 900, 4096, 3)),
+            ];
+            w.pass(Duration::from_secs(2));
+            assert!(ids.iter().all(|(n, id)| w.done(*n, *id)), "{:#?}", w.log);
+            w.cut = false;
+            w.pass(Duration::from_secs(30));
+            let apart = (conn(&w, 0), conn(&w, 1));
+            if policy == AfterSplitBrain::Disconnect {
+                let alone = (ConnState::StandAlone, ConnState::StandAlone);
+                assert_eq!(apart, alone, "{protocol_max} {:#?}", w.log);
+                continue;
+            }
+            assert!(w.in_sync(), "{protocol_max} {apart:?} {:#?}", w.log);
+            // Node 0 has changed less.
+            assert_eq!(w.read(0, 0, 4096), vec![1; 4096]);
+            assert_eq!(w.read(0, 800, 4096), vec![3; 4096]);
+            w.check_same_data();
+        }
+    }
+}
