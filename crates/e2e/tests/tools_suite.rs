@@ -26,6 +26,8 @@ mod pacemaker;
 mod package;
 #[path = "tools/proxy.rs"]
 mod proxy;
+#[path = "tools/proxy_unit.rs"]
+mod proxy_unit;
 #[path = "tools/reactor.rs"]
 mod reactor;
 #[path = "tools/stock.rs"]

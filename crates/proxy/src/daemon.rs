@@ -30,8 +30,8 @@ const MEMORY_MIN: u64 = 4 << 20;
 /// How the two proxies know each other.
 #[derive(Clone, Debug)]
 pub enum Security {
-    /// Both ends hold the same secret of at least 16 random bytes.
-    Secret(Vec<u8>),
+    /// Both ends hold the same secret; with several, each is for its own connections.
+    Secrets(Vec<SharedSecret>),
     /// Own Ed25519 private key (hex), public keys of the peers (hex).
     Keys {
         /// 64 hex digits.
@@ -54,6 +54,32 @@ pub enum Security {
     },
     /// Neither encryption nor authentication. Only inside a VPN or on one machine.
     Insecure,
+}
+
+/// A secret that two sites share.
+#[derive(Clone)]
+pub struct SharedSecret {
+    /// At least 16 random bytes.
+    pub secret: Vec<u8>,
+    /// Names or patterns of the connections that it is for, `r0-bob-alice,web-*`; one secret alone
+    /// needs no list and is for all.
+    pub connections: Option<String>,
+}
+
+impl SharedSecret {
+    /// The only secret, for every connection.
+    pub fn for_all(secret: &[u8]) -> SharedSecret {
+        SharedSecret {
+            secret: secret.to_vec(),
+            connections: None,
+        }
+    }
+}
+
+impl std::fmt::Debug for SharedSecret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SharedSecret for {:?}", self.connections)
+    }
 }
 
 /// Options of a proxy daemon.
@@ -139,7 +165,7 @@ impl Daemon {
         }
         let identity = match &options.security {
             Security::Insecure => Identity::Insecure,
-            Security::Secret(secret) => Identity::Tls(Tls::from_secret(secret)?),
+            Security::Secrets(secrets) => Identity::Tls(Tls::from_secrets(secrets)?),
             Security::Keys { private, peers } => Identity::Tls(Tls::from_keys(private, peers)?),
             Security::Certificates {
                 cert,

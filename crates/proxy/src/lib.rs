@@ -13,13 +13,15 @@ mod mail;
 mod metrics;
 mod net;
 pub mod plan;
+mod service;
 mod spill;
 mod tls;
 mod wall;
 mod workers;
 
 pub use bench::{BenchOptions, REPLAY_BYTES, Report, bench};
-pub use daemon::{Answer, Daemon, Options, Request, Security, request};
+pub use daemon::{Answer, Daemon, Options, Request, Security, SharedSecret, request};
+pub use service::tell_ready;
 
 /// A new private key and its public key, both in hex, for `Security::Keys`.
 pub fn generate_keys() -> Result<(String, String), String> {

@@ -1,6 +1,8 @@
 //! Encryption and identity of carriers: TLS 1.3 with mutual authentication by a shared secret, by
 //! pinned keys or by certificates of a private authority.
 
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -16,7 +18,10 @@ use rustls::pki_types::{
     UnixTime,
 };
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{AlwaysResolvesServerRawPublicKeys, ParsedCertificate, WebPkiClientVerifier};
+use rustls::server::{
+    AlwaysResolvesServerRawPublicKeys, ClientHello, ParsedCertificate, ResolvesServerCert,
+    WebPkiClientVerifier,
+};
 use rustls::sign::CertifiedKey;
 use rustls::{
     CertificateError, ClientConfig, ClientConnection, Connection, DigitallySignedStruct,
@@ -25,6 +30,7 @@ use rustls::{
 use sha2::Sha256;
 
 use crate::core::identity::{Names, Peer};
+use crate::daemon::SharedSecret;
 
 /// Shortest shared secret: 128 bits, if it is random.
 const SECRET_MIN: usize = 16;
@@ -44,10 +50,24 @@ pub(crate) enum Identity {
 /// Ready-made configurations for both roles.
 #[derive(Clone)]
 pub(crate) struct Tls {
-    client: Arc<ClientConfig>,
+    /// More than one only with several secrets: the first that is for a connection dials for it.
+    clients: Vec<(Option<Names>, Arc<ClientConfig>)>,
     server: Arc<ServerConfig>,
+    /// With several secrets: what the accepting end proves itself with, in their order.
+    listeners: Vec<(Option<Names>, Arc<CertifiedKey>)>,
     /// Who is known by name or key, with the connections that each may use.
     peers: Vec<KnownPeer>,
+    /// Raw keys: the name that is dialled is only a hint.
+    raw: bool,
+}
+
+/// A configured connection, as far as choosing an identity goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ends<'a> {
+    /// Name in this configuration.
+    pub(crate) name: &'a str,
+    pub(crate) my_outside: SocketAddr,
+    pub(crate) peer_outside: SocketAddr,
 }
 
 #[derive(Clone)]
@@ -76,12 +96,16 @@ fn with_list(text: &str) -> Result<(&str, Option<Names>), String> {
 /// Where several peers are known, nobody gets at the connections of another by an oversight.
 fn check_lists(option: &str, peers: &[KnownPeer]) -> Result<(), String> {
     if peers.len() > 1 && peers.iter().any(|peer| peer.may_use.is_none()) {
-        return Err(format!(
-            "with several peers each needs the list of connections that it may use, such as \
-             {option} ...=r0-bob-alice,web-* (or =* for all)"
-        ));
+        return Err(no_list("peers", option));
     }
     Ok(())
+}
+
+fn no_list(several: &str, option: &str) -> String {
+    format!(
+        "with several {several} each needs the list of connections that it may use, such as \
+         {option} ...=r0-bob-alice,web-* (or =* for all)"
+    )
 }
 
 impl std::fmt::Debug for Tls {
@@ -91,23 +115,47 @@ impl std::fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// Both ends hold the same secret. Each role has a key pair derived from it, so a proof by one
-    /// role cannot be played back to the other, and nothing of the secret is sent.
-    pub(crate) fn from_secret(secret: &[u8]) -> Result<Tls, String> {
-        let secret = secret.trim_ascii();
-        if secret.len() < SECRET_MIN {
-            return Err(format!(
-                "the shared secret has {} bytes, at least {SECRET_MIN} random ones are needed; \
-                 'lockstep proxy keygen --secret' makes one",
-                secret.len()
-            ));
+    /// Both ends hold the same secret, or several, each with its list of connections.
+    ///
+    /// Each role has a key pair derived from the secret, so a proof by one role cannot be played
+    /// back to the other, and nothing of the secret is sent.
+    pub(crate) fn from_secrets(secrets: &[SharedSecret]) -> Result<Tls, String> {
+        let (mut keys, mut known, mut clients) = (Vec::new(), Vec::new(), Vec::new());
+        for given in secrets {
+            let may_use = given.connections.as_deref().map(Names::parse).transpose()?;
+            let [dialer, listener] = secret_keys(&given.secret)?;
+            for key in [&dialer, &listener] {
+                let who = Who::Key(key.cert[0].to_vec());
+                let may_use = may_use.clone();
+                known.push(KnownPeer { who, may_use });
+            }
+            keys.push((may_use, dialer, listener));
         }
-        let extracted = hmac(b"lockstep proxy v1 secret", secret);
-        let seed = |label: &[u8]| hmac(&extracted, &[label, &[1]].concat());
-        let dialer = raw_key(&seed(b"dialer"))?;
-        let listener = raw_key(&seed(b"listener"))?;
-        let pins = |key: &CertifiedKey| vec![key.cert[0].to_vec()];
-        Tls::from_raw(dialer.clone(), pins(&listener), listener, pins(&dialer))
+        let vague = keys.iter().any(|(may_use, ..)| may_use.is_none());
+        if keys.len() > 1 && vague {
+            return Err(no_list("secrets", "--secret-file"));
+        }
+        let Some((_, _, first)) = keys.first() else {
+            return Err("no shared secret is given".into());
+        };
+        let server = raw_server(first.clone(), keys.iter().map(|(_, dialer, _)| pin(dialer)))?;
+        let mut listeners = Vec::new();
+        for (may_use, dialer, listener) in keys {
+            let client = raw_client(dialer, [pin(&listener)])?;
+            clients.push((may_use.clone(), client));
+            listeners.push((may_use, Arc::new(listener)));
+        }
+        if listeners.len() == 1 {
+            listeners.clear();
+        }
+        known.retain(|peer| peer.may_use.is_some());
+        Ok(Tls {
+            clients,
+            server,
+            listeners,
+            peers: known,
+            raw: true,
+        })
     }
 
     /// The own private key (64 hex digits) and the public keys of the peers (hex).
@@ -130,44 +178,12 @@ impl Tls {
         }
         check_lists("--peer-key", &known)?;
         let key = raw_key(&seed)?;
-        let mut tls = Tls::from_raw(key.clone(), pins.clone(), key, pins)?;
-        tls.peers = known;
-        Ok(tls)
-    }
-
-    fn from_raw(
-        client_key: CertifiedKey,
-        client_pins: Vec<Vec<u8>>,
-        server_key: CertifiedKey,
-        server_pins: Vec<Vec<u8>>,
-    ) -> Result<Tls, String> {
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let algorithms = provider.signature_verification_algorithms;
-        let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| error.to_string())?
-            .dangerous()
-            .with_custom_certificate_verifier(Arc::new(Pinned {
-                keys: client_pins,
-                algorithms,
-            }))
-            .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(Arc::new(
-                client_key,
-            ))));
-        let server = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| error.to_string())?
-            .with_client_cert_verifier(Arc::new(Pinned {
-                keys: server_pins,
-                algorithms,
-            }))
-            .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(Arc::new(
-                server_key,
-            ))));
         Ok(Tls {
-            client: Arc::new(client),
-            server: Arc::new(server),
-            peers: Vec::new(),
+            clients: vec![(None, raw_client(key.clone(), pins.clone())?)],
+            server: raw_server(key, pins)?,
+            listeners: Vec::new(),
+            peers: known,
+            raw: true,
         })
     }
 
@@ -225,9 +241,11 @@ impl Tls {
         }
         check_lists("--peer-name", &peers)?;
         Ok(Tls {
-            client: Arc::new(client),
+            clients: vec![(None, Arc::new(client))],
             server: Arc::new(server),
+            listeners: Vec::new(),
             peers,
+            raw: false,
         })
     }
 
@@ -255,28 +273,153 @@ impl Tls {
         Peer { binding, may_use }
     }
 
-    /// The dialling end of a carrier for a connection of this name.
-    pub(crate) fn dial(
-        &self,
-        peer: std::net::IpAddr,
-        connection: &str,
-    ) -> Result<Connection, Error> {
+    /// The dialling end of a carrier for a connection.
+    pub(crate) fn dial(&self, ends: Ends<'_>) -> Result<Connection, String> {
+        let is_for = |names: &Option<Names>| names.as_ref().is_none_or(|n| n.has(ends.name));
+        let client = self.clients.iter().find(|(names, _)| is_for(names));
+        let Some((_, client)) = client else {
+            return Err(format!(
+                "no secret is for connection {}; see --secret-file FILE=CONNECTIONS",
+                ends.name
+            ));
+        };
         let named = self.peers.iter().find_map(|known| match &known.who {
-            Who::Name(name) => {
-                let names = known.may_use.as_ref();
-                names
-                    .is_none_or(|names| names.has(connection))
-                    .then_some(name)
-            }
+            Who::Name(name) => is_for(&known.may_use).then_some(name.clone()),
             Who::Key(_) => None,
         });
-        let name = named.cloned().unwrap_or(ServerName::IpAddress(peer.into()));
-        Ok(ClientConnection::new(Arc::clone(&self.client), name)?.into())
+        let name = match named {
+            Some(name) => name,
+            // Keys are known by themselves; the name tells the listener which of its secrets.
+            None if self.raw => ServerName::try_from(hint(ends.peer_outside, ends.my_outside))
+                .map_err(|error| error.to_string())?,
+            None => ServerName::IpAddress(ends.peer_outside.ip().into()),
+        };
+        let client = ClientConnection::new(Arc::clone(client), name);
+        Ok(client.map_err(|error| error.to_string())?.into())
     }
 
-    /// The accepting end of a carrier.
-    pub(crate) fn accept(&self) -> Result<Connection, Error> {
-        Ok(ServerConnection::new(Arc::clone(&self.server))?.into())
+    /// The accepting end of a carrier, on an outside address. With several secrets the dialling
+    /// end's hint says which connection it is for, and that one's secret is used; where the hint
+    /// fits none (addresses are translated on the way), that of the only connection here.
+    pub(crate) fn accept<'a>(
+        &self,
+        listener: SocketAddr,
+        known: impl Iterator<Item = Ends<'a>>,
+    ) -> Result<Connection, String> {
+        let mut server = Arc::clone(&self.server);
+        if let Some((_, first)) = self.listeners.first() {
+            let key_of = |ends: &Ends<'_>| {
+                let is_for =
+                    |names: &Option<Names>| names.as_ref().is_some_and(|n| n.has(ends.name));
+                let found = self.listeners.iter().find(|(names, _)| is_for(names));
+                found.map(|(_, key)| Arc::clone(key))
+            };
+            let (mut by_hint, mut here) = (BTreeMap::new(), Vec::new());
+            for ends in known {
+                let Some(key) = key_of(&ends) else { continue };
+                if ends.my_outside == listener {
+                    here.push(Arc::clone(&key));
+                }
+                by_hint.insert(hint(ends.my_outside, ends.peer_outside), key);
+            }
+            let otherwise = match here.as_slice() {
+                [only] => Arc::clone(only),
+                _ => Arc::clone(first),
+            };
+            let mut config = (*server).clone();
+            config.cert_resolver = Arc::new(BySecret { by_hint, otherwise });
+            server = Arc::new(config);
+        }
+        let server = ServerConnection::new(server);
+        Ok(server.map_err(|error| error.to_string())?.into())
+    }
+}
+
+/// What the dialling end calls the connection, in clear: a digest of the addresses that are on the
+/// packets anyway. Nothing of a secret is in it.
+fn hint(listener: SocketAddr, dialer: SocketAddr) -> String {
+    let digest = hmac(
+        b"lockstep proxy v1 connection",
+        format!("{listener} {dialer}").as_bytes(),
+    );
+    format!("lockstep-{}", hex(&digest[..16]))
+}
+
+/// Key pairs of the dialling and the accepting end.
+fn secret_keys(secret: &[u8]) -> Result<[CertifiedKey; 2], String> {
+    let secret = secret.trim_ascii();
+    if secret.len() < SECRET_MIN {
+        return Err(format!(
+            "the shared secret has {} bytes, at least {SECRET_MIN} random ones are needed; \
+             'lockstep proxy keygen --secret' makes one",
+            secret.len()
+        ));
+    }
+    let extracted = hmac(b"lockstep proxy v1 secret", secret);
+    let seed = |label: &[u8]| hmac(&extracted, &[label, &[1]].concat());
+    Ok([raw_key(&seed(b"dialer"))?, raw_key(&seed(b"listener"))?])
+}
+
+/// The public key of a pair.
+fn pin(key: &CertifiedKey) -> Vec<u8> {
+    key.cert[0].to_vec()
+}
+
+fn pinned(pins: impl IntoIterator<Item = Vec<u8>>, provider: &CryptoProvider) -> Arc<Pinned> {
+    Arc::new(Pinned {
+        keys: pins.into_iter().collect(),
+        algorithms: provider.signature_verification_algorithms,
+    })
+}
+
+/// Dials with this key those who have one of the pinned ones.
+fn raw_client(
+    key: CertifiedKey,
+    pins: impl IntoIterator<Item = Vec<u8>>,
+) -> Result<Arc<ClientConfig>, String> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let pinned = pinned(pins, &provider);
+    let key = AlwaysResolvesClientRawPublicKeys::new(Arc::new(key));
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(|error| error.to_string())?
+        .dangerous()
+        .with_custom_certificate_verifier(pinned)
+        .with_client_cert_resolver(Arc::new(key));
+    Ok(Arc::new(config))
+}
+
+/// Accepts with this key those who have one of the pinned ones.
+fn raw_server(
+    key: CertifiedKey,
+    pins: impl IntoIterator<Item = Vec<u8>>,
+) -> Result<Arc<ServerConfig>, String> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let pinned = pinned(pins, &provider);
+    let key = AlwaysResolvesServerRawPublicKeys::new(Arc::new(key));
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(|error| error.to_string())?
+        .with_client_cert_verifier(pinned)
+        .with_cert_resolver(Arc::new(key));
+    Ok(Arc::new(config))
+}
+
+/// The key of the secret that is for the connection which the dialling end means.
+#[derive(Debug)]
+struct BySecret {
+    by_hint: BTreeMap<String, Arc<CertifiedKey>>,
+    otherwise: Arc<CertifiedKey>,
+}
+
+impl ResolvesServerCert for BySecret {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let hinted = hello.server_name().and_then(|name| self.by_hint.get(name));
+        Some(Arc::clone(hinted.unwrap_or(&self.otherwise)))
+    }
+
+    fn only_raw_public_keys(&self) -> bool {
+        true
     }
 }
 
@@ -442,8 +585,32 @@ mod tests {
 
     /// Lets both ends talk until one fails or both are through.
     fn handshake(dialer: &Tls, listener: &Tls) -> Result<[Peer; 2], Error> {
-        let mut client = dialer.dial([127, 0, 0, 1].into(), "r0")?;
-        let mut server = listener.accept()?;
+        meet(dialer, listener, "r0", &["r0"])
+    }
+
+    /// Connections have the port of their number in `0..`; the dialling end means `name`.
+    fn meet(
+        dialer: &Tls,
+        listener: &Tls,
+        name: &str,
+        configured: &[&str],
+    ) -> Result<[Peer; 2], Error> {
+        let at = |host: u8, port: usize| SocketAddr::from(([192, 0, 2, host], port as u16));
+        let number = configured.iter().position(|known| *known == name);
+        let dialled = Ends {
+            name,
+            my_outside: at(1, number.unwrap_or(99)),
+            peer_outside: at(2, 7715),
+        };
+        let known = configured.iter().enumerate().map(|(number, name)| Ends {
+            name,
+            my_outside: at(2, 7715),
+            peer_outside: at(1, number),
+        });
+        let mut client = dialer.dial(dialled).map_err(Error::General)?;
+        let mut server = listener
+            .accept(at(2, 7715), known)
+            .map_err(Error::General)?;
         for _ in 0..20 {
             let mut wire = Vec::new();
             while client.wants_write() {
@@ -470,14 +637,57 @@ mod tests {
 
     #[test]
     fn equal_secrets_meet_and_different_ones_do_not() {
-        let a = Tls::from_secret(b"0123456789abcdef0123456789abcdef\n").unwrap();
-        let b = Tls::from_secret(b"0123456789abcdef0123456789abcdef").unwrap();
-        let wrong = Tls::from_secret(b"0123456789abcdef0123456789abcdeX").unwrap();
+        let one = |secret: &[u8]| Tls::from_secrets(&[SharedSecret::for_all(secret)]);
+        let a = one(b"0123456789abcdef0123456789abcdef\n").unwrap();
+        let b = one(b"0123456789abcdef0123456789abcdef").unwrap();
+        let wrong = one(b"0123456789abcdef0123456789abcdeX").unwrap();
         assert!(handshake(&a, &b).is_ok());
         assert!(handshake(&a, &wrong).is_err());
         assert!(handshake(&wrong, &a).is_err());
-        let short = Tls::from_secret(b"secret").unwrap_err();
+        let short = one(b"secret").unwrap_err();
         assert!(short.contains("at least 16"), "{short}");
+    }
+
+    #[test]
+    fn each_of_several_secrets_opens_its_own_connections_and_no_others() {
+        let secret = |letter: u8, list: Option<&str>| SharedSecret {
+            secret: vec![letter; 32],
+            connections: list.map(String::from),
+        };
+        let hub = [secret(b'a', Some("r0-a-*")), secret(b'b', Some("r0-b-*,x"))];
+        let hub = Tls::from_secrets(&hub).unwrap();
+        let site = |letter| Tls::from_secrets(&[secret(letter, None)]).unwrap();
+        let (site_a, site_b) = (site(b'a'), site(b'b'));
+        let configured = ["r0-a-hub", "r0-b-hub", "other"];
+        // Either site meets it for its own connection, and is held to its list.
+        let [_, seen] = meet(&site_a, &hub, "r0-a-hub", &configured).unwrap();
+        assert_eq!(seen.refusal("r0-a-hub"), None);
+        assert!(seen.refusal("r0-b-hub").is_some() && seen.refusal("other").is_some());
+        let [_, seen] = meet(&site_b, &hub, "r0-b-hub", &configured).unwrap();
+        assert_eq!(seen.refusal("x"), None);
+        assert!(seen.refusal("r0-a-hub").is_some());
+        // Who means the connection of another does not even see its own secret proved.
+        assert!(meet(&site_b, &hub, "r0-a-hub", &configured).is_err());
+        assert!(meet(&site_a, &hub, "r0-b-hub", &configured).is_err());
+        // The hub dials each with its own, and nobody for what has none.
+        let at_site = ["r0-b-hub"];
+        assert!(meet(&hub, &site_b, "r0-b-hub", &at_site).is_ok());
+        assert!(meet(&hub, &site_a, "r0-b-hub", &at_site).is_err());
+        let none = meet(&hub, &site_a, "other", &["other"]).unwrap_err();
+        assert!(
+            none.to_string()
+                .contains("no secret is for connection other")
+        );
+        // Translated addresses: the only connection on that port is meant.
+        assert!(meet(&site_b, &hub, "elsewhere", &["r0-b-hub"]).is_ok());
+        // A lone secret may have a list as well; several must.
+        let held = Tls::from_secrets(&[secret(b'a', Some("r1"))]).unwrap();
+        let [_, seen] = handshake(&site_a, &held).unwrap();
+        assert!(seen.refusal("r0").is_some() && seen.refusal("r1").is_none());
+        let vague = [secret(b'a', None), secret(b'b', Some("*"))];
+        let vague = Tls::from_secrets(&vague).unwrap_err();
+        assert!(vague.contains("with several secrets"), "{vague}");
+        assert!(Tls::from_secrets(&[]).is_err());
     }
 
     #[test]

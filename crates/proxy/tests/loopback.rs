@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{JoinHandle, spawn};
 use std::time::{Duration, Instant};
 
-use lockstep_proxy::{Daemon, Options, Security};
+use lockstep_proxy::{Daemon, Options, Security, SharedSecret};
 
 const DATA: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
 const META: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";
@@ -32,7 +32,7 @@ fn options(security: Security) -> Options {
 }
 
 fn secret() -> Security {
-    Security::Secret(SECRET.to_vec())
+    Security::Secrets(vec![SharedSecret::for_all(SECRET)])
 }
 
 /// A TCP line that can be cut and mended; it forwards bytes unchanged.
@@ -521,9 +521,9 @@ fn wrong_secret_garbage_and_plain_text_leave_the_others_alone() {
         Ok(_) => {}
         Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
     }
-    let intruder = Daemon::start(options(Security::Secret(
-        b"another secret of 32 characters!".to_vec(),
-    )));
+    let intruder = Daemon::start(options(Security::Secrets(vec![SharedSecret::for_all(
+        b"another secret of 32 characters!",
+    )])));
     let intruder = intruder.unwrap();
     let at = |port| SocketAddr::from((fresh_ip(), port));
     ok(
@@ -824,6 +824,57 @@ fn a_peer_gets_at_its_own_connections_only() {
             .as_str()
             .is_some_and(|text| text.contains("may not use it"))
     });
+}
+
+#[test]
+fn a_hub_has_a_secret_with_each_site_on_one_port() {
+    let secret = |letter: u8, list: Option<&str>| SharedSecret {
+        secret: vec![letter; 32],
+        connections: list.map(String::from),
+    };
+    let start = |secrets: &[SharedSecret]| {
+        Daemon::start(options(Security::Secrets(secrets.to_vec()))).unwrap()
+    };
+    let hub = start(&[secret(b'a', Some("r0-a-*")), secret(b'b', Some("*-b-*"))]);
+    let at = |port| SocketAddr::from((fresh_ip(), port));
+    let outside_hub = at(7715);
+    let outsides = [at(7715), at(7715)];
+    let drbds = [1, 2].map(|_| TcpListener::bind((fresh_ip(), 7915)).unwrap());
+    for ((site, outside), drbd) in ["a", "b"].iter().zip(outsides).zip(&drbds) {
+        let (inside, drbd) = (at(7815), drbd.local_addr().unwrap());
+        let add = format!("add connection r0-{site}-hub {inside} {outside} {outside_hub} {drbd}");
+        ok(&hub, &format!("{add} --dial=never"));
+    }
+    let join = |daemon: &Daemon, outside: SocketAddr| {
+        let (inside, drbd) = (at(7815), at(7915));
+        let add = format!("add connection r0 {inside} {outside_hub} {outside} {drbd}");
+        ok(daemon, &format!("{add} --dial=always --carriers=2"));
+        inside
+    };
+    let works = |daemon: &Daemon, inside: SocketAddr, drbd: &TcpListener| {
+        wait("session", || {
+            connection(daemon)["bulk_carriers"].as_u64() == Some(2)
+        });
+        let mut near = TcpStream::connect(inside).unwrap();
+        near.write_all(&DATA).unwrap();
+        let (mut far, _) = drbd.accept().unwrap();
+        receive(&mut far, &DATA);
+    };
+    let site_a = start(&[secret(b'a', None)]);
+    let inside = join(&site_a, outsides[0]);
+    works(&site_a, inside, &drbds[0]);
+    // a is not b, even with b's address; the right one is let in beside it.
+    let false_b = start(&[secret(b'a', None)]);
+    join(&false_b, outsides[1]);
+    wait("the refusal", || {
+        let error = connection(&false_b)["last_error"].clone();
+        error.as_str().is_some_and(|text| text.contains("TLS"))
+    });
+    drop(false_b);
+    let site_b = start(&[secret(b'b', None)]);
+    let inside = join(&site_b, outsides[1]);
+    works(&site_b, inside, &drbds[1]);
+    assert_eq!(connection(&site_a)["counters"]["sessions"], 1);
 }
 
 #[test]

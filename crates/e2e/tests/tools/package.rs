@@ -91,10 +91,13 @@ fn the_package_installs_beside_drbd_utils_takes_its_names_on_request_and_goes() 
         ensure!(fs::read_to_string(theirs(name))? == "theirs", "{name}");
     }
     ensure!(!root.join("usr/bin/lockstep").exists(), "something is left");
-    ensure!(
-        !root.join("etc/default/lockstep").exists(),
-        "something is left"
-    );
+    for file in [
+        "etc/default/lockstep",
+        "etc/default/lockstep-proxy",
+        "etc/lockstep",
+    ] {
+        ensure!(!root.join(file).exists(), "{file} is left");
+    }
     Ok(())
 }
 
@@ -135,7 +138,7 @@ fn every_unit_calls_what_the_package_installs() -> Result<()> {
             let program = line.split(['=', ' ']).nth(1).context("a program")?;
             let name = program.rsplit('/').next().context("a name")?;
             let known = ["/usr/bin/", "/usr/lib/lockstep/"];
-            let path = program.trim_start_matches('-');
+            let path = program.trim_start_matches(['-', '+']);
             ensure!(known.iter().any(|dir| path.starts_with(dir)), "{line}");
             ensure!(script.contains(name), "{name} is not installed");
         }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_proxy::{Daemon, Options, Security, plan};
+use lockstep_proxy::{Daemon, Options, Security, SharedSecret, plan};
 
 use super::confine::{User, forbid_other_calls};
 use super::{default_socket, options};
@@ -12,15 +12,16 @@ const USAGE: &str = "\
 Usage: lockstep proxy run [OPTIONS]
 
 Identity, one of:
-  --secret-file FILE     both ends hold the same secret ('lockstep proxy keygen --secret')
+  --secret-file FILE[=CONNECTIONS] [--secret-file ...]
+                         both ends hold the same secret ('lockstep proxy keygen --secret')
   --key-file FILE --peer-key HEX[=CONNECTIONS] [--peer-key ...]
                          own private key, public keys of the peers ('lockstep proxy keygen')
   --cert FILE --cert-key FILE --ca FILE [--peer-name NAME[=CONNECTIONS] ...]
                          X.509 certificates of a private authority, and names in those of
                          the peers (the dialled address)
   --insecure             no encryption, no authentication: only inside a VPN
-                         CONNECTIONS, such as r0-bob-alice,web-*: what that peer may use;
-                         with several peers each needs it
+                         CONNECTIONS, such as r0-bob-alice,web-*: what that peer may use, or
+                         what that secret is for; with several each needs it
 
 Resources:
   --memory-max SIZE      memory of all buffers (1G)
@@ -105,6 +106,7 @@ fn serve(asked: Asked) -> Result<(), String> {
     end_by_signal(&daemon)?;
     if let Some(count) = daemon.taken_over() {
         tracing::info!(count, "connections taken over; --config is not read again");
+        lockstep_proxy::tell_ready();
         daemon.wait();
         return Ok(());
     }
@@ -116,6 +118,8 @@ fn serve(asked: Asked) -> Result<(), String> {
             None => return Err("the proxy has stopped".into()),
         }
     }
+    tracing::info!("the proxy is ready");
+    lockstep_proxy::tell_ready();
     daemon.wait();
     Ok(())
 }
@@ -179,19 +183,32 @@ fn read_config(path: &Path) -> Result<Vec<(usize, String)>, String> {
         .collect())
 }
 
+/// `FILE` or `FILE=CONNECTIONS`.
+fn read_secret(text: &str) -> Result<SharedSecret, String> {
+    let (file, connections) = match text.split_once('=') {
+        Some((file, list)) => (file, Some(list.to_string())),
+        None => (text, None),
+    };
+    let secret = std::fs::read(file).map_err(|error| format!("--secret-file {file}: {error}"))?;
+    Ok(SharedSecret {
+        secret,
+        connections,
+    })
+}
+
 fn parse(args: &[String]) -> Result<Asked, String> {
     let mut found = Options {
         control: Some(default_socket()),
         ..Options::default()
     };
-    let (mut secret, mut key, mut peers) = (None, None, Vec::new());
+    let (mut secrets, mut key, mut peers) = (Vec::new(), None, Vec::new());
     let (mut cert, mut cert_key, mut authority, mut peer_names) = (None, None, None, Vec::new());
     let (mut insecure, mut config, mut log) = (false, None, "info".to_string());
     let (mut user, mut seccomp) = (None, true);
     for (name, value) in options(args, &["insecure", "take-over", "no-seccomp"])? {
         let read = || std::fs::read(&value).map_err(|error| format!("--{name} {value}: {error}"));
         match name.as_str() {
-            "secret-file" => secret = Some(read()?),
+            "secret-file" => secrets.push(read_secret(&value)?),
             "key-file" => key = Some(String::from_utf8_lossy(&read()?).trim().to_string()),
             "peer-key" => peers.push(value.clone()),
             "cert" => cert = Some(PathBuf::from(&value)),
@@ -224,8 +241,8 @@ fn parse(args: &[String]) -> Result<Asked, String> {
         }
     }
     let mut ways = Vec::new();
-    if let Some(secret) = secret {
-        ways.push(Security::Secret(secret));
+    if !secrets.is_empty() {
+        ways.push(Security::Secrets(secrets));
     }
     if let Some(private) = key {
         ways.push(Security::Keys { private, peers });
@@ -282,6 +299,8 @@ mod tests {
         assert!(problem("--insecure --memory-max x").contains("not a size"));
         assert!(problem("--insecure --frob 1").contains("unknown option --frob"));
         assert!(problem("--secret-file /nonexistent/file").contains("/nonexistent/file"));
+        assert!(problem("--secret-file /nonexistent/file=r0").contains("/nonexistent/file: "));
+        assert!(problem("--secret-file /dev/null=r0 --secret-file /dev/null=r1").is_empty());
         assert!(problem("--insecure").is_empty());
     }
 }

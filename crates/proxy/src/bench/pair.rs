@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
-use crate::{Daemon, Options, Security, generate_secret, random_bytes};
+use crate::{Daemon, Options, Security, SharedSecret, generate_secret, random_bytes};
 
 /// How long anything that must happen may take.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -60,7 +60,8 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) fn start(setup: &Setup) -> Result<Pair, String> {
-        let security = Security::Secret(generate_secret()?.into_bytes());
+        let security =
+            Security::Secrets(vec![SharedSecret::for_all(generate_secret()?.as_bytes())]);
         let options = |spill: Option<(PathBuf, u64)>| Options {
             security: security.clone(),
             memory_max_bytes: setup.memory_max_bytes,

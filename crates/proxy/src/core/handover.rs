@@ -18,6 +18,7 @@ use super::engine::{Engine, Job};
 use super::frame::Bytes;
 use super::history::RxHistory;
 use super::link::{Link, Phase, SessionKey, Stream, StreamPhase};
+use super::ping::PingHold;
 use super::plugin::Plugin;
 use super::shaper::Schedule;
 use super::stats::Counters;
@@ -50,6 +51,9 @@ pub(crate) struct HandedLink {
     options: HandedOptions,
     session: Option<([u8; 16], [u8; 32])>,
     session_dialer: bool,
+    /// For how long the line had been cut.
+    #[serde(default)]
+    suspended_ms: u64,
     peer_codecs: u32,
     peer_window: u64,
     history_granted: u64,
@@ -98,6 +102,9 @@ pub(crate) struct HandedStream {
     granted: u64,
     /// Bytes that later chunks may refer to; `None` if nothing is remembered.
     history: Option<u64>,
+    /// Where the packets of a control socket stand whose pings may be answered here.
+    #[serde(default)]
+    ping_hold: Option<PingHold>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -284,7 +291,12 @@ impl Engine {
                 .set_rate(now, link.config.options.rate.rate_at(self.wall_minute));
             link.session = from.session.map(|(id, key)| SessionKey { id, key });
             if link.session.is_some() {
-                link.phase = Phase::Suspended { since: now };
+                let since = now
+                    .0
+                    .saturating_sub(from.suspended_ms.saturating_mul(1_000_000));
+                link.phase = Phase::Suspended {
+                    since: Instant(since),
+                };
             }
             link.session_dialer = from.session_dialer;
             link.peer_codecs = from.peer_codecs;
@@ -353,6 +365,10 @@ fn give_link(
         },
         session: link.session.map(|session| (session.id, session.key)),
         session_dialer: link.session_dialer,
+        suspended_ms: match link.phase {
+            Phase::Suspended { since } => now.since(since).as_millis() as u64,
+            Phase::Down | Phase::Live | Phase::Resuming { .. } => 0,
+        },
         peer_codecs: link.peer_codecs,
         peer_window: link.peer_window,
         history_granted: link.history_granted,
@@ -434,6 +450,7 @@ fn give_stream(
         handed: stream.rx.handed,
         granted: stream.rx.granted,
         history,
+        ping_hold: stream.ping_hold.clone(),
     }
 }
 
@@ -494,5 +511,6 @@ fn take_stream(
     stream.rx = Rx::taken_over(from.id, from.delivered, from.handed, from.granted)?;
     stream.rx.history = RxHistory::taken_over(history_granted, kept);
     stream.pair = from.pair;
+    stream.ping_hold.clone_from(&from.ping_hold);
     Ok(stream)
 }

@@ -2,6 +2,8 @@
 //! than its `ping-timeout`. The only place where anything of DRBD's protocol is read, and the only
 //! packet that a proxy ever makes up. Off unless asked for.
 
+use serde::{Deserialize, Serialize};
+
 /// DRBD's liveness question, and the answer to it. Neither has a payload.
 const PING: u16 = 0x13;
 const PING_ACK: u16 = 0x14;
@@ -16,7 +18,7 @@ pub(crate) const PING_HOLD_MAX_S: u64 = 60;
 
 /// Follows the packets of one direction of a control socket. The form of a header is known by its
 /// magic, so nothing of the handshake must be seen.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Walk {
     head: Vec<u8>,
     /// Bytes of the present packet's payload that are still to come.
@@ -91,8 +93,8 @@ fn parsed(head: &[u8]) -> (u16, u32) {
     (short(at), len)
 }
 
-/// What is known of one control socket's pings.
-#[derive(Clone, Debug, Default)]
+/// What is known of one control socket's pings. An upgrade takes it along.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct PingHold {
     from_local: Walk,
     to_local: Walk,

@@ -10,10 +10,11 @@ use rustix::event::epoll;
 use socket2::{Socket, TcpKeepalive};
 
 use super::{Reactor, Source, TURN_BYTES, connect};
+use crate::core::config::LinkConfig;
 use crate::core::frame::{Frame, FrameReader, HEADER_LEN, Kind};
 use crate::core::identity::Peer;
 use crate::core::{CarrierId, CarrierKind, Input, LinkId};
-use crate::tls::Identity;
+use crate::tls::{Ends, Identity};
 
 /// Plain bytes given to TLS at once.
 const RECORD_BYTES: usize = 16 << 10;
@@ -40,6 +41,15 @@ pub(super) struct CarrierSock {
     full: bool,
 }
 
+/// What choosing an identity needs to know of a connection.
+fn ends_of(config: &LinkConfig) -> Ends<'_> {
+    Ends {
+        name: &config.name,
+        my_outside: config.my_outside,
+        peer_outside: config.peer_outside,
+    }
+}
+
 /// A frame on its way out.
 struct Outgoing {
     header: [u8; HEADER_LEN],
@@ -54,7 +64,7 @@ impl Reactor {
         };
         let (from, to) = (config.my_outside.ip(), config.peer_outside);
         let wan_timeout = config.options.wan_timeout;
-        let name = config.name.clone();
+        let ends = ends_of(config);
         // Behind address translation the outside address is not one of this machine's.
         let from = (!from.is_unspecified() && from.is_ipv4() == to.is_ipv4()).then_some(from);
         let begun = connect(from, to).or_else(|error| match error.kind() {
@@ -64,10 +74,7 @@ impl Reactor {
         let mut sock = match begun.map_err(|error| error.to_string()).and_then(|socket| {
             let tls = match &self.identity {
                 Identity::Insecure => None,
-                Identity::Tls(tls) => Some(Box::new(
-                    tls.dial(to.ip(), &name)
-                        .map_err(|error| error.to_string())?,
-                )),
+                Identity::Tls(tls) => Some(Box::new(tls.dial(ends)?)),
             };
             Ok(CarrierSock::new(socket, tls))
         }) {
@@ -97,7 +104,10 @@ impl Reactor {
         let _ = socket.set_tcp_nodelay(true);
         let tls = match &self.identity {
             Identity::Insecure => None,
-            Identity::Tls(tls) => Some(Box::new(tls.accept().map_err(|error| error.to_string())?)),
+            Identity::Tls(tls) => {
+                let known = self.engine.links.values().map(|link| ends_of(&link.config));
+                Some(Box::new(tls.accept(listener, known)?))
+            }
         };
         let plain = tls.is_none();
         let mut sock = CarrierSock::new(socket, tls);

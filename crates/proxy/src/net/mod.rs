@@ -379,7 +379,13 @@ impl Reactor {
                 Mail::HandOver(stream, reply) => {
                     let result = self.hand_over(&stream);
                     match &result {
-                        Ok(()) => tracing::info!("handed over to a new process"),
+                        Ok(()) => {
+                            tracing::info!("handed over to a new process");
+                            if let Ok(peer) = rustix::net::sockopt::socket_peercred(&stream) {
+                                let id = peer.pid.as_raw_nonzero().get();
+                                crate::service::tell_main_process(id.unsigned_abs());
+                            }
+                        }
                         Err(error) => tracing::warn!(error, "hand-over failed"),
                     }
                     self.handed = result.is_ok();

@@ -509,6 +509,62 @@ fn with_ping_hold_pings_are_answered_while_the_line_is_cut_but_not_for_longer() 
 }
 
 #[test]
+fn an_upgrade_keeps_ping_hold_for_open_sockets_and_does_not_prolong_it() {
+    const PING: [u8; 8] = *b"\x83\x74\x02\x67\0\x13\0\0";
+    const ACK: [u8; 8] = *b"\x83\x74\x02\x67\0\x14\0\0";
+    let mut world = up(27, &DaemonOptions::default());
+    world.options(|options| {
+        options.set("ping-hold", "40").unwrap();
+        options.set("session-hold", "60").unwrap();
+    });
+    world.drbd_opens(0, DATA_FIRST, 0, b"");
+    // The first half of a packet is there at the upgrade.
+    let meta = world.drbd_opens(0, META_FIRST, 0, &PING[..3]);
+    let say = |w: &mut World, bytes: &[u8]| {
+        let socket = w.sockets[0].get_mut(&meta).unwrap();
+        socket.to_send.extend(bytes);
+        let read = Event::Read {
+            node: 0,
+            local: meta,
+        };
+        w.at(0, read);
+    };
+    let got = |w: &World, count: usize| w.sockets[0][&meta].got == ACK.repeat(count);
+    let begun = |w: &World| {
+        w.received(1, META_FIRST)
+            .is_some_and(|socket| socket.got.len() == 3)
+    };
+    assert!(world.run(5000, begun));
+    // Sockets that are opening do not survive an upgrade.
+    world.run(500, |_| false);
+    world.hand_over(0);
+    let resumed = |w: &World| w.engines[0].links[&w.links[0]].counters.resumes == 1;
+    let resumed = world.run(6000, resumed);
+    world.check(resumed, "no session after the upgrade");
+    world.down = true;
+    world.at(0, Event::Cut);
+    say(&mut world, &PING[3..]);
+    let answered = world.run(1000, |w| got(w, 1));
+    world.check(answered, "not answered by the new one");
+    world.run(25_000, |_| false);
+    world.hand_over(0);
+    say(&mut world, &PING);
+    let answered = world.run(1000, |w| got(w, 2));
+    world.check(answered, "not answered by its successor");
+    world.run(20_000, |_| false);
+    say(&mut world, &PING);
+    world.run(2000, |_| false);
+    assert!(got(&world, 2), "longer than ping-hold");
+    world.down = false;
+    let done = world.run(10_000, |w| {
+        w.received(1, META_FIRST)
+            .is_some_and(|socket| socket.got == PING.repeat(3))
+    });
+    world.check(done, "each ping arrives once");
+    assert!(!world.sockets[0][&meta].reset);
+}
+
+#[test]
 fn an_upgrade_takes_along_what_is_on_disk() {
     let options = DaemonOptions {
         memory_max_bytes: 24 << 20,
