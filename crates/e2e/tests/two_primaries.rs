@@ -1,0 +1,143 @@
+//! Two Primaries between real daemons: each node writes through its own device.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use lockstep_e2e::{Cluster, Setup, can_mount, has_program, run};
+
+const MIB: u64 = 1 << 20;
+
+fn both_primary(test: u8) -> Result<(Cluster, Vec<std::path::PathBuf>)> {
+    let cluster = Cluster::new(&Setup {
+        nodes: 2,
+        volumes: 1,
+        disk_mib: 64,
+        net: "protocol C; allow-two-primaries yes;".into(),
+        disk: String::new(),
+        cramped: None,
+        daemon: Vec::new(),
+        test,
+    })?;
+    cluster.first_primary(0)?;
+    cluster.wait_in_sync()?;
+    cluster.adm(1, &["primary", "r0"])?;
+    let devices = vec![cluster.device(0, test, 0)?, cluster.device(1, test, 0)?];
+    Ok((cluster, devices))
+}
+
+/// Random writes in a part of the device, all read back and compared.
+fn fio(device: &Path, from: u64, len: u64) -> Result<Child> {
+    Command::new("fio")
+        .args(["--name=part", "--rw=randwrite", "--direct=1"])
+        .args(["--bsrange=4k-64k", "--ioengine=libaio", "--iodepth=8"])
+        .args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1"])
+        .arg("--verify_state_save=0")
+        .arg(format!("--offset={from}"))
+        .arg(format!("--size={len}"))
+        .arg(format!("--filename={}", device.display()))
+        .stdout(Stdio::null())
+        .spawn()
+        .context("fio")
+}
+
+#[test]
+fn two_writers_in_areas_of_their_own_and_then_in_turn_leave_equal_disks() -> Result<()> {
+    if !can_mount() || !has_program("fio") {
+        return Ok(());
+    }
+    let (cluster, devices) = both_primary(131)?;
+    for node in 0..2 {
+        ensure!(cluster.status(node)?["role"] == "Primary", "node {node}");
+    }
+    let mut parts = [
+        fio(&devices[0], 0, 24 * MIB)?,
+        fio(&devices[1], 32 * MIB, 24 * MIB)?,
+    ];
+    for part in &mut parts {
+        ensure!(part.wait()?.success(), "fio found a fault");
+    }
+    // The same blocks in turn: each sees what the other wrote.
+    for round in 0..6 {
+        let (writer, reader) = (round % 2, 1 - round % 2);
+        let text = format!("round {round}").repeat(1024);
+        let block = &text.as_bytes()[..4096];
+        let file = cluster.dir().join("text");
+        std::fs::write(&file, block)?;
+        run(Command::new("dd")
+            .arg(format!("if={}", file.display()))
+            .arg(format!("of={}", devices[writer].display()))
+            .args(["bs=4096", "count=1", "conv=notrunc", "oflag=direct"])
+            .arg("status=none"))?;
+        let back = Command::new("dd")
+            .arg(format!("if={}", devices[reader].display()))
+            .args(["bs=4096", "count=1", "iflag=direct", "status=none"])
+            .output()?;
+        ensure!(back.stdout == block, "round {round}");
+    }
+    ensure!(cluster.connection_is(0, 1, "Connected")?, "the connection");
+    cluster.wait_in_sync()?;
+    cluster.adm(1, &["secondary", "r0"])?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 60)
+}
+
+/// Random writes into a few blocks, until it is ended.
+fn scribble(device: &Path) -> Result<Child> {
+    Command::new("fio")
+        .args(["--name=same", "--rw=randwrite", "--direct=1", "--bs=4k"])
+        .args(["--ioengine=libaio", "--iodepth=8", "--size=64k"])
+        .args(["--time_based", "--runtime=600"])
+        .arg(format!("--filename={}", device.display()))
+        .stdout(Stdio::null())
+        .spawn()
+        .context("fio")
+}
+
+/// Writers that end with the test.
+struct Writers(Vec<Child>);
+
+impl Writers {
+    fn end(&mut self) -> Result<()> {
+        for writer in &mut self.0 {
+            ensure!(writer.try_wait()?.is_none(), "a write failed");
+            lockstep_e2e::terminate(writer);
+        }
+        self.0.clear();
+        Ok(())
+    }
+}
+
+impl Drop for Writers {
+    fn drop(&mut self) {
+        for writer in &mut self.0 {
+            lockstep_e2e::terminate(writer);
+        }
+    }
+}
+
+#[test]
+fn writers_of_the_same_blocks_are_separated_and_one_side_gives_in() -> Result<()> {
+    if !can_mount() || !has_program("fio") {
+        return Ok(());
+    }
+    let (cluster, devices) = both_primary(132)?;
+    let mut writers = Writers(Vec::new());
+    for device in &devices {
+        writers.0.push(scribble(device)?);
+    }
+    cluster.wait("one has noticed", |c| {
+        let seen = c.log(0)? + &c.log(1)?;
+        Ok(seen.contains("concurrent writes detected"))
+    })?;
+    cluster.wait("both are StandAlone", |c| {
+        Ok(c.connection_is(0, 1, "StandAlone")? && c.connection_is(1, 0, "StandAlone")?)
+    })?;
+    writers.end()?;
+    cluster.adm(1, &["secondary", "r0"])?;
+    cluster.adm(1, &["connect", "--discard-my-data", "r0"])?;
+    cluster.adm(0, &["connect", "r0"])?;
+    cluster.wait_in_sync()?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 60)
+}
