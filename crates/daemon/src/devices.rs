@@ -698,14 +698,23 @@ impl Worker {
 }
 
 /// Asks the kernel how a device is used. If nobody uses it, all that was written is durable then,
-/// and nothing that was read is remembered.
+/// and nothing that was read is remembered. That may wait for this daemon's own answers, so another
+/// process asks: a killed daemon ends at once and does not wait for its successor.
 fn find_usage(number: LoopNumber) -> Usage {
-    let usage = match number.usage() {
-        Ok(Usage::Unused) => number.settle().map(|()| Usage::Unused),
-        found => found,
-    };
-    usage.unwrap_or_else(|error| {
-        tracing::debug!(%error, "how a device is used cannot be told");
+    // This program, also after an upgrade has replaced its file.
+    let asked = std::process::Command::new("/proc/self/exe")
+        .args(["device-usage", &number.0.to_string()])
+        .stdin(std::process::Stdio::null())
+        .output();
+    let found = asked.map(|output| {
+        let word = String::from_utf8_lossy(&output.stdout);
+        Usage::from_word(word.trim()).ok_or_else(|| {
+            let said = String::from_utf8_lossy(&output.stderr);
+            std::io::Error::other(format!("{}: {}", output.status, said.trim()))
+        })
+    });
+    found.flatten().unwrap_or_else(|error| {
+        tracing::warn!(device = number.0, %error, "how a device is used cannot be told");
         Usage::Open
     })
 }

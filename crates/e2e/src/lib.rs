@@ -355,8 +355,7 @@ impl Cluster {
             .take()
             .context("the proxy does not run")?;
         child.kill()?;
-        child.wait()?;
-        Ok(())
+        gone(&mut child)
     }
 
     /// What a node's proxy says of its connection.
@@ -409,10 +408,9 @@ impl Cluster {
     pub fn kill(&mut self, node: usize) -> Result<()> {
         let n = &mut self.nodes[node];
         let mut child = n.daemon.take().context("the node does not run")?;
-        child.kill()?;
-        child.wait()?;
         n.killed = true;
-        Ok(())
+        child.kill()?;
+        gone(&mut child)
     }
 
     /// Asks a node's daemon to end (SIGTERM), which it must do.
@@ -761,6 +759,21 @@ impl Drop for Cluster {
             terminate(&mut child);
         }
     }
+}
+
+/// Waits for a process that was killed. One that hangs in the kernel is an error, and nobody waits
+/// for it any more.
+fn gone(child: &mut Child) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while child.try_wait()?.is_none() {
+        ensure!(
+            Instant::now() < deadline,
+            "process {} does not end after SIGKILL",
+            child.id()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
 }
 
 /// Asks a process to end and waits for that; after 10 s it is killed. One that does not even end

@@ -12,7 +12,8 @@
 //!
 //! When the server dies, the kernel ends the FUSE connection as soon as the last copy of its
 //! descriptor is closed: all I/O fails with an error and no process hangs. If a holder process
-//! (`hold`) has a copy, I/O waits instead until a new server resumes.
+//! (`hold`) has a copy, I/O waits instead until a new server resumes. So whatever of this process may
+//! wait for its own devices does so without the descriptor (`apart`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_io::port::{PortSink, VolumePort, VolumeProperties};
 
+use crate::apart::apart;
 use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
 use crate::fuse::{Connection, abort_connection};
 use crate::gate::Gate;
@@ -311,7 +313,8 @@ impl MountedDevice {
             .start_readers(more, connect)
             .map_err(|error| refuse(&device, error))?;
         // The size may have changed meanwhile; nothing hangs on it if it cannot be told.
-        if let Err(error) = loopdev::update_size(device.state.number) {
+        let number = device.state.number;
+        if let Err(error) = apart(|| loopdev::update_size(number)) {
             tracing::warn!(%error, "the resumed device's size could not be checked");
         }
         device.make_links(&spec.links)?;
@@ -340,12 +343,12 @@ impl MountedDevice {
 
     /// A file system or another exclusive user has the device.
     pub fn is_claimed(&self) -> bool {
-        loopdev::claimed(self.state.number).unwrap_or(true)
+        apart(|| loopdev::claimed(self.state.number)).unwrap_or(true)
     }
 
     /// Everybody who uses the device, in words; looks at all processes, so it takes milliseconds.
     pub fn users(&self) -> Vec<String> {
-        loopdev::users(self.state.number).unwrap_or_else(|error| vec![error.to_string()])
+        apart(|| loopdev::users(self.state.number)).unwrap_or_else(|error| vec![error.to_string()])
     }
 
     /// The same without touching the device: also for one whose I/O is held.
@@ -360,21 +363,21 @@ impl MountedDevice {
 
     /// Lets writes through or not.
     pub fn set_access(&self, access: BlockAccess) -> std::io::Result<()> {
-        loopdev::set_access(self.state.number, access)
+        apart(|| loopdev::set_access(self.state.number, access))
     }
 
     /// Tells the kernel the volume's new size.
     pub fn resize(&self, size_bytes: u64) -> std::io::Result<()> {
         self.shape.size_bytes.store(size_bytes, Ordering::SeqCst);
         rustix::io::write(&*self.fuse, &crate::fuse::abi::notify_attributes_changed())?;
-        loopdev::update_size(self.state.number)
+        apart(|| loopdev::update_size(self.state.number))
     }
 
     /// Takes the device away, if nobody uses it. Else it goes on as it was and comes back with the
     /// error.
     pub fn detach(mut self) -> Result<(), (Box<MountedDevice>, DeviceError)> {
         let name = self.name.clone();
-        match loopdev::detach(self.state.number, &self.file) {
+        match apart(|| loopdev::detach(self.state.number, &self.file)) {
             Ok(Detached::Yes) => {}
             Ok(Detached::InUse) => {
                 let error = DeviceError::InUse {
@@ -404,7 +407,7 @@ impl MountedDevice {
         if let Err(error) = abort_connection(self.state.connection) {
             tracing::warn!(%error, "the FUSE connection could not be aborted");
         }
-        if let Err(error) = loopdev::detach_on_last_close(self.state.number) {
+        if let Err(error) = apart(|| loopdev::detach_on_last_close(self.state.number)) {
             tracing::warn!(%error, "the loop device could not be detached");
         }
         self.stop_readers(Order::Abandon);
@@ -412,16 +415,6 @@ impl MountedDevice {
 
     fn bind(&mut self, spec: &DeviceSpec, mount: &OwnedFd) -> Result<(), DeviceError> {
         let name = || self.name.clone();
-        let file =
-            crate::fuse::open_file(mount, &self.file).map_err(|source| DeviceError::Fuse {
-                name: name(),
-                source,
-            })?;
-        let metadata = file.metadata().map_err(|source| DeviceError::Fuse {
-            name: name(),
-            source,
-        })?;
-        self.state.connection = rustix::fs::minor(metadata.dev());
         let properties = &spec.properties;
         let settings = Settings {
             logical_block_bytes: properties.logical_block_bytes.clamp(512, 4096),
@@ -432,20 +425,32 @@ impl MountedDevice {
             },
             access: spec.access,
         };
-        self.state.number =
-            loopdev::attach(file.as_fd(), &self.file, settings).map_err(|source| {
-                DeviceError::Loop {
-                    name: name(),
-                    source,
+        let bound = apart(|| {
+            let opened = crate::fuse::open_file(mount, &self.file)
+                .and_then(|file| Ok((rustix::fs::minor(file.metadata()?.dev()), file)));
+            let (connection, file) = match opened {
+                Ok(opened) => opened,
+                Err(source) => {
+                    return Ok(Err(DeviceError::Fuse {
+                        name: name(),
+                        source,
+                    }));
                 }
-            })?;
+            };
+            let number = loopdev::attach(file.as_fd(), &self.file, settings)?;
+            Ok(Ok((number, connection)))
+        });
+        let bound = bound.map_err(|source| DeviceError::Loop {
+            name: name(),
+            source,
+        })?;
+        (self.state.number, self.state.connection) = bound?;
         // From here on the loop device keeps the file and its mount alive.
-        drop(file);
         self.tell_gate();
         let made = self.make_links(&spec.links);
         if made.is_err() {
             self.remove_links();
-            if let Err(error) = loopdev::detach(self.state.number, &self.file) {
+            if let Err(error) = apart(|| loopdev::detach(self.state.number, &self.file)) {
                 tracing::warn!(%error, "the loop device could not be detached");
             }
         }
@@ -537,7 +542,7 @@ impl Drop for MountedDevice {
         if self.state.number != LoopNumber(u32::MAX) {
             // Errors have nobody to go to, and the descriptors are closed anyway.
             let _ = abort_connection(self.state.connection);
-            let _ = loopdev::detach_on_last_close(self.state.number);
+            let _ = apart(|| loopdev::detach_on_last_close(self.state.number));
         }
         self.stop_readers(Order::Abandon);
     }
@@ -566,14 +571,14 @@ pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<
         if keep.contains(&number) {
             continue;
         }
-        let in_use = match loopdev::detach(number, &file)? {
-            Detached::Yes => None,
+        let in_use = apart(|| match loopdev::detach(number, &file)? {
+            Detached::Yes => Ok(None),
             Detached::InUse => {
                 let users = loopdev::users(number)?;
                 loopdev::detach_on_last_close(number)?;
-                Some(users)
+                Ok(Some(users))
             }
-        };
+        })?;
         found.push(Leftover {
             number,
             name: name.replace(':', "/"),

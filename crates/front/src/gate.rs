@@ -16,6 +16,7 @@ use lockstep_core::command::CommandError;
 use lockstep_core::event::RequestId;
 use lockstep_io::port::{PortEvent, PortSink, VolumePort, VolumeProperties};
 
+use crate::apart::apart;
 use crate::loopdev::{self, LoopNumber};
 
 /// How long requests are refused at once after a promotion that failed: many of them wait behind the
@@ -245,7 +246,7 @@ impl Gate {
         let asked = std::thread::Builder::new()
             .name("claimed".into())
             .spawn(move || {
-                let claimed = loopdev::claimed(number).unwrap_or(false);
+                let claimed = apart(|| loopdev::claimed(number)).unwrap_or(false);
                 // Nobody may wait for it any more.
                 let _ = tell.send(claimed);
             });

@@ -5,6 +5,7 @@
 
 #![deny(unsafe_code)]
 
+mod apart;
 pub mod device;
 mod fuse;
 pub mod gate;

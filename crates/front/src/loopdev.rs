@@ -359,25 +359,44 @@ impl LoopNumber {
         Ok(found)
     }
 
-    /// How the device is used. It may wait for the device's own requests, so whoever has to answer
-    /// them must not call it.
-    pub fn usage(self) -> io::Result<Usage> {
+    /// How the device is used. If by nobody, all that was written is durable then, and nothing that
+    /// was read is remembered. It may wait for the device's own requests, so the process that answers
+    /// them must ask in another one: killed while it waits, it could not end.
+    pub fn settled_usage(self) -> io::Result<Usage> {
         if let Some(mounted) = self.mounted()? {
             return Ok(mounted);
         }
         if claimed(self)? {
             return Ok(Usage::Claimed);
         }
-        let open = !visible_users(self)?.is_empty();
-        Ok(if open { Usage::Open } else { Usage::Unused })
-    }
-
-    /// Makes everything written durable, and then has the kernel forget what it read. The same
-    /// caution as for [`Self::usage`].
-    pub fn settle(self) -> io::Result<()> {
+        if !visible_users(self)?.is_empty() {
+            return Ok(Usage::Open);
+        }
         let device = self.open()?;
         device.sync_all()?;
-        control(&device, NumberRequest::BlockFlushBuffers).map(drop)
+        control(&device, NumberRequest::BlockFlushBuffers)?;
+        Ok(Usage::Unused)
+    }
+}
+
+impl Usage {
+    const WORDS: [(Usage, &str); 4] = [
+        (Usage::MountedReadOnly, "mounted-read-only"),
+        (Usage::Claimed, "claimed"),
+        (Usage::Open, "open"),
+        (Usage::Unused, "unused"),
+    ];
+
+    /// As one word, which another process reads.
+    pub fn word(self) -> &'static str {
+        let known = Self::WORDS.iter().find(|(usage, _)| *usage == self);
+        known.map_or("", |(_, word)| word)
+    }
+
+    /// From that word.
+    pub fn from_word(word: &str) -> Option<Usage> {
+        let known = Self::WORDS.iter().find(|(_, known)| *known == word);
+        known.map(|(usage, _)| *usage)
     }
 }
 

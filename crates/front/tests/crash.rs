@@ -38,6 +38,8 @@ struct FilePort {
     file: File,
     sink: Box<dyn PortSink>,
     queued: Vec<PortRequest>,
+    /// Says so and never answers when it is to flush.
+    stuck: bool,
 }
 
 fn properties() -> VolumeProperties {
@@ -79,6 +81,10 @@ impl VolumePort for FilePort {
                 mut buf,
                 ..
             } = request;
+            if self.stuck && kind == RequestKind::Flush {
+                println!("stuck");
+                continue;
+            }
             let (len, offset) = (len as usize, sector.0 * 512);
             let result = match (kind, &mut buf) {
                 (RequestKind::Read, Some(buf)) => {
@@ -139,6 +145,7 @@ fn child() {
             file,
             sink,
             queued: Vec::new(),
+            stuck: argument("FRONT_TEST_STUCK").is_some(),
         })
     };
     let holder = argument("FRONT_TEST_HOLD").map(|hold| {
@@ -189,6 +196,7 @@ fn the_volume_keeps_what_it_is_given() {
         file,
         sink: Box::new(Tell(sender)),
         queued: Vec::new(),
+        stuck: false,
     };
     for kind in [RequestKind::Write { fua: false }, RequestKind::Read] {
         let mut buf = port.alloc(4096).unwrap();
@@ -276,6 +284,39 @@ fn volume_file(dir: &Path) -> std::path::PathBuf {
     let path = dir.join("volume");
     File::create(&path).unwrap().set_len(SIZE).unwrap();
     path
+}
+
+#[test]
+fn a_server_that_is_killed_while_it_waits_for_its_own_device_ends() {
+    let Some(_guard) = can_mount() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let file = volume_file(dir.path());
+    let owner = format!("{}-stuck", std::process::id());
+    // Binding a loop device to a file flushes the file.
+    let mut child = this_program()
+        .env("FRONT_TEST_OWNER", &owner)
+        .env("FRONT_TEST_FILE", &file)
+        .env("FRONT_TEST_STUCK", "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.trim_end().ends_with("stuck") {
+        line.clear();
+        assert!(output.read_line(&mut line).unwrap() > 0);
+    }
+    child.kill().unwrap();
+    let begin = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        assert!(
+            begin.elapsed() < Duration::from_secs(20),
+            "a killed server stays"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    clean_leftovers(&owner, &[]).unwrap();
 }
 
 #[test]

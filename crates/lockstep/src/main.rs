@@ -3,6 +3,7 @@
 mod bench;
 mod console;
 mod demo;
+mod device_usage;
 mod drbdadm;
 mod drbdmeta;
 mod drbdsetup;
@@ -102,6 +103,7 @@ fn run(command: &str, args: &[String], words: &[String]) -> ExitCode {
         "drbdsetup" => drbdsetup::run(args),
         "lockstepd" => lockstepd::run(args),
         "hold" => hold::run(args),
+        "device-usage" => device_usage::run(args),
         "inspect" => inspect::run(args),
         "proxy" => proxy::run(args),
         "status" | "explain" | "top" | "recover" | "proc" => console::run(command, args),

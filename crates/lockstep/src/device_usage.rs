@@ -1,0 +1,37 @@
+//! `lockstep device-usage`: how a device is used, and the end of what its last user wrote. The daemon
+//! starts it; people have no need to.
+
+use std::process::ExitCode;
+
+use lockstep_front::LoopNumber;
+
+const USAGE: &str = "\
+Usage: lockstep device-usage N
+
+Prints how /dev/loopN is used: mounted-read-only, claimed, open or unused. If unused, everything that
+was written to it is durable. Started by the daemon that serves the device.";
+
+/// Runs `lockstep device-usage ARGS`.
+pub(crate) fn run(args: &[String]) -> ExitCode {
+    let number = match args {
+        [number] => number.parse().ok(),
+        _ => None,
+    };
+    let Some(number) = number.map(LoopNumber) else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(2);
+    };
+    match number.settled_usage() {
+        Ok(usage) => {
+            println!("{}", usage.word());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!(
+                "lockstep device-usage: {}: {error}",
+                number.path().display()
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
