@@ -6,7 +6,8 @@
 //! writes of peers before those of the application.
 //!
 //! It never does IO. The owner writes, for a [`Prepared`] transaction, first the bitmap pages of
-//! the evicted extents, then the block, and says [`ActivityLog::committed`].
+//! the evicted extents, then its bytes, and says [`ActivityLog::committed`]. On persistent memory
+//! these are the slots themselves instead of a block of a ring (metadata.md, 10).
 
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec;
@@ -18,6 +19,7 @@ use lockstep_format::disk::al::{
     FREE, SlotUpdate, Transaction, UPDATES_PER_TRANSACTION, encode_initialised, next_context_start,
 };
 use lockstep_format::disk::layout::AlGeometry;
+use lockstep_format::disk::pmem;
 use lockstep_format::units::{AlExtent, Sector};
 
 /// Smallest number of slots (metadata.md, 9.6).
@@ -70,12 +72,12 @@ impl Extents {
 /// A transaction to be written.
 #[derive(Debug)]
 pub struct Prepared {
-    /// 4 KiB block within the activity-log area.
-    pub block_index: u32,
-    /// The block.
-    pub block: Vec<u8>,
+    /// First byte within the activity-log area.
+    pub offset: u64,
+    /// One block; on persistent memory the words with the slots that change.
+    pub bytes: Vec<u8>,
     /// Extents that leave the log: their data have to be flushed and the changed bitmap pages
-    /// that cover them to be written before the block.
+    /// that cover them to be written before the bytes.
     pub evicted: Vec<AlExtent>,
 }
 
@@ -94,6 +96,8 @@ struct Waiter<W> {
 pub struct ActivityLog<W> {
     mode: AlMode,
     geometry: AlGeometry,
+    /// On disk is an array of slots, not a ring of transactions.
+    in_place: bool,
     /// Committed extent of each slot.
     slots: Vec<AlExtent>,
     refs: Vec<u32>,
@@ -132,6 +136,7 @@ impl<W: Copy> ActivityLog<W> {
         ActivityLog {
             mode,
             geometry,
+            in_place: false,
             slots: vec![FREE; count],
             refs: vec![0; count],
             last_use: vec![0; count],
@@ -272,6 +277,9 @@ impl<W: Copy> ActivityLog<W> {
     /// kept. No transaction may be in flight.
     pub fn rewrite(&mut self) -> Vec<u8> {
         assert!(!self.in_flight, "a log is rewritten between transactions");
+        if self.in_place {
+            return pmem::encode_area(self.logged_slots(), self.geometry);
+        }
         let blocks = self.geometry.blocks() as usize;
         let mut area = vec![0; blocks * BLOCK_BYTES];
         for _ in 0..blocks {
@@ -297,6 +305,30 @@ impl<W: Copy> ActivityLog<W> {
             self.context_start = 0;
         }
         area
+    }
+
+    /// From now on the log on disk is an array of slots that are changed in place. No transaction
+    /// may have been prepared.
+    pub fn keep_in_place(&mut self) {
+        assert!(!self.in_flight, "the form changes before the first use");
+        self.in_place = true;
+    }
+
+    /// The log on disk is an array of slots that are changed in place.
+    pub fn is_in_place(&self) -> bool {
+        self.in_place
+    }
+
+    /// Number of slots.
+    pub fn slot_count(&self) -> u32 {
+        self.slots.len() as u32
+    }
+
+    fn logged_slots(&self) -> &[AlExtent] {
+        match self.mode {
+            AlMode::Logged => &self.slots,
+            AlMode::Unlogged => &[],
+        }
     }
 
     /// Owners that the transaction in flight makes wait; for a deliberate bug.
@@ -434,6 +466,9 @@ impl<W: Copy> ActivityLog<W> {
     }
 
     fn encode(&self, evicted: Vec<AlExtent>) -> Prepared {
+        if self.in_place {
+            return self.encode_in_place(evicted);
+        }
         let mut block = vec![0; BLOCK_BYTES];
         let transaction = Transaction {
             number: self.number,
@@ -447,8 +482,25 @@ impl<W: Copy> ActivityLog<W> {
             .expect("the block has its size");
         transaction.encode(out);
         Prepared {
-            block_index: self.geometry.block_of(self.number),
-            block,
+            offset: u64::from(self.geometry.block_of(self.number)) * BLOCK_BYTES as u64,
+            bytes: block,
+            evicted,
+        }
+    }
+
+    /// Slots between those that change are stored again as they are.
+    fn encode_in_place(&self, evicted: Vec<AlExtent>) -> Prepared {
+        let mut slots = self.slots.clone();
+        let (mut first, mut last) = (u16::MAX, 0);
+        for update in &self.updates {
+            slots[usize::from(update.slot)] = update.extent;
+            first = first.min(update.slot);
+            last = last.max(update.slot);
+        }
+        let store = pmem::encode_slots(&slots, first, last);
+        Prepared {
+            offset: store.offset,
+            bytes: store.bytes,
             evicted,
         }
     }
@@ -516,8 +568,8 @@ mod tests {
         assert!(!log.get(one(5), 2, AlPriority::Local));
         let prepared = log.prepare(&mut ready).unwrap();
         let mut area = area;
-        let at = prepared.block_index as usize * BLOCK_BYTES;
-        area[at..at + BLOCK_BYTES].copy_from_slice(&prepared.block);
+        let at = prepared.offset as usize;
+        area[at..at + BLOCK_BYTES].copy_from_slice(&prepared.bytes);
         let replay = lockstep_format::disk::al::replay(&area, AlGeometry::DEFAULT).unwrap();
         assert_eq!(
             replay.coverage,
@@ -533,8 +585,8 @@ mod tests {
         assert!(!al.get(one(5), 1, AlPriority::Local));
         let prepared = al.prepare(&mut ready).expect("a transaction");
         assert!(ready.is_empty());
-        assert_eq!((prepared.block_index, prepared.evicted.len()), (0, 0));
-        let block: [u8; BLOCK_BYTES] = prepared.block.try_into().unwrap();
+        assert_eq!((prepared.offset, prepared.evicted.len()), (0, 0));
+        let block: [u8; BLOCK_BYTES] = prepared.bytes.try_into().unwrap();
         let format = lockstep_format::disk::al::Block::decode(&block).unwrap();
         let lockstep_format::disk::al::Block::Update(Update { number, .. }) = format else {
             panic!("an update");
@@ -569,7 +621,7 @@ mod tests {
         }
         al.committed(&mut ready);
         let second = al.prepare(&mut ready).unwrap();
-        assert_eq!(second.block_index, 1);
+        assert_eq!(second.offset, 4096);
         ready.clear();
         al.committed(&mut ready);
         assert_eq!(ready.len(), 64);
@@ -619,6 +671,32 @@ mod tests {
         assert_eq!(ready, [2, 1]);
         al.put(two);
         assert_eq!(al.referenced(), 1);
+    }
+
+    #[test]
+    fn on_persistent_memory_the_slots_are_the_log() {
+        let mut al = log(67);
+        al.keep_in_place();
+        let mut ready = Vec::new();
+        let mut area = al.rewrite();
+        for extent in 0..80 {
+            al.get(one(extent), extent, AlPriority::Local);
+            if extent >= 67 {
+                al.put(one(extent - 67));
+            }
+            let prepared = al.prepare(&mut ready).expect("each is cold");
+            let evicted = extent.checked_sub(67).map(AlExtent);
+            assert_eq!(prepared.evicted, Vec::from_iter(evicted));
+            assert_eq!(prepared.bytes.len(), 8);
+            let at = prepared.offset as usize;
+            area[at..at + 8].copy_from_slice(&prepared.bytes);
+            al.committed(&mut ready);
+            let replay = lockstep_format::disk::al::replay_persistent_memory(&area, 67);
+            let first = extent.saturating_sub(66);
+            let expected: Vec<_> = (first..=extent).map(AlExtent).collect();
+            assert_eq!(replay.active, expected);
+            assert_eq!(area, al.rewrite());
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use lockstep_format::disk::BLOCK_BYTES;
-use lockstep_format::disk::al::{self, Coverage, ReplayError};
+use lockstep_format::disk::al::{self, AlForm, Coverage, ReplayError};
 use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
@@ -152,6 +152,7 @@ impl Resource {
                 discard_granularity_bytes: 0,
                 max_discard_bytes: 0,
                 write_through: false,
+                persistent_memory: false,
             },
             phase: DiskPhase::Opening { command: id },
             format: Format::V09,
@@ -418,6 +419,7 @@ impl Resource {
         for (op, io) in reads {
             self.meta(volume, op, Pending::AttachRead(volume, io));
         }
+        self.choose_form(volume, path);
         Ok(())
     }
 
@@ -453,7 +455,15 @@ impl Resource {
         let unused =
             disk.format == Format::V08 && !superblock.flags.contains(DeviceFlags::PRIMARY_IND);
         if !superblock.is_clean() && !unused && !planted!(self, LogNotReplayed) {
-            let replay = match al::replay(&al_area, layout.geometry().al) {
+            let geometry = layout.geometry().al;
+            let replayed = match (disk.format, AlForm::of(&al_area, geometry, false)) {
+                (Format::V09, AlForm::PersistentMemory) => Ok(al::replay_persistent_memory(
+                    &al_area,
+                    superblock.al_extents,
+                )),
+                _ => al::replay(&al_area, geometry),
+            };
+            let replay = match replayed {
                 Ok(replay) => Some(replay),
                 // Each attach rewrites the log; cut in between, it may hold nothing whole. Then
                 // nothing is known, which is safe to repair by copying everything.
@@ -612,6 +622,10 @@ impl Resource {
         };
         step.log_emptied = true;
         step.outstanding = 1;
+        if let Some(op) = disk.empty_slots() {
+            self.meta(volume, op, Pending::AttachRead(volume, AttachIo::Recover));
+            return Ok(());
+        }
         let blocks = layout.geometry().al.blocks() as usize;
         let mut bytes = vec![0u8; blocks * BLOCK_BYTES];
         for chunk in bytes.chunks_exact_mut(BLOCK_BYTES) {

@@ -16,6 +16,7 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use lockstep_format::disk::pmem::WordStore;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::Packet;
@@ -155,6 +156,9 @@ pub struct DiskInfo {
     pub max_discard_bytes: u32,
     /// The device loses nothing of what it acknowledged at a power cut: flushes are not needed.
     pub write_through: bool,
+    /// The metadata device is a device of its own on persistent memory, and the driver can do
+    /// [`MetaOp::Store`] on it.
+    pub persistent_memory: bool,
 }
 
 /// An operation on the data area of a volume's disk.
@@ -221,6 +225,16 @@ pub enum MetaOp {
         /// The bytes.
         bytes: Vec<u8>,
         /// Flush the data device before.
+        flush_data: bool,
+    },
+    /// Changes persistent memory in place ([`DiskInfo::persistent_memory`]). Each step is
+    /// persistent, behind a fence, before the next begins, and all of them are at completion. Of
+    /// the step that a power cut meets any of its aligned words of 8 bytes may be there, each
+    /// whole.
+    Store {
+        /// What to store; offsets are bytes from the device's start.
+        steps: Vec<WordStore>,
+        /// Flush the data device before the first step.
         flush_data: bool,
     },
 }

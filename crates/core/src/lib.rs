@@ -41,6 +41,7 @@ mod net_update;
 pub mod objects;
 pub mod open;
 pub mod options;
+mod persistent;
 pub mod rate;
 pub mod report;
 mod resize;

@@ -92,7 +92,11 @@ impl LocalDisk {
         if persist_size && size_sectors != 0 {
             block.effective_size = Sector(size_sectors);
         }
-        block.al_extents = self.options.al_extents;
+        block.al_extents = match self.io.al.is_in_place() {
+            // A replay ignores slots behind these.
+            true => self.io.al.slot_count(),
+            false => self.options.al_extents,
+        };
         let mut bytes = [0u8; BLOCK_BYTES];
         match self.format {
             Format::V09 => block.encode(&mut bytes),

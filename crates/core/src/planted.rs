@@ -157,6 +157,8 @@ registry! {
         "A demoted node is called clean while its writes are in the disk's cache.";
     MarkedAtEndForgotten "marked-at-end-forgotten"
         "A resync ends although the source marked blocks while the end was written down.";
+    SlotNotFenced "slot-not-fenced"
+        "On persistent memory a write starts before the fence behind its extent's slot.";
     ResyncRequestIgnoresDagtag "resync-request-ignores-dagtag"
         "A resync source reads before it has what the target has seen of a third node.";
     ConflictsNotSeen "conflicts-not-seen"

@@ -439,6 +439,7 @@ impl Resource {
     }
 
     pub(crate) fn meta(&mut self, volume: VolumeNr, op: MetaOp, pending: Pending) {
+        let op = self.in_place(volume, op);
         let tag = self.tags.insert_timed(pending, self.now);
         self.watch_disk(volume);
         self.output(Output::Meta { tag, volume, op });

@@ -78,7 +78,7 @@ fn new_area(w: &World, volume: usize, nodes: [usize; 2]) -> Vec<u64> {
         superblock.map_or(0, |s| s.effective_size.0 / 8)
     };
     let first = match w.config.metadata {
-        Where::External => w.config.blocks,
+        Where::External | Where::Persistent => w.config.blocks,
         Where::Internal => return Vec::new(),
     };
     let end = size(nodes[0]).min(size(nodes[1]));

@@ -13,8 +13,9 @@ use lockstep_core::event::LinkId;
 use lockstep_core::event::{Input, LinkDownReason};
 
 use crate::check;
-use crate::disk::{Lose, MetaOp};
+use crate::disk::{Lose, MetaOp, Where};
 use crate::scenario::Scenario;
+use crate::words;
 use crate::world::{Config, Ev, MS, SECOND, World, id, name};
 
 /// Counts delivered packets by direction; stops the story at one of them.
@@ -33,7 +34,7 @@ pub struct Trap {
 pub struct MetaPoint {
     /// Writes that are done before.
     pub before: usize,
-    /// Sectors of it that are on the disk.
+    /// Sectors of it that are on the disk; of a store to persistent memory, lines of 64 bytes.
     pub sectors: u32,
 }
 
@@ -65,13 +66,23 @@ impl World {
             return false;
         };
         let disk = &mut self.nodes[node].disks[volume];
-        let Some(MetaOp::Write { offset, bytes, .. }) = disk.flying_meta.get(&id).map(|f| &f.op)
-        else {
-            return false;
-        };
         if *watched != node {
             return false;
         }
+        let (offset, bytes) = match disk.flying_meta.get(&id).map(|f| &f.op) {
+            Some(MetaOp::Write { offset, bytes, .. }) => (offset, bytes),
+            Some(MetaOp::Store { steps, .. }) => {
+                let stop = self.trap.meta_stop.filter(|s| s.before == writes.len());
+                writes.push(words::count_lines(steps));
+                let Some(stop) = stop else { return false };
+                self.trap.sprung = true;
+                let steps = steps.clone();
+                disk.store_lines(&steps, stop.sectors as usize);
+                disk.flying_meta.remove(&id);
+                return true;
+            }
+            Some(MetaOp::Read { .. }) | None => return false,
+        };
         let stop = self.trap.meta_stop.filter(|s| s.before == writes.len());
         writes.push((bytes.len() / 512) as u32);
         let Some(stop) = stop else { return false };
@@ -223,6 +234,8 @@ pub struct Story {
     pub nodes: usize,
     /// Blocks of the volume.
     pub blocks: u64,
+    /// Where the metadata lies.
+    pub metadata: Where,
     /// The first resync copies everything.
     pub full_sync: bool,
     /// What comes before the part that is cut.
@@ -269,6 +282,7 @@ impl Story {
         let config = Config {
             nodes: self.nodes,
             blocks: self.blocks,
+            metadata: self.metadata,
             disk_delay: MS / 10,
             net_delay: MS / 5,
             trace: self.trace,

@@ -1,13 +1,15 @@
 //! Simulated disks. Data is one version number per 4 KiB block behind a volatile cache; metadata
-//! is bytes, durable at completion.
+//! is bytes, durable at completion. On persistent memory these are stored by words of 8 bytes; of
+//! those behind the last fence a power cut keeps any (`words`).
 
 use std::collections::{BTreeMap, VecDeque};
 
 use lockstep_core::event::{DiskInfo, Tag};
 use lockstep_format::disk::BLOCK_BYTES;
-use lockstep_format::disk::al;
+use lockstep_format::disk::al::{self, AlForm};
 use lockstep_format::disk::any::AnySuperBlock;
 use lockstep_format::disk::layout::{BitmapBlock, Geometry, Layout, Placement};
+use lockstep_format::disk::pmem::WordStore;
 use lockstep_format::disk::v08;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
 use lockstep_format::units::NodeId;
@@ -24,6 +26,15 @@ pub enum Where {
     External,
     /// At the end of the data device.
     Internal,
+    /// On a device of its own that is persistent memory.
+    Persistent,
+}
+
+impl Where {
+    /// On a device of its own.
+    pub fn is_external(self) -> bool {
+        self != Where::Internal
+    }
 }
 
 /// What a crash does to the disks.
@@ -93,6 +104,13 @@ pub enum MetaOp {
         offset: u64,
         /// The bytes.
         bytes: Vec<u8>,
+        /// Data completed up to here becomes durable first.
+        flush_upto: Option<u64>,
+    },
+    /// Words in place, one step after the other.
+    Store {
+        /// What to store.
+        steps: Vec<WordStore>,
         /// Data completed up to here becomes durable first.
         flush_upto: Option<u64>,
     },
@@ -231,6 +249,8 @@ pub struct Disk {
     pub meta: Vec<u8>,
     /// Where it begins on its device.
     meta_base: u64,
+    /// It is persistent memory.
+    persistent: bool,
     /// Size of the metadata device.
     pub meta_bytes: u64,
     /// Size of the data device.
@@ -264,20 +284,20 @@ pub const META_BYTES: u64 = 256 << 10;
 
 impl Disk {
     /// A zeroed disk after `create-md`.
-    pub fn new(node: usize, blocks: u64, peers: u8, meta: Where, shift: Option<u8>) -> Self {
+    pub fn new(node: usize, blocks: u64, peers: u8, place: Where, shift: Option<u8>) -> Self {
         let mut geometry = Geometry::for_peers(peers);
         if let Some(shift) = shift {
             geometry.bitmap_block =
                 BitmapBlock::from_shift(shift).expect("a block of 4 KiB to 1 MiB");
         }
-        let (placement, device_bytes) = match meta {
-            Where::External => (Placement::FlexExternal, META_BYTES),
+        let (placement, device_bytes) = match place {
+            Where::External | Where::Persistent => (Placement::FlexExternal, META_BYTES),
             Where::Internal => (Placement::Internal, blocks * BLOCK + META_BYTES),
         };
         let layout = Layout::new(placement, geometry, device_bytes)
             .expect("the metadata device is large enough");
-        let (meta_base, blocks, data_bytes) = match meta {
-            Where::External => (0, blocks, blocks * BLOCK),
+        let (meta_base, blocks, data_bytes) = match place {
+            Where::External | Where::Persistent => (0, blocks, blocks * BLOCK),
             Where::Internal => {
                 let blocks = layout.usable_sectors(device_bytes / 512) / 8;
                 (blocks * BLOCK, blocks, device_bytes)
@@ -301,6 +321,7 @@ impl Disk {
             sequence: 0,
             meta,
             meta_base,
+            persistent: place == Where::Persistent,
             meta_bytes: device_bytes,
             data_bytes,
             had_errors: false,
@@ -338,6 +359,7 @@ impl Disk {
             discard_granularity_bytes: 4096,
             max_discard_bytes: 128 << 20,
             write_through: false,
+            persistent_memory: self.persistent,
         }
     }
 
@@ -428,9 +450,16 @@ impl Disk {
             }
         }
         for op in abandoned_meta.chain(flying_meta) {
-            if let MetaOp::Write { offset, bytes, .. } = op {
-                toll.meta = true;
-                self.torn_meta(offset, &bytes, rng);
+            match op {
+                MetaOp::Read { .. } => {}
+                MetaOp::Write { offset, bytes, .. } => {
+                    toll.meta = true;
+                    self.torn_meta(offset, &bytes, rng);
+                }
+                MetaOp::Store { steps, .. } => {
+                    toll.meta = true;
+                    self.torn_words(&steps, rng);
+                }
             }
         }
         if lose == Lose::Unflushed {
@@ -534,10 +563,15 @@ impl Disk {
         // The log is read only if the bitmap does not tell all.
         if marked.contains(&false) && !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
             let len = self.layout.geometry().al.bytes() as usize;
-            match al::replay(
-                self.meta_at(self.layout.al_byte(), len),
-                self.layout.geometry().al,
-            ) {
+            let area = self.meta_at(self.layout.al_byte(), len);
+            let geometry = self.layout.geometry().al;
+            let slots =
+                self.persistent && AlForm::of(area, geometry, false) == AlForm::PersistentMemory;
+            let replay = match slots {
+                true => Ok(al::replay_persistent_memory(area, superblock.al_extents)),
+                false => al::replay(area, geometry),
+            };
+            match replay {
                 Ok(replay) if replay.coverage == al::Coverage::Complete => {
                     for (block, marked) in blocks.iter().zip(&mut marked) {
                         let sector = lockstep_format::units::Sector(block * 8);

@@ -26,10 +26,12 @@ pub enum Extra {
     Handlers,
     /// `allow-two-primaries`: two nodes, both Primary, with fencing.
     TwoPrimaries,
+    /// Metadata on persistent memory.
+    Pmem,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 7] = [
+pub const EXTRAS: [(Extra, &str); 8] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -37,6 +39,7 @@ pub const EXTRAS: [(Extra, &str); 7] = [
     (Extra::Blocks, "blocks"),
     (Extra::Handlers, "handlers"),
     (Extra::TwoPrimaries, "two-primaries"),
+    (Extra::Pmem, "pmem"),
 ];
 
 /// The word of one.
@@ -82,9 +85,12 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         }
         Extra::Blocks => {
             // Internal metadata of other sizes would make devices of other sizes.
-            config.metadata = Where::External;
+            if !config.metadata.is_external() {
+                config.metadata = Where::External;
+            }
             config.bitmap_shifts = (0..config.nodes).map(|_| rng.range(12, 21) as u8).collect();
         }
+        Extra::Pmem => config.metadata = Where::Persistent,
         Extra::Congestion => {
             config.protocol = Protocol::A;
             settings.net.protocol = Protocol::A;

@@ -229,7 +229,7 @@ impl World {
                         bytes: b,
                         ..
                     } => offset < o + b.len() as u64 && *o < offset + bytes.len() as u64,
-                    MetaOp::Read { .. } => false,
+                    MetaOp::Read { .. } | MetaOp::Store { .. } => false,
                 });
                 let beyond = !disk.is_meta(offset, bytes.len() as u64);
                 let flush_upto = flush_data.then(|| disk.sequence());
@@ -247,6 +247,14 @@ impl World {
                     bytes,
                     flush_upto,
                 }
+            }
+            CoreMetaOp::Store { steps, flush_data } => {
+                if let Some(text) = disk.refuses(&steps) {
+                    self.fail(format!("{} stores to metadata {text}", name(node)));
+                    return;
+                }
+                let flush_upto = flush_data.then(|| disk.sequence());
+                MetaOp::Store { steps, flush_upto }
             }
         };
         let id = self.next();
@@ -275,8 +283,11 @@ impl World {
         }
         if let Some(op) = disk.abandoned_meta.remove(&id) {
             let happens = self.chance(Place::Meta(node, v)).permille(500);
-            if let (MetaOp::Write { offset, bytes, .. }, true) = (op, happens) {
-                self.nodes[node].disks[v].store_meta(offset, &bytes);
+            let disk = &mut self.nodes[node].disks[v];
+            match op {
+                MetaOp::Write { offset, bytes, .. } if happens => disk.store_meta(offset, &bytes),
+                MetaOp::Store { steps, .. } if happens => disk.store_steps(&steps),
+                MetaOp::Read { .. } | MetaOp::Write { .. } | MetaOp::Store { .. } => {}
             }
             return;
         }
@@ -308,6 +319,18 @@ impl World {
                     disk.flushed(upto);
                 }
                 disk.store_meta(offset, &bytes);
+                if self.watches {
+                    check::differences_are_marked(self);
+                    check::losses_are_marked(self);
+                }
+                Vec::new()
+            }
+            MetaOp::Store { steps, flush_upto } => {
+                if let Some(upto) = flush_upto {
+                    disk.flushed(upto);
+                }
+                disk.store_steps(&steps);
+                sometimes!(self.marks, "stored-in-place");
                 if self.watches {
                     check::differences_are_marked(self);
                     check::losses_are_marked(self);

@@ -31,4 +31,5 @@ pub mod stories;
 pub mod story;
 pub mod swarm;
 pub mod themes;
+pub mod words;
 pub mod world;

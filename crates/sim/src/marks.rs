@@ -209,6 +209,10 @@ pub const MARKS: &[(&str, &str)] = &[
     ("fault-clock", "fault: a clock jumped ahead"),
     ("fault-slowdisk", "fault: a disk became slow"),
     ("fault-hangdisk", "fault: a disk stopped answering"),
+    (
+        "stored-in-place",
+        "metadata on persistent memory were changed in place",
+    ),
     ("disk-given-up", "a disk that did not answer was given up"),
     (
         "fault-powercut-twice",

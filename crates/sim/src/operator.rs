@@ -287,7 +287,9 @@ impl Operator {
 
     fn attach(&self, w: &mut World, node: usize, volume: u16) -> u64 {
         let (meta_path, index) = match w.config.metadata {
-            Where::External => (Some(format!("meta{volume}")), MetaIndex::FlexExternal),
+            Where::External | Where::Persistent => {
+                (Some(format!("meta{volume}")), MetaIndex::FlexExternal)
+            }
             Where::Internal => (None, MetaIndex::Internal),
         };
         w.command(
@@ -788,7 +790,7 @@ impl Operator {
     /// Makes a volume larger, after all its disks, or smaller again, but never smaller than it was
     /// at first.
     pub fn resize(&mut self, w: &mut World, rng: &mut Rng, node: usize, volume: u16) {
-        if w.config.metadata != Where::External || !self.is_up(node) {
+        if !w.config.metadata.is_external() || !self.is_up(node) {
             return;
         }
         let v = usize::from(volume);

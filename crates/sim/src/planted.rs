@@ -85,6 +85,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DemotionWithoutFlush
         | P::MarkedAtEndForgotten
         | P::ResyncRequestIgnoresDagtag
+        | P::SlotNotFenced
         | P::ConflictsNotSeen
         | P::ConflictRuleReversed
         | P::ConflictsIgnoreAcks => Shows::Data,
@@ -166,20 +167,21 @@ pub fn world(seed: u64, trace: Trace) -> Option<String> {
     }
 }
 
-/// As `world`; bugs of two Primaries show only where there are two.
+/// As `world`; bugs of two Primaries show only where there are two, and one of persistent memory
+/// only on that.
 pub fn world_for(bug: Planted, seed: u64, trace: Trace) -> Option<String> {
-    match bug {
+    let extra = match bug {
         Planted::ConflictsNotSeen
         | Planted::ConflictRuleReversed
-        | Planted::ConflictsIgnoreAcks => {
-            let orders = Orders {
-                extras: vec![Extra::TwoPrimaries],
-                ..Orders::default()
-            };
-            drive::run(seed, &orders, trace).violation
-        }
-        _ => world(seed, trace),
-    }
+        | Planted::ConflictsIgnoreAcks => Extra::TwoPrimaries,
+        Planted::SlotNotFenced => Extra::Pmem,
+        _ => return world(seed, trace),
+    };
+    let orders = Orders {
+        extras: vec![extra],
+        ..Orders::default()
+    };
+    drive::run(seed, &orders, trace).violation
 }
 
 /// Runs one world after the other until one fails because of the bug.
@@ -383,10 +385,14 @@ mod tests {
         use crate::crash_points::{cut_once, cut_twice};
         use crate::disk::Lose;
         use crate::scenario::A;
-        use crate::stories::ALONE;
+        use crate::stories::{ALONE, ALONE_IN_PLACE};
         let once = |bug| with(Some(bug), || cut_once(&ALONE, A, Lose::Unflushed));
         assert!(!once(Planted::LogNotReplayed).failed.is_empty());
         assert!(!once(Planted::EvictBeforeBitmap).failed.is_empty());
+        let in_place = with(Some(Planted::SlotNotFenced), || {
+            cut_once(&ALONE_IN_PLACE, A, Lose::Unflushed)
+        });
+        assert!(!in_place.failed.is_empty());
         let twice = with(Some(Planted::RecoveryStampsEarly), || {
             cut_twice(&ALONE, A, Lose::Unflushed, 4)
         });

@@ -4,7 +4,7 @@ use lockstep_core::report::ConnectionReport;
 use lockstep_core::state::{ConnState, DiskState};
 
 use crate::cuts::Story;
-use crate::disk::Lose;
+use crate::disk::{Lose, Where};
 use crate::scenario::{A, B, C, Scenario};
 use crate::world::SECOND;
 
@@ -173,6 +173,7 @@ const PAIR: Story = Story {
     least_packets: 1,
     nodes: 2,
     blocks: 2048,
+    metadata: Where::External,
     full_sync: false,
     before: |_| {},
     step: |_, _| true,
@@ -259,4 +260,12 @@ pub const ALONE: Story = Story {
     },
     steps: 13,
     ..PAIR
+};
+
+/// The same with metadata on persistent memory.
+pub const ALONE_IN_PLACE: Story = Story {
+    name: "alone-in-place",
+    text: "The same with metadata on persistent memory.",
+    metadata: Where::Persistent,
+    ..ALONE
 };

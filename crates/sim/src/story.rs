@@ -334,5 +334,19 @@ pub(crate) fn meta(layout: &Layout, volume: VolumeNr, tag: Tag, op: &MetaOp) -> 
                 ""
             }
         ),
+        MetaOp::Store { steps, flush_data } => {
+            let words: usize = steps.iter().map(|s| s.bytes.len() / 8).sum();
+            format!(
+                "metadata operation {}: stores to {} ({words} words in {} steps, volume {volume}){}",
+                short(tag),
+                steps.first().map_or("nothing", |s| area(s.offset)),
+                steps.len(),
+                if *flush_data {
+                    " after a flush of the data"
+                } else {
+                    ""
+                }
+            )
+        }
     }
 }

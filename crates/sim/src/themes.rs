@@ -88,6 +88,10 @@ pub(crate) fn choose(seed: u64, config: &mut Config, settings: &mut Settings) ->
         settings.disk.al_extents = rng.pick(&[7, 12]);
         theme.short_log = true;
     }
+    // The same of these.
+    if seed % 10 == 4 && theme.old_metadata.is_empty() && config.metadata.is_external() {
+        extras::apply(Extra::Pmem, seed, config, settings);
+    }
     if theme.edges {
         config.blocks -= rng.below(100);
     }

@@ -2,9 +2,9 @@
 
 use lockstep_sim::crash_points::{Points, cut_once, cut_twice};
 use lockstep_sim::cuts::Story;
-use lockstep_sim::disk::Lose;
+use lockstep_sim::disk::{Lose, Where};
 use lockstep_sim::scenario::{A, B};
-use lockstep_sim::stories::{ALONE, STORIES};
+use lockstep_sim::stories::{ALONE, ALONE_IN_PLACE, STORIES};
 
 #[track_caller]
 fn all_recover(points: &Points, least: u64) {
@@ -61,6 +61,30 @@ fn an_attach_recovers_from_a_crash_in_every_write() {
 #[test]
 fn a_returning_primary_recovers_from_a_crash_in_every_write() {
     all_recover(&cut_once(story("crashed-primary"), A, Lose::Unflushed), 50);
+}
+
+/// The story with metadata on persistent memory: cut at every line of 64 bytes.
+fn in_place(name: &str) -> Story {
+    Story {
+        metadata: Where::Persistent,
+        ..*story(name)
+    }
+}
+
+#[test]
+fn a_log_of_slots_recovers_from_a_crash_in_every_store() {
+    all_recover(&cut_once(&ALONE_IN_PLACE, A, Lose::Unflushed), 100);
+}
+
+#[test]
+fn the_recovery_of_slots_recovers_from_a_crash_in_every_store() {
+    all_recover(&cut_twice(&ALONE_IN_PLACE, A, Lose::Unflushed, 16), 100);
+}
+
+#[test]
+fn attach_and_resync_recover_from_a_crash_in_every_store() {
+    all_recover(&cut_once(&in_place("attach"), B, Lose::Unflushed), 50);
+    all_recover(&cut_once(&in_place("resync"), B, Lose::InFlight), 50);
 }
 
 #[test]

@@ -195,6 +195,9 @@ const SIM_RUNS: &[&[&str]] = &[
     &[
         "swarm", "--nodes", "4", "--faults", CLIENTS, "--seeds", "0..40",
     ],
+    &[
+        "swarm", "--nodes", "2", "--with", "pmem", "--seeds", "0..60",
+    ],
     &["swarm", "--nodes", "3", "--seeds", "0..60"],
     &["swarm", "--nodes", "4", "--seeds", "0..40"],
     &["swarm", "--nodes", "5", "--seeds", "0..30"],

@@ -5,7 +5,6 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::bitmap::{BitmapShape, PAGE_BYTES};
 use lockstep_format::disk::layout::AlGeometry;
 use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
@@ -283,12 +282,13 @@ impl Resource {
     pub(crate) fn al_run(&mut self, volume: VolumeNr) {
         let evicts_early = planted!(self, EvictBeforeBitmap);
         let wakes_early = planted!(self, DataBeforeActivityLog);
+        let unfenced = planted!(self, SlotNotFenced);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let mut ready = Vec::new();
         let prepared = io.al.prepare(&mut ready);
-        if wakes_early {
+        if wakes_early || unfenced && io.al.is_in_place() {
             ready.append(io.al.granted_mut());
         }
         let starving = io.al.is_starving();
@@ -482,10 +482,9 @@ impl Resource {
         let Some(prepared) = io.prepared.take() else {
             return;
         };
-        let at = u64::from(prepared.block_index) * BLOCK_BYTES as u64;
         let op = MetaOp::Write {
-            offset: io.geometry.al_offset_bytes + at,
-            bytes: prepared.block,
+            offset: io.geometry.al_offset_bytes + prepared.offset,
+            bytes: prepared.bytes,
             // The data of an extent are durable before it leaves the log.
             flush_data: !prepared.evicted.is_empty() && io.flushes && !evicts_early,
         };

@@ -374,6 +374,7 @@ impl World {
                     discard_granularity_bytes: 4096,
                     max_discard_bytes: 128 << 20,
                     write_through: false,
+                    persistent_memory: false,
                 };
                 self.todo.push(Todo::Input(
                     index,
@@ -687,6 +688,7 @@ impl World {
                 node.meta[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
                 Vec::new()
             }
+            MetaOp::Store { .. } => panic!("these disks are no persistent memory"),
         };
         self.input(
             index,

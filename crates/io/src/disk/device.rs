@@ -14,6 +14,7 @@ use lockstep_core::event::DiskInfo;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 
 use super::faults::FaultPlan;
+use super::pmem::Mapping;
 use super::ram::{RAM_PREFIX, RamDisk, RamDiskError};
 use super::{holder, sys};
 use crate::ring::Fd;
@@ -78,6 +79,8 @@ pub struct Device {
     pub(super) no_dsync: AtomicBool,
     /// `FALLOC_FL_ZERO_RANGE` (or its like) was refused: zeroes are written instead.
     pub(super) no_zero_range: AtomicBool,
+    /// Its bytes, if it is persistent memory that holds metadata.
+    mapping: Mutex<Option<Arc<Mapping>>>,
     pub(super) faults: Option<Arc<FaultPlan>>,
     /// Operations that failed.
     failed: AtomicU64,
@@ -154,6 +157,30 @@ impl Device {
         Ok(())
     }
 
+    /// Maps it if it is persistent memory, or maps it again if it has grown.
+    pub(super) fn map(&self) {
+        let Medium::File(fd) = &self.medium else {
+            return;
+        };
+        let len = self.info().data_bytes;
+        let mut mapping = self.mapping.lock().unwrap_or_else(PoisonError::into_inner);
+        if mapping.as_ref().is_none_or(|m| m.len() < len)
+            && let Some(new) = Mapping::of(fd, &self.path, len)
+        {
+            *mapping = Some(Arc::new(new));
+        }
+    }
+
+    pub(super) fn mapping(&self) -> Option<Arc<Mapping>> {
+        let mapping = self.mapping.lock().unwrap_or_else(PoisonError::into_inner);
+        mapping.clone()
+    }
+
+    /// It is persistent memory and holds metadata.
+    pub fn is_mapped(&self) -> bool {
+        self.mapping().is_some()
+    }
+
     /// The path it was opened by.
     pub fn path(&self) -> &str {
         &self.path
@@ -206,6 +233,7 @@ impl Device {
             discard_granularity_bytes: if discard { granularity } else { 0 },
             max_discard_bytes: if discard { MAX_DISCARD_BYTES } else { 0 },
             write_through: false,
+            persistent_memory: false,
         };
         let align = if direct { memory as usize } else { 1 };
         Ok(Device::new(path, Medium::File(Arc::new(fd)), info, align))
@@ -240,6 +268,7 @@ impl Device {
             },
             max_discard_bytes: max as u32,
             write_through: queue.text("write_cache").as_deref() == Some("write through"),
+            persistent_memory: false,
         };
         let align = if direct { 512 } else { 1 };
         Ok(Device::new(path, Medium::Block(Arc::new(fd)), info, align))
@@ -257,6 +286,7 @@ impl Device {
             discard_granularity_bytes: 4096,
             max_discard_bytes: MAX_DISCARD_BYTES,
             write_through: true,
+            persistent_memory: false,
         };
         Ok(Device::new(path, Medium::Ram(disk), info, 1))
     }
@@ -270,6 +300,7 @@ impl Device {
             memory_align,
             no_dsync: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
+            mapping: Mutex::new(None),
             faults: FaultPlan::find(path),
             failed: AtomicU64::new(0),
         }

@@ -7,6 +7,7 @@
 mod device;
 mod faults;
 mod holder;
+mod pmem;
 mod ram;
 mod sys;
 mod task;
@@ -17,6 +18,7 @@ use lockstep_core::event::DiskInfo;
 
 pub use device::{Device, OpenError};
 pub use faults::{FaultOn, FaultPlan};
+pub use pmem::stand_in;
 pub use ram::{RAM_PREFIX, RamDisk, RamDiskError};
 pub use task::{DataWork, MetaWork, Outcome, Step, Task};
 
@@ -32,7 +34,11 @@ impl Disk {
     pub fn open(data_path: &str, meta_path: Option<&str>) -> Result<Disk, OpenError> {
         let data = Device::open(data_path)?;
         let meta = match meta_path {
-            Some(path) => Device::open_shared(path)?,
+            Some(path) => {
+                let meta = Device::open_shared(path)?;
+                meta.map();
+                meta
+            }
             None => data.clone(),
         };
         Ok(Disk { data, meta })
@@ -43,6 +49,7 @@ impl Disk {
         self.data.probe()?;
         if !Arc::ptr_eq(&self.data, &self.meta) {
             self.meta.probe()?;
+            self.meta.map();
         }
         Ok(self.info())
     }
@@ -51,6 +58,7 @@ impl Disk {
     pub fn info(&self) -> DiskInfo {
         DiskInfo {
             meta_bytes: self.meta.info().data_bytes,
+            persistent_memory: !Arc::ptr_eq(&self.data, &self.meta) && self.meta.is_mapped(),
             ..self.data.info()
         }
     }

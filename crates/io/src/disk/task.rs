@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use lockstep_core::event::DiskError;
+use lockstep_format::disk::pmem::WordStore;
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
     timerfd_settime,
@@ -89,6 +90,13 @@ pub enum MetaWork {
         /// Flush the data device before.
         flush_data: bool,
     },
+    /// Stores words to persistent memory, each step persistent before the next.
+    Store {
+        /// What to store; offsets from the device's start.
+        steps: Vec<WordStore>,
+        /// Flush the data device before.
+        flush_data: bool,
+    },
 }
 
 /// What a task wants next.
@@ -129,6 +137,10 @@ struct MetaRead {
 enum Stage {
     Transfer(Transfer),
     Sync(Arc<Device>),
+    Store {
+        device: Arc<Device>,
+        steps: Vec<WordStore>,
+    },
     Discard {
         device: Arc<Device>,
         offset: u64,
@@ -260,6 +272,13 @@ impl Task {
                     }
                 }
             }
+            MetaWork::Store { steps, flush_data } => {
+                if flush_data {
+                    stages.push_back(Stage::Sync(disk.data().clone()));
+                }
+                let device = disk.meta().clone();
+                stages.push_back(Stage::Store { device, steps });
+            }
         }
         // Nothing to transfer: a flush is the nearest thing with a completion.
         let stage = stages
@@ -334,6 +353,10 @@ impl Task {
                 fault(device, FaultOn::Flush)?;
                 Ok(device.fd().map(|fd| Op::Sync { fd }))
             }
+            Stage::Store { device, steps } => {
+                store(device, steps)?;
+                Ok(None)
+            }
             Stage::Discard {
                 device,
                 offset,
@@ -399,6 +422,8 @@ impl Stage {
                 Ok(_) => Ok(Progress::Done),
                 Err(errno) => Err(failed(device, "flush", 0, errno)),
             },
+            // It is done without the ring.
+            Stage::Store { .. } => Ok(Progress::Done),
             Stage::Discard { device, offset, .. } => match result {
                 Ok(_) => Ok(Progress::Done),
                 Err(errno) if unsupported(errno) => Err(DiskError::Unsupported),
@@ -616,6 +641,20 @@ fn transfers(
         let transfer = Transfer::new(device.clone(), write, write, buf.share(), 0, len, offset);
         stages.push_back(Stage::Transfer(transfer));
         offset += u64::from(len);
+    }
+    Ok(())
+}
+
+/// Stores to persistent memory; no call of the kernel is made.
+fn store(device: &Device, steps: &[WordStore]) -> Result<(), DiskError> {
+    fault(device, FaultOn::Write)?;
+    fault(device, FaultOn::Flush)?;
+    let Some(mapping) = device.mapping() else {
+        return Err(DiskError::Unsupported);
+    };
+    for WordStore { offset, bytes } in steps {
+        let stored = mapping.store(*offset, bytes);
+        stored.map_err(|errno| failed(device, "store", *offset, errno))?;
     }
     Ok(())
 }

@@ -6,7 +6,11 @@ use std::process::Command;
 
 use lockstep_core::event::DiskError;
 
-use super::{DataWork, Disk, FaultOn, FaultPlan, MetaWork, OpenError, Outcome, Step, Task};
+use lockstep_format::disk::pmem::WordStore;
+
+use super::{
+    DataWork, Disk, FaultOn, FaultPlan, MetaWork, OpenError, Outcome, Step, Task, stand_in,
+};
 use crate::pool::{BufRef, BufferPool, IoBuf};
 use crate::ring::{Errno, Ring, RingKind, Wait, open};
 
@@ -298,6 +302,90 @@ fn a_metadata_device_is_shared_by_the_volumes_of_a_process() {
     ));
     drop((first, second));
     assert!(Disk::open(&meta, None).is_ok());
+}
+
+fn stores(list: &[(u64, &[u8])]) -> Vec<WordStore> {
+    let store = |(offset, bytes): &(u64, &[u8])| WordStore {
+        offset: *offset,
+        bytes: bytes.to_vec(),
+    };
+    list.iter().map(store).collect()
+}
+
+#[test]
+fn metadata_on_persistent_memory_are_stored_without_the_ring() {
+    on_both_rings(|ring| {
+        let ((_data, data), (meta_file, meta)) = (file(), file());
+        stand_in(&meta);
+        let plan = FaultPlan::of_path(&meta);
+        let disk = Disk::open(&data, Some(&meta)).unwrap();
+        assert!(disk.info().persistent_memory);
+        let pool = pool();
+        let (last, first) = (DISK_BYTES - 16, [3; 4096]);
+        let work = |flush_data| MetaWork::Store {
+            steps: stores(&[(4096, &first), (last, &[5; 16]), (8, &[7; 8])]),
+            flush_data,
+        };
+        let mut task = Task::meta(&disk, work(false), &pool).unwrap();
+        assert!(matches!(task.start(), Step::Finished(Ok(Outcome::Done))));
+        // What is stored can be read through the file, and what is written is in the memory.
+        let mut read = |offset, len| {
+            let work = MetaWork::Read { offset, len };
+            run(ring, Task::meta(&disk, work, &pool).unwrap())
+        };
+        assert_eq!(read(4096, 4096), Ok(Outcome::Bytes(first.to_vec())));
+        assert_eq!(read(last, 16), Ok(Outcome::Bytes(vec![5; 16])));
+        assert_eq!(
+            read(0, 17),
+            Ok(Outcome::Bytes([&[0; 8][..], &[7; 8], &[0]].concat()))
+        );
+        let flushing = Task::meta(&disk, work(true), &pool).unwrap();
+        assert_eq!(run(ring, flushing), Ok(Outcome::Done));
+
+        let mut fails = |steps, errno| {
+            let flush_data = false;
+            let work = MetaWork::Store { steps, flush_data };
+            let result = run(ring, Task::meta(&disk, work, &pool).unwrap());
+            assert_eq!(result, Err(DiskError::Io { errno }));
+        };
+        fails(stores(&[(DISK_BYTES - 8, &[1; 16])]), libc::ENOSPC);
+        fails(stores(&[(4, &[1; 8])]), libc::EINVAL);
+        plan.fail(FaultOn::Flush, 0, 1, Errno(libc::EREMOTEIO));
+        fails(stores(&[(0, &[1; 8])]), libc::EREMOTEIO);
+
+        // A larger file is mapped again when it is looked at.
+        meta_file.as_file().set_len(2 * DISK_BYTES).unwrap();
+        assert_eq!(disk.probe().unwrap().meta_bytes, 2 * DISK_BYTES);
+        let work = MetaWork::Store {
+            steps: stores(&[(DISK_BYTES - 8, &[9; 16])]),
+            flush_data: false,
+        };
+        assert_eq!(
+            run(ring, Task::meta(&disk, work, &pool).unwrap()),
+            Ok(Outcome::Done)
+        );
+    });
+}
+
+#[test]
+fn a_disk_without_persistent_memory_takes_no_stores() {
+    let ((_data, data), (_meta, meta)) = (file(), file());
+    let disk = Disk::open(&data, Some(&meta)).unwrap();
+    assert!(!disk.info().persistent_memory);
+    let work = MetaWork::Store {
+        steps: stores(&[(0, &[1; 8])]),
+        flush_data: false,
+    };
+    let mut task = Task::meta(&disk, work, &pool()).unwrap();
+    assert!(matches!(
+        task.start(),
+        Step::Finished(Err(DiskError::Unsupported))
+    ));
+    drop(disk);
+    // Internal metadata stay blocks, whatever they lie on.
+    stand_in(&data);
+    let disk = Disk::open(&data, None).unwrap();
+    assert!(!disk.info().persistent_memory);
 }
 
 #[test]

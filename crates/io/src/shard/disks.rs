@@ -287,6 +287,7 @@ impl<E: Engine> Shard<E> {
                 bytes,
                 flush_data,
             },
+            MetaOp::Store { steps, flush_data } => MetaWork::Store { steps, flush_data },
         };
         match Task::meta(&disk, work, &self.pool) {
             Ok(task) => self.start_run(Run {

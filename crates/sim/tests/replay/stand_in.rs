@@ -300,6 +300,7 @@ impl StandIn {
                     discard_granularity_bytes: 512,
                     max_discard_bytes: 128 << 20,
                     write_through: false,
+                    persistent_memory: false,
                 });
                 self.inputs.push_back(Input::DiskOpened { tag, result });
             }
@@ -318,6 +319,7 @@ impl StandIn {
                         self.data[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
                         Vec::new()
                     }
+                    MetaOp::Store { .. } => panic!("these disks are no persistent memory"),
                 };
                 let result = Ok(bytes);
                 self.inputs.push_back(Input::MetaDone { tag, result });
