@@ -1,0 +1,107 @@
+//! Two Primaries: one Lockstep node and one kernel DRBD 8.4 node, and writers on both.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lockstep_e2e::guest::{HostFiles, can_emulate};
+use lockstep_e2e::guest_drbd::drbd_state;
+use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup, PACE};
+use lockstep_e2e::{can_mount, has_program};
+
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// Random writes to a part of a device, all read back and compared.
+fn verified(from_mib: u32, mib: u32) -> String {
+    format!(
+        "--name=part --rw=randwrite --direct=1 --bsrange=4k-64k --ioengine=psync \
+         --verify=crc32c --do_verify=1 --verify_fatal=1 --verify_state_save=0 --randrepeat=0 \
+         --offset={from_mib}m --size={mib}m"
+    )
+}
+
+fn here(device: &Path, fio: &str) -> Result<Child> {
+    Command::new("fio")
+        .args(fio.split_whitespace())
+        .arg(format!("--filename={}", device.display()))
+        .stdout(Stdio::null())
+        .spawn()
+        .context("fio")
+}
+
+/// The same job on both nodes, with words for each.
+fn at_once(pair: &Mixed84, own: &str, kernel: &str) -> Result<()> {
+    let job = format!("chroot /host fio {kernel} --filename=/dev/drbd0");
+    pair.kernel.start_job("fio", &job)?;
+    let ended = here(&pair.device(0)?, own)?.wait()?;
+    pair.kernel.finish_job("fio", LIMIT)?;
+    ensure!(ended.success(), "fio found a fault");
+    Ok(())
+}
+
+/// The same block in turn: each reads what the other wrote.
+fn in_turn(pair: &Mixed84) -> Result<()> {
+    let device = pair.device(0)?;
+    let text = pair.notes().join("text");
+    for round in 0..3u32 {
+        let block = format!("round {round}").repeat(1024);
+        std::fs::write(&text, &block.as_bytes()[..4096])?;
+        lockstep_e2e::run(
+            Command::new("dd")
+                .arg(format!("if={}", text.display()))
+                .arg(format!("of={}", device.display()))
+                .args(["bs=4k", "count=1", "oflag=direct", "conv=notrunc"])
+                .arg("status=none"),
+        )?;
+        let read = "chroot /host dd if=/dev/drbd0 bs=4k count=1 iflag=direct status=none";
+        let seen = pair.kernel.sh(&format!("{read} | head -c 7"))?;
+        ensure!(
+            seen == format!("round {round}"),
+            "the kernel reads {seen:?}"
+        );
+        pair.kernel.sh(&format!(
+            "yes answer{round} | chroot /host dd of=/dev/drbd0 bs=4k count=1 oflag=direct \
+             iflag=fullblock conv=notrunc status=none"
+        ))?;
+        let back = Command::new("dd")
+            .arg(format!("if={}", device.display()))
+            .args(["bs=4k", "count=1", "iflag=direct", "status=none"])
+            .output()?
+            .stdout;
+        let answer = format!("answer{round}\n");
+        ensure!(back.starts_with(answer.as_bytes()), "round {round}");
+    }
+    Ok(())
+}
+
+fn both_primary(minor: u32) -> Result<Mixed84> {
+    let pair = Mixed84::start(MixedSetup {
+        host_files: HostFiles::ReadOnly,
+        ..MixedSetup::new(
+            &format!("protocol C; allow-two-primaries yes; {PACE}"),
+            minor,
+        )
+    })?;
+    pair.wait_connected()?;
+    pair.adm(&["primary", "--force", "r0"])?;
+    pair.wait_in_sync()?;
+    pair.kernel.sh("drbdadm primary r0")?;
+    let roles = drbd_state(&pair.kernel, 0)?.roles;
+    ensure!(roles == "Primary/Primary", "{roles}");
+    Ok(pair)
+}
+
+#[test]
+fn a_kernel_84_peer_may_be_primary_as_well() -> Result<()> {
+    if !can_emulate() || !can_mount() || !has_program("fio") {
+        return Ok(());
+    }
+    let pair = both_primary(8520)?;
+    in_turn(&pair)?;
+    at_once(&pair, &verified(0, 4), &verified(16, 1))?;
+    pair.wait_in_sync()?;
+    pair.kernel.sh("drbdadm secondary r0")?;
+    pair.adm(&["secondary", "r0"])?;
+    pair.check_same_data()
+}
