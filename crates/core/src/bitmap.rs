@@ -323,6 +323,8 @@ impl Bitmap {
             if target.default_set {
                 // Pages behind the old end would count as set: write the default down.
                 target.materialise(old);
+            } else {
+                target.write_end_down(old);
             }
             if set {
                 self.set_bits(slot, old..new);
@@ -514,17 +516,24 @@ impl Slot {
     fn materialise(&mut self, bits: u64) {
         let last = bits.div_ceil(PAGE_BITS) as u32;
         for number in 0..last {
-            let start = u64::from(number) * PAGE_BITS;
-            let valid = (bits - start).min(PAGE_BITS);
-            let entry = self.pages.entry(number).or_insert(Page::Set);
-            if matches!(entry, Page::Set) && valid < PAGE_BITS {
-                let mut words = Box::new([0; PAGE_WORDS]);
-                fill_words(&mut words, 0..valid, true);
-                *entry = Page::Bits(words, valid as u32);
-            }
+            self.pages.entry(number).or_insert(Page::Set);
         }
         self.pages.retain(|_, page| !matches!(page, Page::Clear));
         self.default_set = false;
+        self.write_end_down(bits);
+    }
+
+    /// The last page is set as far as it has bits, `bits` in all: so that it does not count as set
+    /// behind them, it gets its words.
+    fn write_end_down(&mut self, bits: u64) {
+        let number = (bits / PAGE_BITS) as u32;
+        let valid = bits % PAGE_BITS;
+        if valid == 0 || !matches!(self.pages.get(&number), Some(Page::Set)) {
+            return;
+        }
+        let mut words = Box::new([0; PAGE_WORDS]);
+        fill_words(&mut words, 0..valid, true);
+        self.pages.insert(number, Page::Bits(words, valid as u32));
     }
 
     fn next(&self, from: u64, total: u64, set: bool) -> Option<u64> {
@@ -784,6 +793,21 @@ mod tests {
         assert!(!bitmap.any_set_in_all(Sector(88), 512));
         bitmap.copy_slot(1, 0);
         assert_eq!(bitmap.next_set(0, 0), Some(10));
+    }
+
+    #[test]
+    fn a_last_page_that_was_set_as_far_as_it_went_does_not_reach_behind_the_old_end() {
+        for set in [true, false] {
+            let mut bitmap = bitmap(PAGE_BITS + 500, 1);
+            bitmap.set_bits(0, PAGE_BITS..PAGE_BITS + 500);
+            let shape = BitmapShape::new((PAGE_BITS + 1500) * 8, 1, BitmapBlock::DEFAULT);
+            bitmap.resize(shape, set);
+            let end = PAGE_BITS + if set { 1500 } else { 500 };
+            assert_eq!(bitmap.count(0), end - PAGE_BITS);
+            assert_eq!(bitmap.next_clear(0, PAGE_BITS), end);
+            assert_eq!(bitmap.clear_bits(0, 0..PAGE_BITS + 1500), end - PAGE_BITS);
+            assert_eq!((bitmap.count(0), bitmap.next_set(0, 0)), (0, None));
+        }
     }
 
     #[test]
