@@ -879,6 +879,15 @@ impl Resource {
                 format!("the protocol version of node {peer} cannot skip the first resync"),
             );
         }
+        if let Some(peer) = self.joining_peer(volume).filter(|_| option) {
+            return fail(
+                ErrorCode::ERR_CONNECTED,
+                format!(
+                    "the disk of node {peer}, which is connected, does not take part in volume \
+                     {volume} yet; wait until it is attached and Established"
+                ),
+            );
+        }
         let mut qualifying = Vec::new();
         for (peer, p) in &self
             .state

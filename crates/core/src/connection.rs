@@ -108,6 +108,8 @@ pub struct Link {
     pub peer_discards: bool,
     /// Role that the volumes' packets of a handshake without two-phase commit told.
     pub sent_role: Option<Role>,
+    /// Volumes that the peer told of and this node did not have.
+    pub not_here: Vec<VolumeNr>,
 }
 
 /// Steps of the handshake (wire.md, 5.1).
@@ -222,6 +224,7 @@ impl Resource {
             dry_run: false,
             peer_discards: false,
             sent_role: None,
+            not_here: Vec::new(),
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);

@@ -214,6 +214,8 @@ pub struct PeerDevice {
     pub sent_handshake: bool,
     /// This node's disk state as sent with it: the comparison goes by what both know.
     pub sent_disk: lockstep_format::wire::DiskState,
+    /// What was said of a volume that was added to this connection.
+    pub presented: Option<crate::added::Presented>,
     /// Result of the attach handshake with this peer; none while it is negotiating.
     pub negotiation: Option<Option<ReplState>>,
     /// Flags that go with the next UUIDs.
@@ -333,6 +335,7 @@ impl PeerDevice {
             joined_behind: false,
             sent_handshake: false,
             sent_disk: lockstep_format::wire::DiskState::Diskless,
+            presented: None,
             negotiation: None,
             uuid_flags: UuidFlags::empty(),
             consider_resync: false,

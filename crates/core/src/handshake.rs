@@ -461,6 +461,14 @@ impl Resource {
             if volume.is_none() && state.role == Role::Secondary {
                 self.hard_change(Change::new().peer_role(peer, Role::Secondary));
             }
+            let link = self
+                .connections
+                .get_mut(&peer)
+                .and_then(|c| c.link.as_mut());
+            if let Some(link) = link.filter(|l| !volume.is_none() && !l.not_here.contains(&volume))
+            {
+                link.not_here.push(volume);
+            }
             return;
         }
         if let Some(pd) = self.peer_device_mut(volume, peer) {
@@ -471,56 +479,14 @@ impl Resource {
                 self.evaluate(peer, volume);
                 self.twopc_progress();
             }
+            ConnState::Connected if self.added_volume_state(peer, volume, state) => {}
             ConnState::Connected => self.established_state_received(peer, volume, state),
             _ => {}
         }
     }
 
-    /// The sync decision of a volume in the connect handshake, once both sides' packets are known.
-    fn evaluate(&mut self, peer: NodeId, volume: VolumeNr) {
-        if self.state.conn(peer) != ConnState::Connecting {
-            return;
-        }
-        let Some(pd) = self.devices.get(&volume).and_then(|d| d.peers.get(&peer)) else {
-            return;
-        };
-        if !pd.sent_handshake {
-            return;
-        }
-        let Some(theirs) = pd.last_state else { return };
-        let refused = pd.refusal.clone();
-        let has_bitmap = pd.options.bitmap;
-        let mut verdict = ConnectVerdict {
-            repl: ReplState::Established,
-            peer_role: theirs.role,
-            peer_disk: theirs.disk,
-            susp_peer: theirs.aftr_isp || theirs.user_isp,
-            own_disk: None,
-            strategy: None,
-            reconciliation: false,
-            clear_own_slot: false,
-            refusal: refused,
-        };
-        let diskful =
-            |disk: DiskState| disk >= DiskState::Inconsistent && disk != DiskState::DUnknown;
-        if !has_bitmap && diskful(theirs.disk) {
-            verdict.refusal.get_or_insert(Refusal {
-                code: ErrorCode::HANDSHAKE_DISCONNECT,
-                text: format!("node {peer} is configured diskless here, but it has a disk"),
-            });
-        } else if diskful(self.state.disk(volume)) && diskful(theirs.disk) {
-            self.decide_sync(peer, volume, theirs, compare::Phase::Connect, &mut verdict);
-        } else {
-            self.decide_diskless(peer, volume, theirs, &mut verdict);
-        }
-        if let Some(pd) = self.peer_device_mut(volume, peer) {
-            pd.verdict = Some(verdict);
-        }
-        self.legacy_connect(peer);
-    }
-
     /// Compares the two UUID sets and fills the verdict in.
-    fn decide_sync(
+    pub(crate) fn decide_sync(
         &mut self,
         peer: NodeId,
         volume: VolumeNr,
@@ -661,7 +627,7 @@ impl Resource {
     }
 
     /// One side has no disk: no sync decision, but generations still matter (13.8).
-    fn decide_diskless(
+    pub(crate) fn decide_diskless(
         &mut self,
         peer: NodeId,
         volume: VolumeNr,
@@ -764,23 +730,7 @@ impl Resource {
             let Some(verdict) = device.peers.get(&peer).and_then(|pd| pd.verdict.as_ref()) else {
                 continue;
             };
-            change = change
-                .peer_role(peer, verdict.peer_role)
-                .repl(*volume, peer, verdict.repl)
-                .peer_disk(*volume, peer, verdict.peer_disk)
-                .pause_peer(*volume, peer, verdict.susp_peer);
-            if self.is_legacy(peer) && verdict.repl == ReplState::Established {
-                // With two nodes nobody else can have newer data.
-                if verdict.peer_disk == DiskState::Consistent {
-                    change = change.peer_disk(*volume, peer, DiskState::UpToDate);
-                }
-                if self.state.disk(*volume) == DiskState::Consistent {
-                    change = change.disk(*volume, DiskState::UpToDate);
-                }
-            }
-            if let Some(disk) = verdict.own_disk {
-                change = change.disk(*volume, disk);
-            }
+            change = self.verdict_change(change, peer, *volume, verdict);
         }
         change
     }
@@ -799,16 +749,26 @@ impl Resource {
             }) else {
                 continue;
             };
-            if let Some(strategy) = verdict.strategy {
-                self.prepare_bitmap(volume, peer, strategy, verdict.clear_own_slot);
-            }
-            self.learn_exposed(volume, peer, &verdict);
+            self.apply_verdict(volume, peer, &verdict);
         }
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.discard_my_data = false;
             conn.attempts = 0;
             conn.peer_dagtag = None;
         }
+    }
+
+    /// What a verdict does besides the change of states.
+    pub(crate) fn apply_verdict(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        verdict: &ConnectVerdict,
+    ) {
+        if let Some(strategy) = verdict.strategy {
+            self.prepare_bitmap(volume, peer, strategy, verdict.clear_own_slot);
+        }
+        self.learn_exposed(volume, peer, verdict);
     }
 
     /// A diskless Secondary takes the generation of the UpToDate peer for its own.

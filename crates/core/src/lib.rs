@@ -9,6 +9,7 @@ extern crate alloc;
 #[macro_use]
 pub mod planted;
 
+pub mod added;
 pub mod admin;
 pub mod al;
 pub mod attach;

@@ -162,6 +162,7 @@ impl Resource {
         }
         self.event(Event::Created(Object::Device(volume)));
         self.recalculate();
+        self.present_volume(volume);
         Ok(Answer::Done)
     }
 

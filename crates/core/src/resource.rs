@@ -272,6 +272,7 @@ impl Resource {
                 Timer::Reconnect(peer) => self.reconnect(peer),
                 Timer::Handshake(peer) => self.handshake_timeout(peer),
                 Timer::ConnectTwopc(peer) => self.start_connect_twopc(peer),
+                Timer::Added(peer) => self.present_again(peer),
                 Timer::Ping(peer) => self.ping_timer(peer),
                 Timer::RequestAge(peer) => self.request_age_timer(peer),
                 Timer::Twopc => self.twopc_timeout(),

@@ -15,6 +15,8 @@ pub enum Timer {
     Handshake(NodeId),
     /// Start the connect two-phase commit.
     ConnectTwopc(NodeId),
+    /// Present volumes again that were added to the connection.
+    Added(NodeId),
     /// Send a ping, or the answer is overdue.
     Ping(NodeId),
     /// The oldest request towards the peer is too old.
@@ -112,6 +114,7 @@ impl Timers {
             Timer::Reconnect(peer),
             Timer::Handshake(peer),
             Timer::ConnectTwopc(peer),
+            Timer::Added(peer),
             Timer::Ping(peer),
             Timer::RequestAge(peer),
             Timer::AheadEnd(peer),

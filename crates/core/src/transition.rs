@@ -256,6 +256,7 @@ impl Resource {
                         pd.peer_was_target = false;
                         pd.quorate = false;
                         pd.sent_handshake = false;
+                        pd.presented = None;
                         pd.negotiation = None;
                         pd.finished_early = None;
                         pd.early_sync_uuid = None;
@@ -702,10 +703,14 @@ impl Resource {
         }
         if before == DiskState::Attaching && after.disk > DiskState::Attaching {
             for peer in new.connected().iter() {
+                if new.peer_device(volume, peer).repl == ReplState::Off {
+                    continue;
+                }
                 self.send_sizes(peer, volume);
                 self.send_uuids(peer, volume, UuidFlags::empty());
                 self.send_state(peer, volume, new);
             }
+            self.present_volume(volume);
         }
         if before == DiskState::Negotiating && after.disk != DiskState::Negotiating {
             self.attach_finished(volume);

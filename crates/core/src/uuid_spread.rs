@@ -659,7 +659,7 @@ impl Resource {
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
             disk.generations.note_existing_nodes(&set);
         }
-        if self.state.conn(peer) != ConnState::Connected {
+        if self.state.conn(peer) != ConnState::Connected || self.is_off(peer, volume) {
             return;
         }
         let own = self.state.disk(volume);
@@ -939,7 +939,7 @@ impl Resource {
         if !self.devices.contains_key(&volume) {
             return;
         }
-        let connected = self.state.conn(peer) == ConnState::Connected;
+        let connected = self.state.conn(peer) == ConnState::Connected && !self.is_off(peer, volume);
         let from_primary = self
             .state
             .connections

@@ -12,7 +12,7 @@ use lockstep_format::disk::layout::{BitmapBlock, Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
-use lockstep_format::wire::{Digest, DiskState, Packet, ReplState};
+use lockstep_format::wire::{ConnState, Digest, DiskState, Packet, ReplState};
 
 use crate::command::{Answer, Command, CommandError, MetaIndex};
 use crate::event::{
@@ -24,6 +24,7 @@ use crate::report::Event;
 use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
+mod added;
 mod balancing;
 mod chaos;
 mod congesting;
@@ -224,6 +225,23 @@ fn fresh_meta(node: usize, peers: u8, setup: &Setup) -> Vec<u8> {
 
 impl World {
     fn new(seed: u64, count: usize, setup: Setup) -> World {
+        let mut world = Self::stopped(seed, count, setup);
+        for index in 0..count {
+            world.start(index);
+        }
+        world
+    }
+
+    /// Connected nodes that have no volume yet.
+    fn without_volume(seed: u64, count: usize, setup: Setup) -> World {
+        let mut world = Self::stopped(seed, count, setup);
+        for index in 0..count {
+            world.meet(index);
+        }
+        world
+    }
+
+    fn stopped(seed: u64, count: usize, setup: Setup) -> World {
         let nodes = (0..count)
             .map(|index| Node {
                 resource: Self::resource(index, seed, &setup),
@@ -239,7 +257,7 @@ impl World {
                 fail_data_writes: false,
             })
             .collect();
-        let mut world = World {
+        World {
             setup,
             nodes,
             now: Instant(1),
@@ -257,11 +275,7 @@ impl World {
             answers: BTreeMap::new(),
             handlers: Vec::new(),
             log: Vec::new(),
-        };
-        for index in 0..count {
-            world.start(index);
         }
-        world
     }
 
     fn resource(index: usize, seed: u64, setup: &Setup) -> Resource {
@@ -274,7 +288,6 @@ impl World {
     }
 
     fn start(&mut self, index: usize) {
-        let count = self.nodes.len();
         self.command(
             index,
             Command::NewVolume {
@@ -283,16 +296,7 @@ impl World {
                 diskless: self.setup.diskless == Some(index),
             },
         );
-        for peer in (0..count).filter(|p| *p != index) {
-            let net = self.setup.net.clone();
-            self.command(
-                index,
-                Command::NewPeer {
-                    peer: node_id(peer),
-                    net,
-                },
-            );
-        }
+        self.make_peers(index);
         if self.setup.diskless != Some(index) {
             self.command(
                 index,
@@ -306,6 +310,26 @@ impl World {
             );
         }
         self.run();
+        self.open_connections(index);
+    }
+
+    /// Starts a node without a volume.
+    fn meet(&mut self, index: usize) {
+        self.make_peers(index);
+        self.open_connections(index);
+    }
+
+    fn make_peers(&mut self, index: usize) {
+        let count = self.nodes.len();
+        for peer in (0..count).filter(|p| *p != index) {
+            let net = self.setup.net.clone();
+            let peer = node_id(peer);
+            self.command(index, Command::NewPeer { peer, net });
+        }
+    }
+
+    fn open_connections(&mut self, index: usize) {
+        let count = self.nodes.len();
         for peer in (0..count).filter(|p| *p != index) {
             let peer = node_id(peer);
             let connect = Command::Connect {

@@ -80,14 +80,14 @@ impl Resource {
             .handshake_verdict(peer)
             .and_then(|()| self.check_change(&change).map(|_| ()));
         if let Err(refusal) = verdict {
-            self.legacy_refused(peer, &refusal);
+            self.handshake_refused(peer, &refusal);
             return;
         }
         self.connect_committed(peer);
         self.hard_change(change);
     }
 
-    fn legacy_refused(&mut self, peer: NodeId, refusal: &Refusal) {
+    pub(crate) fn handshake_refused(&mut self, peer: NodeId, refusal: &Refusal) {
         let passes = matches!(
             refusal.code,
             ErrorCode::HANDSHAKE_RETRY
