@@ -24,8 +24,9 @@ use rustls::server::{
 };
 use rustls::sign::CertifiedKey;
 use rustls::{
-    CertificateError, ClientConfig, ClientConnection, Connection, DigitallySignedStruct,
-    DistinguishedName, Error, RootCertStore, ServerConfig, ServerConnection, SignatureScheme,
+    AlertDescription, CertificateError, ClientConfig, ClientConnection, Connection,
+    DigitallySignedStruct, DistinguishedName, Error, InvalidMessage, RootCertStore, ServerConfig,
+    ServerConnection, SignatureScheme,
 };
 use sha2::Sha256;
 
@@ -332,6 +333,24 @@ impl Tls {
         }
         let server = ServerConnection::new(server);
         Ok(server.map_err(|error| error.to_string())?.into())
+    }
+}
+
+/// Why a handshake failed, in the words of who set it up.
+pub(crate) fn failure(error: &Error) -> String {
+    match error {
+        Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure) => {
+            "the other end proves itself with another secret or key than is expected here".into()
+        }
+        Error::AlertReceived(
+            AlertDescription::AccessDenied
+            | AlertDescription::UnknownCA
+            | AlertDescription::BadCertificate,
+        ) => format!("the other end does not accept the secret, key or certificate here ({error})"),
+        Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
+            "what came is not TLS; the other end is no such proxy, or has --insecure".into()
+        }
+        other => other.to_string(),
     }
 }
 

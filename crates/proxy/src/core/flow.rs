@@ -852,6 +852,8 @@ fn pair_up(link: &mut Link, stream_id: u32) {
         .max_by_key(|(_, other)| other.opened)
         .map(|(partner, _)| *partner);
     if let Some(partner) = partner {
+        // DRBD is connected through: what was in the way before is over.
+        link.last_error.clear();
         if let Some(stream) = link.streams.get_mut(&stream_id) {
             stream.pair = Some(partner);
         }

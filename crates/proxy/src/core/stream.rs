@@ -108,6 +108,9 @@ pub(crate) struct Tx {
     unsent_from: u64,
     /// No chunk before this sequence number is raw.
     raw_from: u64,
+    /// No chunk between where the last search for spillable ones began and here is one.
+    spill_from: u64,
+    spill_start: u64,
     pub(crate) next_offset: u64,
     pub(crate) delivered: u64,
     pub(crate) received: u64,
@@ -144,6 +147,12 @@ impl Chunk {
             }
     }
 
+    /// Coded, unsent, and worth a record on disk.
+    fn may_spill(&self) -> bool {
+        let ready = matches!(&self.body, Body::Ready(coded) if coded.payload.len() >= 4096);
+        ready && self.sent.is_none()
+    }
+
     fn spilled(&self) -> u64 {
         match &self.body {
             Body::Spilled(_, stub) | Body::SpillIn(_, stub) => u64::from(stub.payload_len),
@@ -159,6 +168,8 @@ impl Tx {
             first_seq: 0,
             unsent_from: 0,
             raw_from: 0,
+            spill_from: 0,
+            spill_start: 0,
             next_offset: 0,
             delivered: 0,
             received: 0,
@@ -378,6 +389,9 @@ impl Tx {
         };
         let (held, spilled) = (chunk.held(), chunk.spilled());
         chunk.body = body;
+        if chunk.may_spill() {
+            self.spill_from = self.spill_from.min(seq);
+        }
         self.held_bytes = self.held_bytes + chunk.held() - held;
         self.spilled_bytes = self.spilled_bytes + chunk.spilled() - spilled;
     }
@@ -405,27 +419,36 @@ impl Tx {
             if lost && chunk.end() > self.received {
                 chunk.sent = None;
                 again += u64::from(chunk.raw_len);
-                self.unsent_from = self.unsent_from.min(self.first_seq + at as u64);
+                let seq = self.first_seq + at as u64;
+                self.unsent_from = self.unsent_from.min(seq);
+                self.spill_from = self.spill_from.min(seq);
             }
         }
         self.unsent_bytes += again;
         again
     }
 
-    /// Coded chunks that may go to disk: unsent, at least `head_bytes` behind the first of these. Newest chunks first would be read back last, so oldest first.
+    /// Coded chunks that may go to disk: unsent, at least `head_bytes` behind the first of these.
+    /// Newest chunks first would be read back last, so oldest first.
+    ///
+    /// This is asked all the time, and a queue on disk may be long: the search goes on where the
+    /// last one ended.
     pub(crate) fn spillable(&mut self, head_bytes: u64, count: usize) -> Vec<u64> {
         let first = self.unsent(1).first().and_then(|seq| self.chunk(*seq));
         let from = first.map_or(self.next_offset, |chunk| chunk.offset) + head_bytes;
         let start = self.chunks.partition_point(|chunk| chunk.offset < from);
-        (start..self.chunks.len())
-            .filter(|at| {
-                let chunk = &self.chunks[*at];
-                chunk.sent.is_none()
-                    && matches!(&chunk.body, Body::Ready(coded) if coded.payload.len() >= 4096)
-            })
-            .map(|at| self.first_seq + at as u64)
+        let start = self.first_seq + start as u64;
+        if start < self.spill_start {
+            self.spill_from = self.spill_from.min(start);
+        }
+        self.spill_start = start;
+        let end = self.first_seq + self.chunks.len() as u64;
+        let found: Vec<u64> = (start.max(self.spill_from)..end)
+            .filter(|seq| self.chunk(*seq).is_some_and(Chunk::may_spill))
             .take(count)
-            .collect()
+            .collect();
+        self.spill_from = found.first().copied().unwrap_or(end);
+        found
     }
 
     /// Every chunk, with its sequence number; for an orderly hand-over and for freeing the disk.
@@ -706,6 +729,56 @@ mod tests {
         assert_eq!(Class::of(b"\x83\x74\x02\x67\xff\xf2\0\0"), Class::Bulk);
         assert_eq!(Class::of(b"\x83\x74\x02\x67\xff\xf1\0\0"), Class::Control);
         assert_eq!(Class::of(b"GET / HT"), Class::Unknown);
+    }
+
+    #[test]
+    fn what_may_be_spilled_is_found_without_looking_at_everything() {
+        let mut rng = super::super::rng::Rng::new(3);
+        let mut tx = Tx::new(u64::MAX);
+        let coded = |len: usize| {
+            let payload = Arc::new(vec![0; len]);
+            let (codec, crc) = (0, 0);
+            Coded {
+                codec,
+                crc,
+                payload,
+            }
+        };
+        let (mut found_any, mut pushed) = (0, 0);
+        for _ in 0..4000 {
+            let some = tx.first_seq + rng.below(tx.chunks.len() as u64 + 1);
+            match rng.below(8) {
+                0 | 1 => {
+                    tx.push(Instant(0), vec![0; 5000], 0);
+                    pushed += 1;
+                }
+                2 | 3 => {
+                    let len = if rng.below(4) == 0 { 100 } else { 5000 };
+                    tx.set_body(some, Body::Ready(coded(len)));
+                }
+                4 => tx.set_body(some, Body::SpillOut(coded(5000))),
+                5 => {
+                    let next = tx.unsent(1);
+                    next.iter().for_each(|seq| tx.mark_sent(*seq, CarrierId(1)));
+                }
+                6 if rng.below(8) == 0 => {
+                    tx.unsend(None);
+                }
+                _ => {}
+            }
+            let (head, count) = (rng.below(60_000), 1 + rng.below(5) as usize);
+            let first = tx.unsent(1).first().copied();
+            let from = first.map_or(tx.next_offset, |seq| tx.chunk(seq).unwrap().offset) + head;
+            let expected: Vec<u64> = tx
+                .iter()
+                .filter(|(_, chunk)| chunk.offset >= from && chunk.may_spill())
+                .map(|(seq, _)| seq)
+                .take(count)
+                .collect();
+            assert_eq!(tx.spillable(head, count), expected);
+            found_any += usize::from(!expected.is_empty());
+        }
+        assert!(found_any > 500 && pushed > 500, "{found_any} of {pushed}");
     }
 
     #[test]

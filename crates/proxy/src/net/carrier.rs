@@ -14,7 +14,7 @@ use crate::core::config::LinkConfig;
 use crate::core::frame::{Frame, FrameReader, HEADER_LEN, Kind};
 use crate::core::identity::Peer;
 use crate::core::{CarrierId, CarrierKind, Input, LinkId};
-use crate::tls::{Ends, Identity};
+use crate::tls::{Ends, Identity, failure};
 
 /// Plain bytes given to TLS at once.
 const RECORD_BYTES: usize = 16 << 10;
@@ -135,10 +135,7 @@ impl Reactor {
         let Some(tls) = &mut sock.tls else { return };
         let failure = match tls.read_tls(&mut (&sock.socket)) {
             Ok(0) => Some("closed while authenticating".to_string()),
-            Ok(_) => tls
-                .process_new_packets()
-                .err()
-                .map(|error| error.to_string()),
+            Ok(_) => tls.process_new_packets().err().map(|error| failure(&error)),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => None,
             Err(error) => Some(error.to_string()),
         };
@@ -287,7 +284,7 @@ impl Reactor {
             let result = tls
                 .read_tls(&mut rest)
                 .map_err(|error| error.to_string())
-                .and_then(|_| tls.process_new_packets().map_err(|error| error.to_string()));
+                .and_then(|_| tls.process_new_packets().map_err(|error| failure(&error)));
             if let Err(error) = result {
                 // Tell the peer why, if the socket takes it.
                 while tls.wants_write() && tls.write_tls(&mut (&sock.socket)).is_ok() {}
