@@ -133,6 +133,9 @@ struct SwarmArgs {
     /// Stop after so many failures.
     #[arg(long, default_value_t = 10)]
     stop_after: u64,
+    /// Begin no world after so many seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
     /// Lines of each node's trace in a report.
     #[arg(long, default_value_t = 25)]
     lines: usize,
@@ -253,7 +256,7 @@ fn swarm(args: &SwarmArgs) -> anyhow::Result<ExitCode> {
         orders,
         base: seeds.start,
         worlds: Some(seeds.end.saturating_sub(seeds.start)),
-        time: None,
+        time: args.seconds.map(Duration::from_secs),
         threads: args.threads,
         stop_after: args.stop_after,
         record: None,

@@ -13,6 +13,7 @@ const USAGE: &str = "usage: cargo xtask TASK
   style     format, clippy, tidy, layers, licenses, documentation links
   test      unit, golden and integration tests
   sim       the simulator's fixed worlds
+  swarm     simulated worlds of two nodes that the commit chooses
   planted   the simulator finds deliberate bugs: a third of them, chosen by the commit
   e2e       end-to-end tests with the release binary
   fmt|clippy|tidy|layers|licenses|doc   one step of `style`";
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         "licenses" => licenses::check(&root),
         "test" => test(&root),
         "sim" => sim(&root),
+        "swarm" => swarm(&root),
         "planted" => planted(&root),
         "e2e" => e2e(&root),
         _ => {
@@ -122,6 +124,22 @@ fn sim(root: &Path) -> Result<(), String> {
     }
     Ok(())
 }
+
+/// Worlds that nobody has seen before: the commit's hash says which. At most `SWARM_WORLDS`, and none
+/// begins after `SWARM_SECONDS`, so that a slow machine runs fewer and fails no more often.
+fn swarm(root: &Path) -> Result<(), String> {
+    let from = commit_number(root);
+    let seeds = format!("{from}..{}", from + SWARM_WORLDS);
+    let seconds = SWARM_SECONDS.to_string();
+    let mut all = vec!["run", "--quiet", "--locked", "-p", "lockstep-sim", "--"];
+    all.extend_from_slice(&["swarm", "--nodes", "2", "--seeds", &seeds]);
+    all.extend_from_slice(&["--seconds", &seconds, "--threads", "2", "--stop-after", "1"]);
+    cargo(root, &all)
+}
+
+/// Two quiet cores need two to three minutes for them.
+const SWARM_WORLDS: u64 = 4000;
+const SWARM_SECONDS: u64 = 300;
 
 /// The simulator's own test. The number of worlds is bounded, not the time, so that a busy machine
 /// changes nothing.
