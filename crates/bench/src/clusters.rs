@@ -13,7 +13,7 @@ use lockstep_core::state::DiskState;
 use lockstep_format::units::NodeId;
 use serde::Serialize;
 
-use crate::engine::{Disks, Nodes, Shape, VOLUME};
+use crate::engine::{Disks, Nodes, Shape, VOLUME, fill_ram, ram_is_equal};
 use crate::raw::{self, Aligned, BLOCK, Direction};
 use crate::run::{Plan, Scratch, row};
 use crate::stats::{Figure, Latencies, Row};
@@ -216,7 +216,7 @@ pub fn resync(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Res
         };
         let (mut reads, mut writes, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         let (mut links, mut resyncs) = (Vec::new(), Vec::new());
-        for _ in 0..plan.rounds {
+        for round in 0..plan.rounds {
             if let Some((from, to)) = &files {
                 reads.push(sequential(bytes, &[(from, Direction::Read)])?);
                 writes.push(sequential(bytes, &[(to, Direction::Write)])?);
@@ -224,6 +224,9 @@ pub fn resync(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Res
                 copies.push(sequential(bytes, &both)?);
             }
             links.push(link(bytes)?);
+            if let (Disks::Ram, Some(to)) = (&disks, nodes.data_path(1)) {
+                fill_ram(to, 2 + (round % 8) as u8)?;
+            }
             let begin = Instant::now();
             nodes.run(
                 1,
@@ -239,6 +242,12 @@ pub fn resync(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<Res
             })?;
             resyncs.push(mib_s(bytes, begin.elapsed()));
             nodes.until_in_sync()?;
+            if let (Disks::Ram, Some(from), Some(to)) =
+                (&disks, nodes.data_path(0), nodes.data_path(1))
+                && !ram_is_equal(from, to)?
+            {
+                return Err(io::Error::other("the disks differ after a resync"));
+            }
         }
         let (read, write, copy) = (median(reads), median(writes), median(copies));
         let (link, resync) = (median(links), median(resyncs));
