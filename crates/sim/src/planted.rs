@@ -303,6 +303,7 @@ const RARE: &[Planted] = &[
     Planted::DemotionWithoutFlush,
     Planted::MarkedAtEndForgotten,
     Planted::ResyncRequestIgnoresDagtag,
+    Planted::ConflictsIgnoreAcks,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
