@@ -13,13 +13,13 @@ use lockstep_core::options::{
     DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
 };
 use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
-use lockstep_format::wire::packet::{
-    BarrierAck, BlockId, CompressedBitmap, Data, PeerAck, RunKind, Trim,
-};
-use lockstep_format::wire::vli::RleDecoder;
-use lockstep_format::wire::{self, DataFlags, Packet, PeerState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::packet::{BarrierAck, BlockId, Data, PeerAck, Trim};
+use lockstep_format::wire::{self, DataFlags, Packet, ReplState, Role, UuidFlags};
 
 use crate::capture::{Item, Seen, What};
+use crate::packets::{
+    ancestors, clean, event_stream, is_cut_off, is_free, set_runs, show, without_seq,
+};
 use crate::stand_in::{Sent, StandIn};
 
 /// How the captured node was configured.
@@ -76,6 +76,8 @@ pub(crate) struct Replay<'a> {
     late: Vec<(Seen, u64)>,
     /// A command that waits for the packet that shows it.
     postponed: Option<&'a str>,
+    /// A peer that was cut off.
+    lost: Option<NodeId>,
     differences: Vec<String>,
 }
 
@@ -133,6 +135,7 @@ impl<'a> Replay<'a> {
             challenge: None,
             late: Vec::new(),
             postponed: None,
+            lost: None,
             differences: Vec::new(),
         };
         replay.images(items);
@@ -148,6 +151,7 @@ impl<'a> Replay<'a> {
                         replay.operator(text, &items[index..]);
                     }
                 }
+                What::Command { node, text } if is_cut_off(text) => replay.lose(*node),
                 What::Up {
                     nodes, acceptor, ..
                 } if nodes.contains(&me) => replay.up(*nodes, *acceptor),
@@ -157,6 +161,8 @@ impl<'a> Replay<'a> {
                     }
                 }
                 What::Packet(seen) if seen.to == me => replay.feed(seen, &items[index..]),
+                // What was sent to a node that is cut off is written all the same: its marks show.
+                What::Packet(seen) if seen.from == me && replay.is_lost(seen) => {}
                 What::Packet(seen) if seen.from == me => {
                     replay.congest(&items[index..]);
                     let demoted =
@@ -289,18 +295,23 @@ impl<'a> Replay<'a> {
             ["drbdadm", "down", ..] => {
                 self.node.command(Command::Down);
             }
-            ["drbdadm", "disconnect", ..] => {
-                for peer in self.peers.clone() {
+            ["drbdadm", "disconnect", ref rest @ ..] => {
+                for peer in self.meant(rest) {
                     self.node
                         .command(Command::Disconnect { peer, force: false });
                 }
             }
             ["drbdadm", "connect", ref rest @ ..] => {
                 let discard = rest.contains(&"--discard-my-data");
-                for peer in self.peers.clone() {
+                for peer in self.meant(rest) {
                     self.node.connect(peer, discard);
                 }
             }
+            ["(QEMU", "killed:", ..] => {
+                self.node.power_cut(self.setup.options.clone());
+                self.forget_links();
+            }
+            ["printf", "\"0", "67584", what, ..] => self.node.broken = what == "error\"",
             ["drbdadm", "new-current-uuid", ref rest @ ..] => {
                 self.node.command(Command::NewCurrentUuid {
                     volume,
@@ -364,14 +375,11 @@ impl<'a> Replay<'a> {
                     self.node.command(Command::NetOptions { peer, net });
                 }
             }
-            [
-                "drbdsetup",
-                "disk-options",
-                _,
-                "--c-plan-ahead=0",
-                "--resync-rate=50M",
-            ] => {
-                self.peer_disk.resync_rate_kib_s = 50 * 1024;
+            ["drbdsetup", "disk-options", _, "--c-plan-ahead=0", rate] => {
+                let mib = rate
+                    .strip_prefix("--resync-rate=")
+                    .and_then(|rate| rate.strip_suffix('M')?.parse::<u32>().ok());
+                self.peer_disk.resync_rate_kib_s = mib.expect("a number of MiB") * 1024;
                 for peer in self.peers.clone() {
                     let options = self.peer_disk.clone();
                     self.node.command(Command::PeerDeviceOptions {
@@ -454,17 +462,32 @@ impl<'a> Replay<'a> {
     fn write_alone(&mut self, ahead: &[Item]) {
         let mut theirs = Vec::new();
         let mut mine = None;
+        // A plain bitmap comes in parts, of which the last is empty.
+        let mut plain: BTreeMap<NodeId, (u64, Vec<u64>)> = BTreeMap::new();
         for (index, item) in ahead.iter().enumerate() {
             let What::Packet(seen) = &item.what else {
                 continue;
             };
-            match &seen.packet {
-                Packet::CompressedBitmap(code) if seen.to == self.me => theirs = set_runs(code),
-                Packet::CompressedBitmap(code) if seen.from == self.me => {
-                    mine = Some((set_runs(code), &ahead[index..]));
-                    break;
+            let whole = match &seen.packet {
+                Packet::CompressedBitmap(code) => set_runs(code),
+                Packet::Bitmap(part) if part.words.is_empty() => plain
+                    .remove(&seen.from)
+                    .map_or(Vec::new(), |(_, bits)| bits),
+                Packet::Bitmap(part) => {
+                    let (from, bits) = plain.entry(seen.from).or_default();
+                    let set = |i: &u64| part.words[(i / 8) as usize] >> (i % 8) & 1 == 1;
+                    let count = part.words.len() as u64 * 8;
+                    bits.extend((0..count).filter(set).map(|i| *from + i));
+                    *from += count;
+                    continue;
                 }
-                _ => {}
+                _ => continue,
+            };
+            if seen.from == self.me {
+                mine = Some((whole, &ahead[index..]));
+                break;
+            } else if seen.to == self.me {
+                theirs = whole;
             }
         }
         let Some((mine, after)) = mine else { return };
@@ -497,6 +520,40 @@ impl<'a> Replay<'a> {
             }
             self.node.write(Sector(bit * 8), bytes, false);
         }
+    }
+
+    /// The peers that a command names: `r0:node3` one, `r0` all.
+    fn meant(&self, words: &[&str]) -> Vec<NodeId> {
+        let named = words.iter().find_map(|word| {
+            let number = word.strip_prefix("r0:node")?.parse::<u8>().ok()?;
+            Some(NodeId(number - 1))
+        });
+        match named {
+            Some(peer) => vec![peer],
+            None => self.peers.clone(),
+        }
+    }
+
+    /// A peer loses its power, or its cable. The kernel notices when it does not answer a ping.
+    fn lose(&mut self, peer: NodeId) {
+        if self.node.links.contains_key(&peer) {
+            self.lost = Some(peer);
+            self.down(peer);
+        }
+    }
+
+    fn is_lost(&self, seen: &Seen) -> bool {
+        self.lost == Some(seen.to) && !self.node.links.contains_key(&seen.to)
+    }
+
+    fn forget_links(&mut self) {
+        self.requests.clear();
+        self.served.clear();
+        self.credit = 0;
+        self.epochs.clear();
+        self.late.clear();
+        self.peer_acks = [None; 2];
+        self.announced.clear();
     }
 
     fn up(&mut self, nodes: [NodeId; 2], acceptor: NodeId) {
@@ -723,6 +780,7 @@ impl<'a> Replay<'a> {
             | Packet::WriteAckInSync(ack)
             | Packet::NegAck(ack)
             | Packet::RsWriteAck(ack)
+            | Packet::Superseded(ack)
             | Packet::NegDreply(ack) => {
                 if let Some(id) = self.blocks.get(&ack.block_id.0) {
                     ack.block_id = BlockId(*id);
@@ -740,6 +798,7 @@ impl<'a> Replay<'a> {
             | Packet::WriteAck(ack)
             | Packet::WriteAckInSync(ack)
             | Packet::NegAck(ack)
+            | Packet::Superseded(ack)
             | Packet::RsWriteAck(ack) => Some(ack.block_id.0),
             _ => None,
         };
@@ -797,6 +856,15 @@ impl<'a> Replay<'a> {
             Packet::Data(data) => {
                 let fua = data.flags.contains(DataFlags::FUA);
                 self.node.write(data.sector, seen.payload.clone(), fua);
+            }
+            Packet::DataRequest(read) => {
+                let payload = self.node.room(read.size_bytes);
+                self.node.request(
+                    RequestKind::Read,
+                    read.sector,
+                    read.size_bytes,
+                    Some(payload),
+                );
             }
             Packet::Trim(trim) => {
                 self.node
@@ -954,6 +1022,10 @@ impl<'a> Replay<'a> {
             (Packet::Data(a), Packet::Data(b)) => {
                 let mut a = *a;
                 a.block_id = b.block_id;
+                if self.setup.net.allow_two_primaries {
+                    // It counts the acks as well.
+                    a.seq_num = b.seq_num;
+                }
                 // Hints of the sender's kernel. A flush in front of a write is a request of its
                 // own at a front end here, and completes before the write is asked for.
                 let hints = DataFlags::RW_SYNC | DataFlags::UNPLUG | DataFlags::FLUSH;
@@ -961,6 +1033,9 @@ impl<'a> Replay<'a> {
                 let mut b = *b;
                 b.flags.remove(hints);
                 a == b
+            }
+            (Packet::DataRequest(a), Packet::DataRequest(b)) => {
+                (a.sector, a.size_bytes) == (b.sector, b.size_bytes)
             }
             (Packet::Trim(a), Packet::Trim(b)) | (Packet::Zeroes(a), Packet::Zeroes(b)) => {
                 let (mut a, mut b) = (*a, *b);
@@ -1043,6 +1118,9 @@ impl<'a> Replay<'a> {
             (Packet::Data(a), Packet::Data(b)) => {
                 self.blocks.insert(a.block_id.0, b.block_id.0);
             }
+            (Packet::DataRequest(a), Packet::DataRequest(b)) => {
+                self.blocks.insert(a.block_id.0, b.block_id.0);
+            }
             (Packet::Trim(a), Packet::Trim(b)) | (Packet::Zeroes(a), Packet::Zeroes(b)) => {
                 self.blocks.insert(a.block_id.0, b.block_id.0);
             }
@@ -1054,111 +1132,5 @@ impl<'a> Replay<'a> {
                 self.uuids.insert(captured.0 & !1, own.0 & !1);
             }
         }
-    }
-}
-
-/// A UUID without the bit that a random one has by chance.
-fn clean(uuid: Uuid) -> Uuid {
-    Uuid(if uuid.0 == u64::MAX {
-        uuid.0
-    } else {
-        uuid.0 & !1
-    })
-}
-
-/// Bits that a compressed bitmap sets.
-fn set_runs(code: &CompressedBitmap) -> Vec<u64> {
-    let mut at = 0;
-    let mut bits = Vec::new();
-    for run in RleDecoder::new(code) {
-        let (kind, run) = run.expect("a code of a kernel");
-        if kind == RunKind::Set {
-            bits.extend(at..at + run);
-        }
-        at += run;
-    }
-    bits
-}
-
-fn ancestors(history: &[Uuid]) -> impl Iterator<Item = Uuid> {
-    history.iter().copied().filter(|uuid| !uuid.is_zero())
-}
-
-/// Packets whose presence and timing do not matter.
-fn is_free(packet: &Packet) -> bool {
-    matches!(
-        packet,
-        Packet::Ping
-            | Packet::PingAck
-            | Packet::UnplugRemote
-            | Packet::DelayProbe(_)
-            | Packet::Dagtag(_)
-            | Packet::EnableReplicationNext(_)
-            | Packet::EnableReplication(_)
-            | Packet::PeersInSync(_)
-    )
-}
-
-/// An ack without its number, which counts all acks of a volume in the order of their timing.
-fn without_seq(packet: &Packet) -> Option<(BlockId, Sector, u32)> {
-    match packet {
-        Packet::RecvAck(a)
-        | Packet::WriteAck(a)
-        | Packet::WriteAckInSync(a)
-        | Packet::NegAck(a)
-        | Packet::RsWriteAck(a)
-        | Packet::RsIsInSync(a)
-        | Packet::RsCancel(a)
-        | Packet::NegRsDreply(a) => Some((a.block_id, a.sector, a.size_bytes)),
-        _ => None,
-    }
-}
-
-fn show(packet: &Packet) -> String {
-    match packet {
-        Packet::State(state) => format!("State {}", show_state(state)),
-        Packet::Uuids110(u) => format!(
-            "Uuids110 {:016x} dirty {} flags {:?} mask {:x} bitmap {:x?} history {:x?}",
-            u.current.0,
-            u.dirty_bits,
-            u.flags,
-            u.node_mask.0,
-            u.bitmap_uuids
-                .iter()
-                .map(|(n, u)| (n.0, u.0))
-                .collect::<Vec<_>>(),
-            u.history
-                .iter()
-                .map(|u| u.0)
-                .filter(|u| *u != 0)
-                .collect::<Vec<_>>()
-        ),
-        other => format!("{other:?}"),
-    }
-}
-
-fn show_state(s: &PeerState) -> String {
-    format!(
-        "{:?}/{:?} {:?} {:?} {:?}/{:?} quorum {} susp {}{}{} isp {}{}{}",
-        s.role,
-        s.peer,
-        s.conn,
-        s.repl,
-        s.disk,
-        s.pdsk,
-        s.quorum,
-        u8::from(s.susp),
-        u8::from(s.susp_nod),
-        u8::from(s.susp_fen),
-        u8::from(s.aftr_isp),
-        u8::from(s.peer_isp),
-        u8::from(s.user_isp),
-    )
-}
-
-fn event_stream(stream: wire::Stream) -> Stream {
-    match stream {
-        wire::Stream::Data => Stream::Data,
-        wire::Stream::Control => Stream::Control,
     }
 }

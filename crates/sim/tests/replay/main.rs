@@ -5,13 +5,14 @@ mod inspect;
 
 mod capture;
 mod compare;
+mod packets;
 mod stand_in;
 
 use std::path::{Path, PathBuf};
 
 use lockstep_core::options::{
-    AfterSplitBrain, DiskOptions, NetOptions, OnCongestion, PeerDeviceOptions, Protocol,
-    ResourceOptions,
+    AfterSplitBrain, DiskOptions, NetOptions, OnCongestion, OnLoss, PeerDeviceOptions, Protocol,
+    Quorum, ResourceOptions,
 };
 use lockstep_format::units::NodeId;
 
@@ -70,8 +71,11 @@ fn setup(path: &Path, node: u8) -> Setup {
                 let kib: u64 = fill.trim_end_matches('k').parse().expect("a number of KiB");
                 setup.net.congestion_fill_sectors = kib * 2;
             }
+            [_, "allow-two-primaries"] => setup.net.allow_two_primaries = true,
             ["protocol", "A"] => setup.net.protocol = Protocol::A,
             ["protocol", "B"] => setup.net.protocol = Protocol::B,
+            ["quorum", "majority"] => setup.options.quorum = Quorum::Majority,
+            ["on-no-quorum", "io-error"] => setup.options.on_no_quorum = OnLoss::IoError,
             ["c-plan-ahead", tenths] => {
                 setup.peer_disk.c_plan_ahead_tenths = tenths.parse().expect("a number");
             }
@@ -253,8 +257,10 @@ fn drbd84_invalidate() {
 
 #[test]
 fn drbd84_paused_resync() {
-    // On node 2 the operator changes an option meanwhile, which the replay does not follow.
     replay("84", "23-pause-resume-sync", 0, &[]);
+    // How far the resync had come when it was interrupted is a matter of its pace.
+    let pace = ["missing Data Uuids(Uuids { current: Uuid(FF1314C5D12A4F04)"];
+    replay("84", "23-pause-resume-sync", 1, &pace);
 }
 
 #[test]
@@ -381,8 +387,63 @@ fn drbd84_lost_link() {
 }
 
 #[test]
+fn drbd84_crash_of_the_secondary() {
+    replay("84", "11-secondary-crash", 0, &[]);
+    // After a crash a kernel's Secondary marks nothing, and this project what the activity log
+    // covers. A bitmap of few runs goes compressed.
+    let log = [
+        "missing Data Uuids(Uuids { current: Uuid(C7E500B112577F1C)",
+        "missing Data Bitmap(BitmapWords { words: [238, 22",
+        "missing Data Bitmap(BitmapWords { words: [] })",
+        "extra at the end of the connection: Data CompressedBitmap(CompressedBitmap { first_run: Set",
+    ];
+    replay("84", "11-secondary-crash", 1, &log);
+}
+
+#[test]
+fn drbd84_two_primaries() {
+    // What comes then depends on whether two writes met, which a capture does not show: a write
+    // began before it was on the wire, and ended unseen.
+    replay_until("84", "22-dual-primary", 0, Some("(wl randw"), &[]);
+    replay_until("84", "22-dual-primary", 1, Some("(wl randw"), &[]);
+}
+
+#[test]
+fn drbd9_verify_of_planted_differences() {
+    replay("9x", "07-2node-verify-diff", 1, &[]);
+}
+
+#[test]
+fn drbd9_diskless_primary() {
+    replay("9x", "11-2node-diskless-primary-trim-thin", 1, &[]);
+}
+
+#[test]
 fn drbd84_diskless_primary() {
-    // To a peer that attaches the kernel names the resync that begins; here its bitmap does.
+    // To a peer that attaches the kernel names the resync that begins, then sends its bitmap. Here
+    // the bitmap comes first: a fault, see docs/compatibility.md.
     let begins = ["missing Data State Secondary/Primary Connected WfBitmapS"];
     replay("84", "21-diskless-primary", 1, &begins);
+    // A kernel's disk fails when it is detached, and comes back like that of a crashed Primary;
+    // here its log is closed, so that less is copied. The sizes are told twice.
+    let clean = [
+        "missing Data State Primary/Secondary Connected Established Failed/UpToDate",
+        "missing Data Uuids(Uuids { current: Uuid(3D583E27062C9D29)",
+        "missing Data CompressedBitmap(CompressedBitmap { first_run: Set, pad_bits: 6",
+        "extra at the end of the connection: Data Sizes(",
+        "extra at the end of the connection: Data CompressedBitmap(",
+    ];
+    replay("84", "21-diskless-primary", 0, &clean);
+}
+
+#[test]
+fn drbd84_failing_disk_of_the_secondary() {
+    // A kernel's Secondary marks nothing for a disk that failed, and this project what its log
+    // covers. The sizes are told twice.
+    let log = [
+        "missing Data CompressedBitmap(CompressedBitmap { first_run: Set, pad_bits: 1",
+        "extra at the end of the connection: Data Sizes(",
+        "extra at the end of the connection: Data CompressedBitmap(CompressedBitmap { first_run: Set",
+    ];
+    replay("84", "28-disk-error", 1, &log);
 }

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError, MetaIndex};
 use lockstep_core::event::{
-    ALL_ZERO, BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output,
-    Payload, Request, RequestError, RequestId, RequestKind, Stream,
+    ALL_ZERO, BufId, CommandId, DiskError, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp,
+    Output, Payload, Request, RequestError, RequestId, RequestKind, Stream,
 };
 use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
 use lockstep_core::report::Event;
@@ -48,6 +48,8 @@ pub(crate) struct StandIn {
     pub(crate) connecting: BTreeMap<NodeId, bool>,
     pub(crate) answers: BTreeMap<u64, Result<Answer, CommandError>>,
     pub(crate) completed: BTreeMap<u64, Result<(), RequestError>>,
+    /// The disk fails every operation.
+    pub(crate) broken: bool,
     trace: bool,
 }
 
@@ -73,8 +75,24 @@ impl StandIn {
             connecting: BTreeMap::new(),
             answers: BTreeMap::new(),
             completed: BTreeMap::new(),
+            broken: false,
             trace: std::env::var_os("REPLAY_TRACE").is_some(),
         }
+    }
+
+    /// The node loses its power and boots again, with what is on its disk.
+    pub(crate) fn power_cut(&mut self, options: ResourceOptions) {
+        let config = ResourceConfig {
+            name: "r0".into(),
+            node_id: self.me,
+            options,
+        };
+        self.core = Resource::new(config, 0x626f_6f74);
+        self.inputs.clear();
+        self.sent.clear();
+        self.links.clear();
+        self.connecting.clear();
+        self.broken = false;
     }
 
     /// What `drbdadm up` does.
@@ -260,6 +278,11 @@ impl StandIn {
         self.next
     }
 
+    /// Memory for what is read.
+    pub(crate) fn room(&mut self, len: u32) -> Payload {
+        self.buffer(vec![0; len as usize])
+    }
+
     fn buffer(&mut self, bytes: Vec<u8>) -> Payload {
         let buf = self.fresh();
         let len = bytes.len() as u32;
@@ -306,6 +329,14 @@ impl StandIn {
             }
             Output::AbandonDisk { .. } => panic!("these disks answer"),
             Output::CloseDisk { tag, .. } => self.inputs.push_back(Input::DiskClosed { tag }),
+            Output::Disk { tag, .. } if self.broken => {
+                let result = Err(DiskError::Io { errno: 5 });
+                self.inputs.push_back(Input::DiskDone { tag, result });
+            }
+            Output::Meta { tag, .. } if self.broken => {
+                let result = Err(DiskError::Io { errno: 5 });
+                self.inputs.push_back(Input::MetaDone { tag, result });
+            }
             Output::Disk { tag, op, .. } => {
                 let result = Ok(self.disk(op));
                 self.inputs.push_back(Input::DiskDone { tag, result });
