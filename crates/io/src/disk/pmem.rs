@@ -94,7 +94,7 @@ impl Mapping {
         let mapping = Mapping { base, len, persist };
         // A store to a hole of the file needs space, and without that it were a signal.
         if let Err(error) = mapping.populate() {
-            tracing::warn!(path, %error, "no space behind the mapping of persistent memory");
+            tracing::warn!(path, %error, "persistent memory cannot be mapped whole; blocks are written");
             return None;
         }
         tracing::info!(path, how = ?persist, "metadata on persistent memory");
