@@ -91,6 +91,8 @@ pub struct Operator {
     apart: BTreeSet<(usize, usize)>,
     paused: BTreeSet<(usize, usize, u16)>,
     detached: BTreeSet<(usize, u16)>,
+    /// Sizes that volumes were to have last; 0 for as large as they can be.
+    sizes: [u64; MAX_VOLUMES],
     /// All nodes were in sync once.
     pub ready: bool,
     /// No promotion from now on.
@@ -131,6 +133,7 @@ impl Operator {
             seen: [0; MAX_VOLUMES],
             pending_loss: None,
             apart: BTreeSet::new(),
+            sizes: [0; MAX_VOLUMES],
             paused: BTreeSet::new(),
             detached: BTreeSet::new(),
             ready: false,
@@ -807,15 +810,26 @@ impl Operator {
         } else if rng.permille(700) {
             size_sectors = rng.range(first, now + 1) * 8;
         }
-        w.command(
-            node,
-            Command::Resize {
-                volume: VolumeNr(volume),
-                size_sectors,
-                assume_clean: false,
-                assume_peer_has_space: false,
-            },
-        );
+        self.sizes[v] = size_sectors;
+        resize_to(w, node, volume, size_sectors);
+    }
+
+    /// A volume that became smaller on some nodes only: no node lets a connection shrink what it
+    /// uses, so whoever was away when the others were told is told now.
+    fn shrink_the_rest(&self, w: &mut World, node: usize) {
+        let Some(snapshot) = w.snapshot(node) else {
+            return;
+        };
+        let alone = snapshot
+            .connections
+            .iter()
+            .any(|c| c.state == ConnState::StandAlone);
+        for device in snapshot.devices.iter().filter(|_| alone) {
+            let wanted = self.sizes[usize::from(device.volume.0)];
+            if wanted != 0 && device.size_sectors > wanted {
+                resize_to(w, node, device.volume.0, wanted);
+            }
+        }
     }
 
     /// Changes `read-balancing` until the next attach.
@@ -871,10 +885,23 @@ impl Operator {
             if self.is_up(node) {
                 self.replace_bad_disks(w, node);
                 self.attach_diskless(w, node);
+                self.shrink_the_rest(w, node);
                 self.connect_all(w, node);
             }
         }
     }
+}
+
+fn resize_to(w: &mut World, node: usize, volume: u16, size_sectors: u64) {
+    w.command(
+        node,
+        Command::Resize {
+            volume: VolumeNr(volume),
+            size_sectors,
+            assume_clean: false,
+            assume_peer_has_space: false,
+        },
+    );
 }
 
 /// Blocks by which a volume's disks grow at most.

@@ -323,6 +323,8 @@ pub fn bring_up(w: &mut World, o: &mut Operator, full_sync: bool) {
     });
     wait_for(w, o, 600 * SECOND, "the first sync ends", |w, _| rest(w));
     o.ready = true;
+    // A handler that fails sooner ends a connection that nobody looks after yet.
+    w.handlers_behave = false;
 }
 
 fn offer(w: &mut World, o: &Operator, load: &mut Load, rng: &mut Rng) {

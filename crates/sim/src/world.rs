@@ -461,7 +461,7 @@ impl World {
             fence_calls: Vec::new(),
             fences: false,
             changed: false,
-            handlers_behave: false,
+            handlers_behave: true,
             watches: false,
             flushes_peers: true,
             spoiled: BTreeMap::new(),

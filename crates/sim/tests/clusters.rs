@@ -144,3 +144,12 @@ fn the_last_man_keeps_quorum_when_the_others_leave_in_good_order() {
     s.in_sync();
     s.read(A, 10, 4);
 }
+
+const RESIZES: Option<&str> = Some("resize,crash,partition,powercut");
+
+#[test]
+fn what_a_resize_adds_is_copied_whole() {
+    // The last page of the bitmap was set as far as it went, and spoke for the new area as well.
+    holds(2, 0, RESIZES, "1-3,5,14-15", "2");
+    holds(2, 7, RESIZES, "2-5", "none");
+}

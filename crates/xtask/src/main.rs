@@ -220,7 +220,13 @@ const SIM_RUNS: &[&[&str]] = &[
     &["swarm", "--nodes", "4", "--seeds", "0..40"],
     &["swarm", "--nodes", "5", "--seeds", "0..30"],
     &["swarm", "--with", "two-primaries", "--seeds", "0..60"],
+    &[
+        "swarm", "--nodes", "2", "--faults", RESIZES, "--seeds", "0..60",
+    ],
 ];
+
+/// Volumes and their disks grow, volumes shrink, nodes lose power.
+const RESIZES: &str = "resize,crash,partition,powercut";
 
 /// Nodes without a disk, quorum, processes that die, links that break.
 const CLIENTS: &str = "diskless,quorum,crash,partition,reset";
