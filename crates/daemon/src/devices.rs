@@ -14,15 +14,16 @@ use std::time::{Duration, Instant};
 
 use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
-use lockstep_front::device::{
-    ConnectPort, DeviceError, DeviceSpec, MountedDevice, Opening, clean_leftovers,
-};
+use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers};
+use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Opening};
 use lockstep_front::gate::Access;
-use lockstep_front::{BlockAccess, LoopNumber, Usage};
+use lockstep_front::ublk::Lifetime;
+use lockstep_front::{BlockAccess, BlockNumber, Usage};
 use lockstep_io::port::{PortEvent, PortSink, VolumePort};
 
 use crate::board::Board;
 use crate::holding::{Holding, Key, Left, Promotion, Verdict};
+use crate::node::NodeConfig;
 use crate::place::Place;
 use crate::report::{DeviceReport, ResourceReport};
 
@@ -88,16 +89,16 @@ impl Devices {
         }
     }
 
-    /// Starts the thread. With `hold`, devices outlive this daemon for so long.
+    /// Starts the thread. With `hold` in the configuration, devices outlive this daemon for so long.
     pub(crate) fn start(
         board: Arc<Board>,
         place: Place,
-        hold: Option<Duration>,
+        config: &NodeConfig,
         open_port: OpenPort,
         promote: Promote,
     ) -> std::io::Result<Devices> {
         let (sender, receiver) = sync_channel(BACKLOG);
-        let holding = Holding::start(&place, hold)?;
+        let holding = Holding::start(&place, config.hold)?;
         clean(&place, &holding.waiting())?;
         let explicit: Arc<Mutex<BTreeSet<String>>> = Arc::default();
         watch_mounts(sender.clone())?;
@@ -109,6 +110,7 @@ impl Devices {
             sizeless: BTreeMap::new(),
             board,
             place,
+            kind: config.device_kind,
             open_port,
             promote,
             holding,
@@ -209,7 +211,7 @@ impl Devices {
 
 /// A served device.
 struct Served {
-    device: MountedDevice,
+    device: BlockDevice,
     size_bytes: u64,
     access: BlockAccess,
     /// Held by the thread that finds out how the device is used.
@@ -228,6 +230,7 @@ struct Worker {
     explicit: Arc<Mutex<BTreeSet<String>>>,
     board: Arc<Board>,
     place: Place,
+    kind: DeviceKind,
     open_port: OpenPort,
     promote: Promote,
     holding: Holding,
@@ -352,6 +355,11 @@ impl Worker {
             } else if served.size_bytes == 0 {
                 // Its limits are known only now.
                 self.try_detach(key);
+            } else if !served.device.can_resize() {
+                // A new one has the new size, as soon as nobody uses this one.
+                if let Some(users) = self.try_detach(key) {
+                    tracing::debug!(users, "the device's size is still the old one");
+                }
             } else {
                 match served.device.resize(size_bytes) {
                     Ok(()) => served.size_bytes = size_bytes,
@@ -426,7 +434,7 @@ impl Worker {
             let Some(served) = self.devices.get_mut(&key) else {
                 continue;
             };
-            let number = served.device.state().number;
+            let number = served.device.number();
             if let Ok(Some(usage)) = number.mounted() {
                 self.checked(&key, uses, usage);
                 continue;
@@ -509,9 +517,9 @@ impl Worker {
         drop(self.holding.take(key));
         self.holding.forget(key);
         let mut others = self.holding.waiting();
-        others.extend(self.devices.values().map(|d| d.device.state().number));
+        others.extend(self.devices.values().map(|d| d.device.number()));
         if let Err(error) = clean(&self.place, &others) {
-            tracing::warn!(%error, "a loop device could not be taken away");
+            tracing::warn!(%error, "a device could not be taken away");
         }
     }
 
@@ -542,7 +550,13 @@ impl Worker {
         };
         let made = match self.holding.take(key) {
             Some(left) => self.resume(&spec, left, &mut connect),
-            None => MountedDevice::create(&spec, &mut connect),
+            None => {
+                let lifetime = match self.holding.is_wanted() {
+                    true => Lifetime::BeyondServer,
+                    false => Lifetime::Server,
+                };
+                BlockDevice::create(self.kind, &spec, lifetime, &mut connect)
+            }
         };
         match made {
             Ok(device) => {
@@ -575,8 +589,8 @@ impl Worker {
         spec: &DeviceSpec,
         left: Left,
         connect: ConnectPort<'_>,
-    ) -> Result<MountedDevice, DeviceError> {
-        let device = MountedDevice::resume(spec, left.descriptor, left.state, connect)?;
+    ) -> Result<BlockDevice, DeviceError> {
+        let device = BlockDevice::resume(spec, left.descriptor, left.state, connect)?;
         if left.promotion == Promotion::Automatic
             && let Some(gate) = device.gate()
             && let Err(refused) = gate.open(Access::Write)
@@ -638,7 +652,7 @@ impl Worker {
     }
 
     /// Detaches, or makes all I/O of its users fail.
-    fn take_away(&self, key: &Key, device: MountedDevice) {
+    fn take_away(&self, key: &Key, device: BlockDevice) {
         if let Some(reasons) = self.suspended(&key.0) {
             tracing::warn!(
                 device = %device.path().display(),
@@ -700,10 +714,10 @@ impl Worker {
 /// Asks the kernel how a device is used. If nobody uses it, all that was written is durable then,
 /// and nothing that was read is remembered. That may wait for this daemon's own answers, so another
 /// process asks: a killed daemon ends at once and does not wait for its successor.
-fn find_usage(number: LoopNumber) -> Usage {
+fn find_usage(number: BlockNumber) -> Usage {
     // This program, also after an upgrade has replaced its file.
     let asked = std::process::Command::new("/proc/self/exe")
-        .args(["device-usage", &number.0.to_string()])
+        .args(["device-usage", &number.word()])
         .stdin(std::process::Stdio::null())
         .output();
     let found = asked.map(|output| {
@@ -714,7 +728,7 @@ fn find_usage(number: LoopNumber) -> Usage {
         })
     });
     found.flatten().unwrap_or_else(|error| {
-        tracing::warn!(device = number.0, %error, "how a device is used cannot be told");
+        tracing::warn!(device = number.word(), %error, "how a device is used cannot be told");
         Usage::Open
     })
 }
@@ -755,12 +769,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Takes away what dead daemons of this node left, but for the devices that are to be kept.
-fn clean(place: &Place, keep: &[LoopNumber]) -> std::io::Result<()> {
+fn clean(place: &Place, keep: &[BlockNumber]) -> std::io::Result<()> {
     for left in clean_leftovers(&owner(place.dir()), keep)? {
+        let device = left.number.path().display().to_string();
         match left.in_use {
-            None => tracing::info!(volume = left.name, "removed a dead daemon's device"),
+            None => tracing::info!(device, "removed a dead daemon's device"),
             Some(users) => tracing::warn!(
-                volume = left.name,
+                device,
                 ?users,
                 "a dead daemon's device is still in use; it goes with its last user"
             ),

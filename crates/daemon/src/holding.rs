@@ -12,8 +12,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use lockstep_core::state::{ConnState, DiskState, ReplSets, ReplState, Role};
-use lockstep_front::LoopNumber;
-use lockstep_front::device::{DeviceState, MountedDevice};
+use lockstep_front::BlockNumber;
+use lockstep_front::block::{BlockDevice, BlockState};
 use lockstep_front::hold::HoldClient;
 
 use crate::place::Place;
@@ -24,10 +24,10 @@ pub(crate) type Key = (String, u16);
 
 /// A device whose I/O waits.
 pub(crate) struct Left {
-    /// Its FUSE connection.
+    /// Its FUSE connection, if it has one.
     pub(crate) descriptor: OwnedFd,
     /// What its next server has to know.
-    pub(crate) state: DeviceState,
+    pub(crate) state: BlockState,
     /// How its resource became Primary.
     pub(crate) promotion: Promotion,
     uuid: u64,
@@ -110,9 +110,14 @@ impl Holding {
         Ok(holding)
     }
 
-    /// Loop devices that wait.
-    pub(crate) fn waiting(&self) -> Vec<LoopNumber> {
-        self.left.values().map(|left| left.state.number).collect()
+    /// Whether devices are to outlive this daemon.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.client.is_some()
+    }
+
+    /// Devices that wait.
+    pub(crate) fn waiting(&self) -> Vec<BlockNumber> {
+        self.left.values().map(|left| left.state.number()).collect()
     }
 
     /// Volumes whose devices wait.
@@ -145,7 +150,7 @@ impl Holding {
     pub(crate) fn keep(
         &mut self,
         key: &Key,
-        device: &MountedDevice,
+        device: &BlockDevice,
         uuid: u64,
         promotion: Promotion,
     ) {
@@ -190,7 +195,7 @@ fn name(key: &Key) -> String {
 const EXPLICIT: &str = "explicit";
 const AUTOMATIC: &str = "automatic";
 
-fn parse(key: &str, state: &str) -> Option<(Key, DeviceState, u64, Promotion)> {
+fn parse(key: &str, state: &str) -> Option<(Key, BlockState, u64, Promotion)> {
     let (resource, volume) = key.rsplit_once('/')?;
     let (line, rest) = state.split_once(';')?;
     let (uuid, word) = rest.split_once(';')?;
@@ -201,7 +206,7 @@ fn parse(key: &str, state: &str) -> Option<(Key, DeviceState, u64, Promotion)> {
     };
     let key = (resource.to_owned(), volume.parse().ok()?);
     let uuid = u64::from_str_radix(uuid, 16).ok()?;
-    Some((key, DeviceState::from_line(line)?, uuid, promotion))
+    Some((key, BlockState::from_line(line)?, uuid, promotion))
 }
 
 /// Without the bit that tells of a Primary.
@@ -254,6 +259,8 @@ fn judge(report: &ResourceReport, volume: u16, uuid: u64) -> Verdict {
 
 #[cfg(test)]
 mod tests {
+    use lockstep_front::LoopNumber;
+
     use super::*;
     use crate::report::{ConnectionReport, DeviceReport, OptionTexts, PeerDeviceReport};
 
@@ -379,7 +386,7 @@ mod tests {
         let ((resource, volume), state, uuid, promotion) = parse("a/b/7", text).unwrap();
         assert_eq!(promotion, Promotion::Automatic);
         assert_eq!((resource.as_str(), volume, uuid), ("a/b", 7, 255));
-        assert_eq!(state.number, LoopNumber(3));
+        assert_eq!(state.number(), BlockNumber::Loop(LoopNumber(3)));
         assert!(parse("r0/0", "2 3 1048576 4096 57 1").is_none(), "no UUID");
         assert!(parse("r0", text).is_none(), "no volume");
     }

@@ -12,6 +12,7 @@ use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::state::Role;
 use lockstep_format::conf::options::Set;
 use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_front::block::DeviceKind;
 use lockstep_io::port::{PortSink, VolumePort};
 use lockstep_io::shard::{ResourceId, ShardConfig, ShardEnv, ShardHandle};
 use lockstep_io::tcp::{Acceptor, Path, PeerNet};
@@ -44,6 +45,8 @@ pub struct NodeConfig {
     /// How long a device's I/O waits for the next daemon if this one is killed; without it fails at
     /// once.
     pub hold: Option<Duration>,
+    /// Which kind of block device volumes get.
+    pub device_kind: DeviceKind,
     /// Volumes of this node that resync or verify at the same time; 0 is no limit.
     pub max_parallel_resyncs: usize,
     /// Newest protocol version that is offered to peers.
@@ -153,7 +156,7 @@ impl Node {
                 None => Err("the daemon is ending".to_owned()),
             });
             *lock(&node.devices) =
-                Devices::start(board, place.clone(), config.hold, open_port, promote)?;
+                Devices::start(board, place.clone(), config, open_port, promote)?;
         }
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new()

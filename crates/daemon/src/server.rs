@@ -419,6 +419,7 @@ mod tests {
             pool_bytes: 16 << 20,
             devices: false,
             hold: None,
+            device_kind: lockstep_front::block::DeviceKind::Auto,
             max_parallel_resyncs: 0,
             protocol_max: lockstep_format::wire::PROTOCOL_MAX,
         };

@@ -29,7 +29,8 @@ use crate::apart::apart;
 use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
 use crate::fuse::{Connection, abort_connection};
 use crate::gate::Gate;
-use crate::loopdev::{self, BlockAccess, Detached, Discard, LoopNumber, Settings};
+use crate::loopdev::{self, Detached, Discard, LoopNumber, Settings};
+use crate::usage::{self, BlockAccess};
 
 /// What the names of all files begin with.
 const FILE_PREFIX: &str = "lockstep";
@@ -97,6 +98,15 @@ pub enum DeviceError {
         #[source]
         source: std::io::Error,
     },
+    /// No ublk device could be made or taken away.
+    #[error("{name}: no ublk device; it needs root, /dev/ublk-control and a kernel from 6.4 on")]
+    Ublk {
+        /// The volume.
+        name: String,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
     /// A link could not be made.
     #[error("{name}: cannot make the link {}", .link.display())]
     Link {
@@ -113,7 +123,7 @@ pub enum DeviceError {
     InUse {
         /// The volume.
         name: String,
-        /// The loop device.
+        /// The block device.
         device: PathBuf,
         /// Who, in words.
         users: Vec<String>,
@@ -123,7 +133,7 @@ pub enum DeviceError {
     Resume {
         /// The volume.
         name: String,
-        /// The loop device.
+        /// The block device.
         device: PathBuf,
         /// What was found.
         reason: String,
@@ -343,17 +353,19 @@ impl MountedDevice {
 
     /// A file system or another exclusive user has the device.
     pub fn is_claimed(&self) -> bool {
-        apart(|| loopdev::claimed(self.state.number)).unwrap_or(true)
+        apart(|| usage::claimed(self.state.number.into())).unwrap_or(true)
     }
 
     /// Everybody who uses the device, in words; looks at all processes, so it takes milliseconds.
     pub fn users(&self) -> Vec<String> {
-        apart(|| loopdev::users(self.state.number)).unwrap_or_else(|error| vec![error.to_string()])
+        apart(|| usage::users(self.state.number.into()))
+            .unwrap_or_else(|error| vec![error.to_string()])
     }
 
     /// The same without touching the device: also for one whose I/O is held.
     pub fn visible_users(&self) -> Vec<String> {
-        loopdev::visible_users(self.state.number).unwrap_or_else(|error| vec![error.to_string()])
+        usage::visible_users(self.state.number.into())
+            .unwrap_or_else(|error| vec![error.to_string()])
     }
 
     /// Anybody has the device open or mounted.
@@ -363,7 +375,7 @@ impl MountedDevice {
 
     /// Lets writes through or not.
     pub fn set_access(&self, access: BlockAccess) -> std::io::Result<()> {
-        apart(|| loopdev::set_access(self.state.number, access))
+        apart(|| usage::set_access(self.state.number.into(), access))
     }
 
     /// Tells the kernel the volume's new size.
@@ -469,7 +481,7 @@ impl MountedDevice {
 
     fn tell_gate(&self) {
         if let Some(gate) = &self.gate {
-            gate.set_number(self.state.number);
+            gate.set_number(self.state.number.into());
         }
     }
 
@@ -574,7 +586,7 @@ pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<
         let in_use = apart(|| match loopdev::detach(number, &file)? {
             Detached::Yes => Ok(None),
             Detached::InUse => {
-                let users = loopdev::users(number)?;
+                let users = usage::users(number.into())?;
                 loopdev::detach_on_last_close(number)?;
                 Ok(Some(users))
             }
@@ -593,11 +605,11 @@ fn file_name(owner: &str, name: &str) -> String {
     format!("{FILE_PREFIX}:{owner}:{}", name.replace('/', ":"))
 }
 
-fn gate(spec: &DeviceSpec, connect: ConnectPort<'_>) -> Option<Arc<Gate>> {
+pub(crate) fn gate(spec: &DeviceSpec, connect: ConnectPort<'_>) -> Option<Arc<Gate>> {
     (spec.opening == Opening::OnUse).then(|| Arc::new(Gate::new(connect)))
 }
 
-fn granularity(properties: &VolumeProperties) -> u32 {
+pub(crate) fn granularity(properties: &VolumeProperties) -> u32 {
     let wanted = properties
         .discard_granularity_bytes
         .max(properties.physical_block_bytes);
@@ -607,7 +619,7 @@ fn granularity(properties: &VolumeProperties) -> u32 {
 }
 
 /// Makes or replaces a symbolic link in one step, and its directory if need be.
-fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
+pub(crate) fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
     if let Ok(metadata) = std::fs::symlink_metadata(link)
         && !metadata.file_type().is_symlink()
     {

@@ -7,9 +7,8 @@
 //! meanwhile, all further requests fail until nobody uses the device, so that nothing is written
 //! that was derived from old data.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use lockstep_core::command::CommandError;
@@ -17,7 +16,7 @@ use lockstep_core::event::RequestId;
 use lockstep_io::port::{PortEvent, PortSink, VolumePort, VolumeProperties};
 
 use crate::apart::apart;
-use crate::loopdev::{self, LoopNumber};
+use crate::usage::{self, BlockNumber};
 
 /// How long requests are refused at once after a promotion that failed: many of them wait behind the
 /// first, and each try takes up to `auto-promote-timeout`.
@@ -61,8 +60,8 @@ pub struct Refused(pub String);
 /// The opener of a device's volume.
 pub struct Gate {
     shared: Arc<Shared>,
-    /// The loop device, once there is one.
-    number: AtomicU32,
+    /// The block device, once there is one.
+    number: OnceLock<BlockNumber>,
 }
 
 struct Shared {
@@ -114,12 +113,13 @@ impl Gate {
         *shared.port() = Some(port);
         Gate {
             shared,
-            number: AtomicU32::new(u32::MAX),
+            number: OnceLock::new(),
         }
     }
 
-    pub(crate) fn set_number(&self, number: LoopNumber) {
-        self.number.store(number.0, Ordering::Relaxed);
+    pub(crate) fn set_number(&self, number: BlockNumber) {
+        // A device keeps its number for life.
+        let _ = self.number.set(number);
     }
 
     /// Opens the volume for this, if it is not open yet; the answer may take `auto-promote-timeout`.
@@ -238,15 +238,14 @@ impl Gate {
 
     /// Asks the kernel on another thread: it may wait for this device's own requests.
     fn is_claimed(&self) -> bool {
-        let number = LoopNumber(self.number.load(Ordering::Relaxed));
-        if number.0 == u32::MAX {
+        let Some(&number) = self.number.get() else {
             return false;
-        }
+        };
         let (tell, told) = sync_channel(1);
         let asked = std::thread::Builder::new()
             .name("claimed".into())
             .spawn(move || {
-                let claimed = apart(|| loopdev::claimed(number)).unwrap_or(false);
+                let claimed = apart(|| usage::claimed(number)).unwrap_or(false);
                 // Nobody may wait for it any more.
                 let _ = tell.send(claimed);
             });
@@ -336,7 +335,7 @@ impl PortSink for Sink {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use lockstep_core::command::ErrorCode;
     use lockstep_io::pool::IoBuf;

@@ -182,6 +182,10 @@ impl Holder {
                 .filter(|_| self.clients.is_empty())
                 .map(|patience| patience.saturating_sub(self.alone_since.elapsed()));
             if left == Some(Duration::ZERO) {
+                for (state, _) in self.held.values() {
+                    // What comes behind the device's own words is the daemon's.
+                    crate::block::end_waiting(state.split(';').next().unwrap_or_default());
+                }
                 return Ok(());
             }
             let ready = self.wait(left)?;

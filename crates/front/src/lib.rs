@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 mod apart;
+pub mod block;
 pub mod device;
 mod fuse;
 pub mod gate;
@@ -14,5 +15,8 @@ mod loopdev;
 pub mod nbd;
 pub mod ram;
 mod sys;
+pub mod ublk;
+mod usage;
 
-pub use loopdev::{BlockAccess, LoopNumber, Usage};
+pub use loopdev::LoopNumber;
+pub use usage::{BlockAccess, BlockNumber, Usage};

@@ -1,16 +1,15 @@
-//! Loop devices: binding one to a file, its settings, who uses it, and letting it go.
+//! Loop devices: binding one to a file, its settings, and letting it go.
 //!
 //! Nothing here keeps a loop device open: an open descriptor of our own would count as a user.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
+use crate::usage::{BlockAccess, claimed, set_access_of};
 
 /// Attempts to get a free loop device while other processes take them too.
 const ATTACH_ATTEMPTS: u32 = 64;
@@ -57,15 +56,6 @@ pub(crate) enum Discard {
     Passed,
 }
 
-/// Whether a block device lets writes through.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockAccess {
-    /// Reads only.
-    ReadOnly,
-    /// Everything.
-    ReadWrite,
-}
-
 /// What became of an attempt to detach.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Detached {
@@ -81,11 +71,11 @@ impl LoopNumber {
         PathBuf::from(format!("/dev/loop{}", self.0))
     }
 
-    fn sysfs(self) -> PathBuf {
+    pub(crate) fn sysfs(self) -> PathBuf {
         PathBuf::from(format!("/sys/block/loop{}", self.0))
     }
 
-    fn open(self) -> io::Result<File> {
+    pub(crate) fn open(self) -> io::Result<File> {
         let path = self.path();
         match File::options().read(true).open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -194,26 +184,6 @@ fn set(number: LoopNumber, setting: &str, value: &str) {
     }
 }
 
-/// Lets writes through or not.
-pub(crate) fn set_access(number: LoopNumber, access: BlockAccess) -> io::Result<()> {
-    set_access_of(&number.open()?, access)
-}
-
-fn set_access_of(device: &File, access: BlockAccess) -> io::Result<()> {
-    let wanted = i32::from(access == BlockAccess::ReadOnly);
-    let mut value = wanted.to_ne_bytes();
-    control_memory(device, MemoryRequest::BlockSetReadOnly, &mut value)?;
-    let mut now = [0; 4];
-    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
-    if i32::from_ne_bytes(now) == wanted {
-        Ok(())
-    } else {
-        Err(io::Error::other(
-            "the kernel did not take the read-only flag of the loop device",
-        ))
-    }
-}
-
 /// Takes over the file's new size.
 pub(crate) fn update_size(number: LoopNumber) -> io::Result<()> {
     control(number.open()?, NumberRequest::LoopSetCapacity).map(drop)
@@ -225,7 +195,7 @@ pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached>
     let deadline = Instant::now() + PASSING_USER_TIMEOUT;
     loop {
         let detached = try_detach(number, expected)?;
-        if detached == Detached::Yes || Instant::now() > deadline || claimed(number)? {
+        if detached == Detached::Yes || Instant::now() > deadline || claimed(number.into())? {
             return Ok(detached);
         }
         std::thread::sleep(Duration::from_millis(2));
@@ -281,7 +251,7 @@ pub(crate) fn bound() -> io::Result<Vec<(LoopNumber, String)>> {
 
 /// All bound loop devices with the paths of their files. It opens none: opening a device waits for
 /// whoever holds it, for instance for I/O that another daemon does not answer.
-fn backing_files() -> io::Result<Vec<(LoopNumber, PathBuf)>> {
+pub(crate) fn backing_files() -> io::Result<Vec<(LoopNumber, PathBuf)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/sys/block")? {
         let name = entry?.file_name();
@@ -310,171 +280,6 @@ pub(crate) fn file_name(number: LoopNumber) -> io::Result<String> {
     let path = backing_file(number)?;
     let name = path.file_name().unwrap_or_default();
     Ok(name.to_string_lossy().into_owned())
-}
-
-/// Somebody has claimed the device: a mounted file system, device mapper, swap.
-pub(crate) fn claimed(number: LoopNumber) -> io::Result<bool> {
-    let exclusive = File::options()
-        .read(true)
-        .custom_flags(libc::O_EXCL)
-        .open(number.path());
-    match exclusive {
-        Ok(_) => Ok(false),
-        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
-        Err(error) => Err(error),
-    }
-}
-
-/// How a device is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Usage {
-    /// Mounted, only for reading.
-    MountedReadOnly,
-    /// Mounted, or claimed by somebody who is going to write.
-    Claimed,
-    /// Open.
-    Open,
-    /// By nobody who can be found.
-    Unused,
-}
-
-impl LoopNumber {
-    /// Whether the device is mounted in this process's mount namespace. It does not touch the device.
-    pub fn mounted(self) -> io::Result<Option<Usage>> {
-        let device = format!("{LOOP_MAJOR}:{}", self.0);
-        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
-        let of_device = |line: &&str| line.split(' ').nth(2) == Some(device.as_str());
-        let mut found = None;
-        for line in mounts.lines().filter(of_device) {
-            // The filesystem's own options are the last word.
-            let read_only = line
-                .rsplit(' ')
-                .next()
-                .is_some_and(|options| options.split(',').any(|option| option == "ro"));
-            if !read_only {
-                return Ok(Some(Usage::Claimed));
-            }
-            found = Some(Usage::MountedReadOnly);
-        }
-        Ok(found)
-    }
-
-    /// How the device is used. If by nobody, all that was written is durable then, and nothing that
-    /// was read is remembered. It may wait for the device's own requests, so the process that answers
-    /// them must ask in another one: killed while it waits, it could not end.
-    pub fn settled_usage(self) -> io::Result<Usage> {
-        if let Some(mounted) = self.mounted()? {
-            return Ok(mounted);
-        }
-        if claimed(self)? {
-            return Ok(Usage::Claimed);
-        }
-        if !visible_users(self)?.is_empty() {
-            return Ok(Usage::Open);
-        }
-        let device = self.open()?;
-        device.sync_all()?;
-        control(&device, NumberRequest::BlockFlushBuffers)?;
-        Ok(Usage::Unused)
-    }
-}
-
-impl Usage {
-    const WORDS: [(Usage, &str); 4] = [
-        (Usage::MountedReadOnly, "mounted-read-only"),
-        (Usage::Claimed, "claimed"),
-        (Usage::Open, "open"),
-        (Usage::Unused, "unused"),
-    ];
-
-    /// As one word, which another process reads.
-    pub fn word(self) -> &'static str {
-        let known = Self::WORDS.iter().find(|(usage, _)| *usage == self);
-        known.map_or("", |(_, word)| word)
-    }
-
-    /// From that word.
-    pub fn from_word(word: &str) -> Option<Usage> {
-        let known = Self::WORDS.iter().find(|(_, known)| *known == word);
-        known.map(|(usage, _)| *usage)
-    }
-}
-
-/// Who uses the device, in words. What other users' processes have open is seen by root only.
-pub(crate) fn users(number: LoopNumber) -> io::Result<Vec<String>> {
-    let mut users = visible_users(number)?;
-    if users.is_empty() && claimed(number)? {
-        users.push("a kernel user that shows in no process's mounts".into());
-    }
-    Ok(users)
-}
-
-/// The same without opening the device, which may wait while its I/O is held.
-pub(crate) fn visible_users(number: LoopNumber) -> io::Result<Vec<String>> {
-    let mut users = BTreeSet::new();
-    if let Ok(holders) = fs::read_dir(number.sysfs().join("holders")) {
-        for holder in holders.flatten() {
-            users.insert(format!(
-                "block device {}",
-                holder.file_name().to_string_lossy()
-            ));
-        }
-    }
-    if let Ok(swaps) = fs::read_to_string("/proc/swaps")
-        && swaps
-            .lines()
-            .any(|line| line.split(' ').next() == number.path().to_str())
-    {
-        users.insert("swap".into());
-    }
-    for (other, file) in backing_files()? {
-        if file == number.path() {
-            users.insert(format!("loop device {}", other.path().display()));
-        }
-    }
-    for process in fs::read_dir("/proc")?.flatten() {
-        let name = process.file_name();
-        if name
-            .to_str()
-            .is_some_and(|name| name.parse::<u32>().is_ok())
-        {
-            users_of_process(number, &process.path(), &mut users);
-        }
-    }
-    Ok(users.into_iter().collect())
-}
-
-fn users_of_process(number: LoopNumber, process: &Path, users: &mut BTreeSet<String>) {
-    // Processes come and go; one that has gone uses nothing.
-    let device = format!("{LOOP_MAJOR}:{}", number.0);
-    if let Ok(mounts) = fs::read_to_string(process.join("mountinfo")) {
-        for line in mounts.lines() {
-            let mut fields = line.split(' ').skip(2);
-            if fields.next() == Some(device.as_str()) {
-                let place = fields.nth(1).unwrap_or("?");
-                users.insert(format!("mount on {place}"));
-            }
-        }
-    }
-    let Ok(descriptors) = fs::read_dir(process.join("fd")) else {
-        return;
-    };
-    for descriptor in descriptors.flatten() {
-        let is_path = fs::read_link(descriptor.path()).is_ok_and(|target| target.has_root());
-        let is_device = |metadata: &fs::Metadata| {
-            metadata.file_type().is_block_device()
-                && metadata.rdev() == rustix::fs::makedev(LOOP_MAJOR, number.0)
-        };
-        if is_path && fs::metadata(descriptor.path()).is_ok_and(|metadata| is_device(&metadata)) {
-            let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
-            let pid = process
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
-            users.insert(format!("process {pid} ({})", name.trim()));
-        }
-    }
 }
 
 fn reads(number: LoopNumber, attribute: &str, value: &str) -> bool {

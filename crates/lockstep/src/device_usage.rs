@@ -3,21 +3,21 @@
 
 use std::process::ExitCode;
 
-use lockstep_front::LoopNumber;
+use lockstep_front::BlockNumber;
 
 const USAGE: &str = "\
-Usage: lockstep device-usage N
+Usage: lockstep device-usage loopN|ublkN
 
-Prints how /dev/loopN is used: mounted-read-only, claimed, open or unused. If unused, everything that
+Prints how /dev/loopN or /dev/ublkbN is used: mounted-read-only, claimed, open or unused. If unused, everything that
 was written to it is durable. Started by the daemon that serves the device.";
 
 /// Runs `lockstep device-usage ARGS`.
 pub(crate) fn run(args: &[String]) -> ExitCode {
     let number = match args {
-        [number] => number.parse().ok(),
+        [number] => BlockNumber::from_word(number),
         _ => None,
     };
-    let Some(number) = number.map(LoopNumber) else {
+    let Some(number) = number else {
         eprintln!("{USAGE}");
         return ExitCode::from(2);
     };

@@ -8,9 +8,11 @@ use lockstep_daemon::lockstepd::{DaemonConfig, run as run_daemon};
 use lockstep_daemon::node::NodeConfig;
 use lockstep_daemon::place::Place;
 use lockstep_format::wire::{PROTOCOL_MAX, PROTOCOL_MAX_84, PROTOCOL_MIN, PROTOCOL_MIN_9};
+use lockstep_front::block::DeviceKind;
 
 const USAGE: &str = "\
-Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold SECONDS]
+Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--device KIND]
+                 [--hold SECONDS]
                  [--max-parallel-resyncs N] [--metrics ADDRESS] [--nbd-listen ADDRESS]...
                  [--protocol-max N]
 
@@ -18,6 +20,8 @@ Usage: lockstepd [--dir DIR] [--shards N] [--pool-mib N] [--no-device] [--hold S
   --shards N     threads that replicate (default: one per processor, at most 2)
   --pool-mib N   memory for data of each of them in MiB, 16 to 65536 (default 256)
   --no-device    no mountable devices, only NBD
+  --device KIND  mountable devices of this kind: ublk, fuse (a loop device on a file over FUSE), or
+                 auto, which is ublk where /dev/ublk-control exists and else fuse (default auto)
   --hold S       if this daemon is killed, the I/O of its devices waits so many seconds (1 to
                  86400) for the next one instead of failing at once
   --max-parallel-resyncs N  volumes of this node that resync or verify at the same time (default
@@ -70,8 +74,10 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
     let mut node = NodeConfig {
         shards: processors.min(2),
         pool_bytes: 256 << 20,
-        devices: rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists(),
+        devices: rustix::process::geteuid().is_root()
+            && (Path::new("/dev/fuse").exists() || lockstep_front::ublk::is_present()),
         hold: None,
+        device_kind: DeviceKind::Auto,
         max_parallel_resyncs: 0,
         protocol_max: PROTOCOL_MAX,
     };
@@ -111,6 +117,14 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
                 node.protocol_max = most;
             }
             "--no-device" => node.devices = false,
+            "--device" => {
+                node.device_kind = match needed()?.as_str() {
+                    "auto" => DeviceKind::Auto,
+                    "ublk" => DeviceKind::Ublk,
+                    "fuse" => DeviceKind::Fuse,
+                    other => return Err(format!("--device {other}: auto, ublk or fuse is needed")),
+                };
+            }
             "--hold" => {
                 let seconds = number(name, &needed()?, 1, 86_400)?;
                 node.hold = Some(Duration::from_secs(seconds as u64));

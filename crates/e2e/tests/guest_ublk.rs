@@ -1,0 +1,283 @@
+//! Volumes as ublk devices, in a guest whose kernel has ublk: two nodes on the guest's loopback, a
+//! file system on the Primary's device, and a daemon that is killed under it.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lockstep_e2e::guest::{COMMAND_LIMIT, Guest, GuestSetup, HostFiles, can_emulate};
+use lockstep_e2e::{binary, has_program, run};
+
+/// SIGKILLs of the Primary's daemon; `LOCKSTEP_UBLK_KILLS` asks for more.
+const KILLS: usize = 3;
+
+/// One round of fio in an emulated machine.
+const ROUND_LIMIT: Duration = Duration::from_secs(300);
+
+const DISK_BYTES: u64 = 64 << 20;
+
+const CONFIGURATION: &str = "resource r0 {
+  net { protocol C; connect-int 1; }
+  on alfa { node-id 0; address ipv4 127.0.0.1:7001;
+    volume 0 { device minor 0; disk /dev/vda; meta-disk internal; } }
+  on bravo { node-id 1; address ipv4 127.0.0.1:7002;
+    volume 0 { device minor 1; disk /dev/vdb; meta-disk internal; } }
+}
+";
+
+/// `adm NODE WORDS`, `setup NODE WORDS`, `start NODE` and `stop NODE`.
+const HELPERS: &str = r#"
+node() { chroot /host env LOCKSTEP_DIR=/run/$1 /run/bin/$2 $3 $4 $5 $6 $7 2>&1; }
+adm() { n=$1; shift; node $n drbdadm "$@"; }
+setup() { n=$1; shift; node $n drbdsetup "$@"; }
+start() {
+    rm -f /run/$1/control.sock
+    chroot /host env LOCKSTEP_DIR=/run/$1 setsid /run/bin/lockstepd --device ublk --shards 1 \
+        --pool-mib 32 --hold 300 < /dev/null >> /run/$1/log 2>&1 &
+    while [ ! -S /run/$1/control.sock ]; do usleep 20000; done
+}
+killed() { kill -9 $(cat /run/$1/lockstepd.pid); }
+"#;
+
+struct Nodes {
+    guest: Guest,
+    dir: tempfile::TempDir,
+}
+
+impl Nodes {
+    /// Two nodes, in sync and Secondary.
+    fn start() -> Result<Nodes> {
+        let binary = binary()?.canonicalize()?;
+        let place = binary.parent().context("a binary in a directory")?;
+        let dir = tempfile::Builder::new()
+            .prefix("lockstep-ublk-")
+            .tempdir_in(place)?;
+        // Without what only a debugger reads: the guest copies it through an emulated processor.
+        let small = dir.path().join("lockstep");
+        run(Command::new("strip").arg("-o").arg(&small).arg(&binary))?;
+        let mut setup = GuestSetup {
+            host_files: HostFiles::ReadOnly,
+            memory_mib: 512,
+            cpus: 2,
+            ..GuestSetup::new("ublk")
+        };
+        for name in ["alfa", "bravo"] {
+            let disk = dir.path().join(name);
+            fs::File::create(&disk)?.set_len(DISK_BYTES)?;
+            setup.disks.push(disk);
+        }
+        let nodes = Nodes {
+            guest: Guest::start(setup)?,
+            dir,
+        };
+        let guest = &nodes.guest;
+        guest.load_module("ublk_drv", "")?;
+        guest.sh(&format!(
+            "mkdir -p /run/bin && cp /host{} /run/bin/lockstep && cd /run/bin && \
+             for name in lockstepd drbdadm drbdsetup drbdmeta; do ln -s lockstep $name; done",
+            small.display()
+        ))?;
+        guest.write_file("/run/helpers", HELPERS)?;
+        for name in ["alfa", "bravo"] {
+            guest.sh(&format!(
+                "mkdir /run/{name} && echo {name} > /run/{name}/node-name"
+            ))?;
+            guest.write_file(&format!("/run/{name}/drbd.conf"), CONFIGURATION)?;
+            nodes.sh(&format!(
+                "start {name}; adm {name} create-md --force r0 && adm {name} up r0"
+            ))?;
+        }
+        nodes.wait_status("alfa", "the connection", "peer-disk:Inconsistent")?;
+        nodes.sh("adm alfa new-current-uuid --clear-bitmap r0/0")?;
+        nodes.wait_in_sync()?;
+        Ok(nodes)
+    }
+
+    /// Runs a script with the helpers; the error has both nodes' logs.
+    fn sh(&self, script: &str) -> Result<String> {
+        let (status, output) = self.raw(script)?;
+        ensure!(
+            status == 0,
+            "`{script}` ended with {status}: {output}\n{}",
+            self.report()?
+        );
+        Ok(output)
+    }
+
+    fn raw(&self, script: &str) -> Result<(i32, String)> {
+        let script = format!(". /run/helpers\n{script}");
+        self.guest.sh_raw(&script, COMMAND_LIMIT)
+    }
+
+    fn report(&self) -> Result<String> {
+        let logs = "for n in alfa bravo; do echo \"--- $n\"; tail -n 40 /run/$n/log; \
+                    setup $n status --verbose; done; dmesg | tail -n 30";
+        Ok(self.raw(logs)?.1)
+    }
+
+    fn wait_status(&self, node: &str, what: &str, word: &str) -> Result<()> {
+        let waited = self.guest.wait(what, COMMAND_LIMIT, |_| {
+            let (_, status) = self.raw(&format!("setup {node} status --verbose"))?;
+            Ok(status.contains(word))
+        });
+        match waited {
+            Ok(()) => Ok(()),
+            Err(error) => Err(error.context(self.report()?)),
+        }
+    }
+
+    fn wait_in_sync(&self) -> Result<()> {
+        for node in ["alfa", "bravo"] {
+            self.guest.wait("both UpToDate", COMMAND_LIMIT, |_| {
+                let (_, status) =
+                    self.raw(&format!("setup {node} status --verbose --statistics"))?;
+                Ok(status.contains("disk:UpToDate")
+                    && status.contains("peer-disk:UpToDate")
+                    && status.contains("replication:Established")
+                    && status.contains("out-of-sync:0"))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn sectors_written(&self) -> Result<u64> {
+        let stat = self.guest.sh("cat /sys/block/$(cat /run/disk)/stat")?;
+        let field = stat.split_whitespace().nth(6).context("sectors written")?;
+        Ok(field.parse()?)
+    }
+
+    /// Both disks hold the same, and not only zeroes, up to the volume's end.
+    fn check_equal_disks(&self, size_bytes: u64) -> Result<()> {
+        let [alfa, bravo] = ["alfa", "bravo"].map(|name| -> Result<Vec<u8>> {
+            let mut bytes = vec![0; size_bytes as usize];
+            fs::File::open(self.dir.path().join(name))?.read_exact_at(&mut bytes, 0)?;
+            Ok(bytes)
+        });
+        let (alfa, bravo) = (alfa?, bravo?);
+        let unequal = alfa
+            .chunks(4096)
+            .zip(bravo.chunks(4096))
+            .filter(|(a, b)| a != b)
+            .count();
+        ensure!(unequal == 0, "{unequal} blocks differ");
+        let written = alfa.chunks(4096).filter(|c| c.iter().any(|&b| b != 0));
+        ensure!(written.count() > 500, "hardly anything was written");
+        Ok(())
+    }
+}
+
+/// What the kernel knows of the device.
+fn check_limits(nodes: &Nodes) -> Result<()> {
+    for (attribute, wanted) in [("write_cache", "write back"), ("fua", "1")] {
+        let found = nodes.sh(&format!(
+            "cat /sys/block/$(cat /run/disk)/queue/{attribute}"
+        ))?;
+        ensure!(found.trim() == wanted, "{attribute}: {found}");
+    }
+    let discard = nodes.sh("cat /sys/block/$(cat /run/disk)/queue/discard_max_bytes")?;
+    ensure!(discard.trim() != "0", "no discards");
+    Ok(())
+}
+
+/// Every kind of request, beside file systems.
+fn check_requests(nodes: &Nodes) -> Result<()> {
+    nodes.sh("dev=/dev/$(cat /run/disk)
+         dd if=/dev/urandom of=/run/part bs=64k count=16 2>/dev/null
+         chroot /host /bin/dd if=/run/part of=$dev bs=64k seek=32 oflag=direct,dsync 2>&1
+         chroot /host /bin/dd if=$dev of=/run/back bs=64k skip=32 count=16 iflag=direct 2>&1
+         cmp /run/part /run/back || exit 1
+         chroot /host /sbin/blkdiscard -o 2162688 -l 65536 $dev || exit 1
+         chroot /host /bin/fallocate -z -o 2228224 -l 65536 $dev || exit 1
+         chroot /host /bin/dd if=$dev of=/run/back bs=64k skip=33 count=2 iflag=direct 2>&1
+         head -c 131072 /dev/zero | cmp - /run/back")?;
+    // Beside a Primary a Secondary's device refuses everything.
+    let (status, _) = nodes.raw(
+        "chroot /host /bin/dd if=/run/part of=/run/bravo/dev/drbd1 bs=4k count=1 oflag=direct 2>&1",
+    )?;
+    ensure!(status != 0, "a Secondary's device took a write");
+    Ok(())
+}
+
+fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
+    let guest = &nodes.guest;
+    nodes.sh("mkfs.ext4 -q /dev/$(cat /run/disk) && mount /dev/$(cat /run/disk) /host/mnt")?;
+    let (status, refusal) = nodes.raw("adm alfa secondary r0")?;
+    ensure!(status != 0, "made Secondary under a mount");
+    ensure!(refusal.contains("mnt"), "the mount is not named: {refusal}");
+    let fio = "fio --name=load --directory=/mnt --rw=randwrite --bs=4k --size=4m --fsync=8 \
+               --direct=1 --ioengine=libaio --iodepth=8 --overwrite=1 --verify=crc32c \
+               --verify_fatal=1 --do_verify=1 --verify_state_save=0 --randrepeat=0";
+    guest.start_job(
+        "load",
+        &format!("while :; do chroot /host {fio} || exit 1; [ -e /run/stop-load ] && exit 0; done"),
+    )?;
+    for kill in 0..kills {
+        let before = nodes.sectors_written()?;
+        let more = guest.wait("more writes", ROUND_LIMIT, |guest| {
+            let status = guest.job_status("load")?;
+            ensure!(
+                status.is_none(),
+                "the load has ended before kill {kill}: {}",
+                guest.sh("cat /run/job-load.out")?
+            );
+            Ok(nodes.sectors_written()? > before + 400)
+        });
+        if let Err(error) = more {
+            return Err(error.context(nodes.report()?));
+        }
+        nodes.sh("killed alfa; start alfa; adm alfa up r0")?;
+        nodes.wait_status("alfa", "Primary again", "role:Primary")?;
+        nodes.wait_in_sync()?;
+    }
+    guest.sh("touch /run/stop-load")?;
+    if let Err(error) = guest.finish_job("load", ROUND_LIMIT) {
+        return Err(error.context(nodes.report()?));
+    }
+    nodes.sh(
+        "[ $(readlink /run/alfa/dev/drbd0) = /dev/$(cat /run/disk) ] || exit 1
+         umount /host/mnt && chroot /host /sbin/fsck.ext4 -f -n /dev/$(cat /run/disk)",
+    )?;
+    let log = guest.sh("dmesg")?;
+    for word in ["EXT4-fs error", "I/O error, dev ublkb0", "Aborting journal"] {
+        ensure!(!log.contains(word), "{log}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_ublk_device_outlives_its_daemon() -> Result<()> {
+    if !can_emulate() || !has_program("fio") || !has_program("strip") {
+        return Ok(());
+    }
+    let kills = match std::env::var("LOCKSTEP_UBLK_KILLS") {
+        Ok(text) => text.parse().context("LOCKSTEP_UBLK_KILLS")?,
+        Err(_) => KILLS,
+    };
+    let nodes = Nodes::start()?;
+    match story(&nodes, kills) {
+        Ok(()) => Ok(()),
+        Err(error) => Err(error.context(nodes.report()?)),
+    }
+}
+
+fn story(nodes: &Nodes, kills: usize) -> Result<()> {
+    nodes.sh("adm alfa primary r0")?;
+    let link = nodes.sh("readlink /run/alfa/dev/drbd0")?;
+    ensure!(link.starts_with("/dev/ublkb"), "{link}");
+    nodes
+        .guest
+        .sh("basename $(readlink /run/alfa/dev/drbd0) > /run/disk")?;
+    check_limits(nodes)?;
+    check_requests(nodes)?;
+    kill_under_load(nodes, kills)?;
+    nodes.wait_in_sync()?;
+    let size = nodes.sh("cat /sys/block/$(cat /run/disk)/size")?;
+    let size_bytes = size.trim().parse::<u64>()? * 512;
+    // With the nodes the devices go.
+    nodes.sh("for n in alfa bravo; do adm $n down r0 || exit 1; done")?;
+    let left = nodes.sh("ls /sys/class/ublk-char /run/alfa/dev /run/bravo/dev")?;
+    ensure!(!left.contains("ublkc") && !left.contains("drbd0"), "{left}");
+    nodes.check_equal_disks(size_bytes)
+}

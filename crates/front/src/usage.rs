@@ -1,0 +1,277 @@
+//! Block devices of any kind: who uses one, and whether it lets writes through.
+//!
+//! Nothing here keeps a device open: an open descriptor of our own would count as a user.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::loopdev::{self, LoopNumber};
+use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
+use crate::ublk::UblkNumber;
+
+/// A block device that a volume has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum BlockNumber {
+    /// A loop device.
+    Loop(LoopNumber),
+    /// A ublk device.
+    Ublk(UblkNumber),
+}
+
+impl From<LoopNumber> for BlockNumber {
+    fn from(number: LoopNumber) -> BlockNumber {
+        BlockNumber::Loop(number)
+    }
+}
+
+impl From<UblkNumber> for BlockNumber {
+    fn from(number: UblkNumber) -> BlockNumber {
+        BlockNumber::Ublk(number)
+    }
+}
+
+impl BlockNumber {
+    /// The device's node.
+    pub fn path(self) -> PathBuf {
+        match self {
+            BlockNumber::Loop(number) => number.path(),
+            BlockNumber::Ublk(number) => number.path(),
+        }
+    }
+
+    fn sysfs(self) -> PathBuf {
+        match self {
+            BlockNumber::Loop(number) => number.sysfs(),
+            BlockNumber::Ublk(number) => number.sysfs(),
+        }
+    }
+
+    fn open(self) -> io::Result<File> {
+        match self {
+            BlockNumber::Loop(number) => number.open(),
+            BlockNumber::Ublk(number) => File::options().read(true).open(number.path()),
+        }
+    }
+
+    /// Major and minor number, as text and as the kernel's number.
+    fn device(self) -> io::Result<(String, u64)> {
+        let text = fs::read_to_string(self.sysfs().join("dev"))?
+            .trim()
+            .to_owned();
+        let numbers = text
+            .split_once(':')
+            .and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+        let (major, minor) = numbers.ok_or(io::ErrorKind::InvalidData)?;
+        Ok((text, rustix::fs::makedev(major, minor)))
+    }
+}
+
+/// Whether a block device lets writes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockAccess {
+    /// Reads only.
+    ReadOnly,
+    /// Everything.
+    ReadWrite,
+}
+
+/// Lets writes through or not.
+pub(crate) fn set_access(number: BlockNumber, access: BlockAccess) -> io::Result<()> {
+    set_access_of(&number.open()?, access)
+}
+
+pub(crate) fn set_access_of(device: &File, access: BlockAccess) -> io::Result<()> {
+    let wanted = i32::from(access == BlockAccess::ReadOnly);
+    let mut value = wanted.to_ne_bytes();
+    control_memory(device, MemoryRequest::BlockSetReadOnly, &mut value)?;
+    let mut now = [0; 4];
+    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
+    if i32::from_ne_bytes(now) == wanted {
+        Ok(())
+    } else {
+        Err(io::Error::other(
+            "the kernel did not take the read-only flag of the loop device",
+        ))
+    }
+}
+
+/// Somebody has claimed the device: a mounted file system, device mapper, swap.
+pub(crate) fn claimed(number: BlockNumber) -> io::Result<bool> {
+    let exclusive = File::options()
+        .read(true)
+        .custom_flags(libc::O_EXCL)
+        .open(number.path());
+    match exclusive {
+        Ok(_) => Ok(false),
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+/// How a device is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Usage {
+    /// Mounted, only for reading.
+    MountedReadOnly,
+    /// Mounted, or claimed by somebody who is going to write.
+    Claimed,
+    /// Open.
+    Open,
+    /// By nobody who can be found.
+    Unused,
+}
+
+impl BlockNumber {
+    /// Whether the device is mounted in this process's mount namespace. It does not touch the device.
+    pub fn mounted(self) -> io::Result<Option<Usage>> {
+        let (device, _) = self.device()?;
+        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+        let of_device = |line: &&str| line.split(' ').nth(2) == Some(device.as_str());
+        let mut found = None;
+        for line in mounts.lines().filter(of_device) {
+            // The filesystem's own options are the last word.
+            let read_only = line
+                .rsplit(' ')
+                .next()
+                .is_some_and(|options| options.split(',').any(|option| option == "ro"));
+            if !read_only {
+                return Ok(Some(Usage::Claimed));
+            }
+            found = Some(Usage::MountedReadOnly);
+        }
+        Ok(found)
+    }
+
+    /// How the device is used. If by nobody, all that was written is durable then, and nothing that
+    /// was read is remembered. It may wait for the device's own requests, so the process that answers
+    /// them must ask in another one: killed while it waits, it could not end.
+    pub fn settled_usage(self) -> io::Result<Usage> {
+        if let Some(mounted) = self.mounted()? {
+            return Ok(mounted);
+        }
+        if claimed(self)? {
+            return Ok(Usage::Claimed);
+        }
+        if !visible_users(self)?.is_empty() {
+            return Ok(Usage::Open);
+        }
+        let device = self.open()?;
+        device.sync_all()?;
+        control(&device, NumberRequest::BlockFlushBuffers)?;
+        Ok(Usage::Unused)
+    }
+
+    /// As one word, which another process reads: `loop3`, `ublk0`.
+    pub fn word(self) -> String {
+        match self {
+            BlockNumber::Loop(number) => format!("loop{}", number.0),
+            BlockNumber::Ublk(number) => format!("ublk{}", number.0),
+        }
+    }
+
+    /// From that word.
+    pub fn from_word(word: &str) -> Option<BlockNumber> {
+        if let Some(number) = word.strip_prefix("loop") {
+            return Some(LoopNumber(number.parse().ok()?).into());
+        }
+        let number = word.strip_prefix("ublk")?.parse().ok()?;
+        Some(UblkNumber(number).into())
+    }
+}
+
+impl Usage {
+    const WORDS: [(Usage, &str); 4] = [
+        (Usage::MountedReadOnly, "mounted-read-only"),
+        (Usage::Claimed, "claimed"),
+        (Usage::Open, "open"),
+        (Usage::Unused, "unused"),
+    ];
+
+    /// As one word, which another process reads.
+    pub fn word(self) -> &'static str {
+        let known = Self::WORDS.iter().find(|(usage, _)| *usage == self);
+        known.map_or("", |(_, word)| word)
+    }
+
+    /// From that word.
+    pub fn from_word(word: &str) -> Option<Usage> {
+        let known = Self::WORDS.iter().find(|(_, known)| *known == word);
+        known.map(|(usage, _)| *usage)
+    }
+}
+
+/// Who uses the device, in words. What other users' processes have open is seen by root only.
+pub(crate) fn users(number: BlockNumber) -> io::Result<Vec<String>> {
+    let mut users = visible_users(number)?;
+    if users.is_empty() && claimed(number)? {
+        users.push("a kernel user that shows in no process's mounts".into());
+    }
+    Ok(users)
+}
+
+/// The same without opening the device, which may wait while its I/O is held.
+pub(crate) fn visible_users(number: BlockNumber) -> io::Result<Vec<String>> {
+    let mut users = BTreeSet::new();
+    if let Ok(holders) = fs::read_dir(number.sysfs().join("holders")) {
+        for holder in holders.flatten() {
+            users.insert(format!(
+                "block device {}",
+                holder.file_name().to_string_lossy()
+            ));
+        }
+    }
+    if let Ok(swaps) = fs::read_to_string("/proc/swaps")
+        && swaps
+            .lines()
+            .any(|line| line.split(' ').next() == number.path().to_str())
+    {
+        users.insert("swap".into());
+    }
+    let (name, device) = number.device()?;
+    for (other, file) in loopdev::backing_files()? {
+        if file == number.path() {
+            users.insert(format!("loop device {}", other.path().display()));
+        }
+    }
+    for process in fs::read_dir("/proc")?.flatten() {
+        let pid = process.file_name();
+        if pid.to_str().is_some_and(|pid| pid.parse::<u32>().is_ok()) {
+            users_of_process((&name, device), &process.path(), &mut users);
+        }
+    }
+    Ok(users.into_iter().collect())
+}
+
+fn users_of_process((name, device): (&str, u64), process: &Path, users: &mut BTreeSet<String>) {
+    // Processes come and go; one that has gone uses nothing.
+    if let Ok(mounts) = fs::read_to_string(process.join("mountinfo")) {
+        for line in mounts.lines() {
+            let mut fields = line.split(' ').skip(2);
+            if fields.next() == Some(name) {
+                let place = fields.nth(1).unwrap_or("?");
+                users.insert(format!("mount on {place}"));
+            }
+        }
+    }
+    let Ok(descriptors) = fs::read_dir(process.join("fd")) else {
+        return;
+    };
+    for descriptor in descriptors.flatten() {
+        let is_path = fs::read_link(descriptor.path()).is_ok_and(|target| target.has_root());
+        let is_device = |metadata: &fs::Metadata| {
+            metadata.file_type().is_block_device() && metadata.rdev() == device
+        };
+        if is_path && fs::metadata(descriptor.path()).is_ok_and(|metadata| is_device(&metadata)) {
+            let program = fs::read_to_string(process.join("comm")).unwrap_or_default();
+            let pid = process
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            users.insert(format!("process {pid} ({})", program.trim()));
+        }
+    }
+}
