@@ -53,6 +53,8 @@ pub struct Connection {
     pub connecting: bool,
     /// Received writes of the lost link are still being written.
     pub draining: bool,
+    /// The link that is being cleaned up after had ended its handshake.
+    pub was_established: bool,
     /// Commands that wait for this connection to be StandAlone.
     pub waiting_down: Vec<CommandId>,
     /// Dagtag of the last write received from the peer.
@@ -141,6 +143,7 @@ impl Connection {
             tentative: false,
             connecting: false,
             draining: false,
+            was_established: false,
             waiting_down: Vec::new(),
             last_dagtag: Dagtag(0),
             dagtag_fresh: false,

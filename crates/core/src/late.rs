@@ -1,5 +1,7 @@
 //! Nodes that have all data, but hear late, or not at all, what they are called.
 
+use alloc::vec::Vec;
+
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
@@ -86,6 +88,32 @@ impl Resource {
             generations.adopt_without_resync(set.current, primary, role);
             generations.push_retired_current(old);
         }
+    }
+
+    /// A generation that began during a handshake, after the UUIDs were sent, went to the connected
+    /// peers alone. This one would take an end of a resync by the old name for another branch.
+    pub(crate) fn tell_generation_of_handshake(&mut self, peer: NodeId) {
+        if !self.is_lockstep(peer) || self.is_legacy(peer) {
+            return;
+        }
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let current = self.own_current(volume);
+            let told = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&peer)?.sent_uuids.as_ref())
+                .map(|set| set.current);
+            if let (Some(current), Some(told)) = (current, told)
+                && !current.same_generation(told)
+            {
+                self.send_uuids(peer, volume, UuidFlags::empty());
+            }
+        }
+    }
+
+    fn own_current(&self, volume: VolumeNr) -> Option<Uuid> {
+        Some(self.devices.get(&volume)?.attached()?.generations.current)
     }
 
     /// A disk that comes back cannot know whether a Primary without a disk went on without it.

@@ -6,6 +6,7 @@
 
 use alloc::format;
 use alloc::vec::Vec;
+use core::mem;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{
@@ -22,6 +23,13 @@ use crate::time::Duration;
 use crate::timers::Timer;
 use crate::validity::Refusal;
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
+
+/// Pause before the next connect when an established connection was lost: a peer that restarts is
+/// back at once, and the I/O of a Primary may wait for it.
+const RECONNECT_AFTER_LOSS: Duration = Duration::from_millis(100);
+
+/// The same when the handshake failed, which the next one may do as well.
+const RECONNECT_AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 /// A committed change whose after actions are due.
 #[derive(Debug)]
@@ -607,7 +615,8 @@ impl Resource {
                 | ConnState::Disconnecting => {
                     self.connection_lost(*peer, before.conn, c.conn, graceful);
                 }
-                ConnState::StandAlone | ConnState::Unconnected | ConnState::Connected => {}
+                ConnState::Connected => self.tell_generation_of_handshake(*peer),
+                ConnState::StandAlone | ConnState::Unconnected => {}
             }
         }
     }
@@ -626,6 +635,7 @@ impl Resource {
         let was_up = before >= ConnState::Connecting;
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.draining = was_up;
+            conn.was_established |= before == ConnState::Connected;
         }
         if was_up {
             // Answers by `connection_drained`, at once if nothing is in flight.
@@ -660,16 +670,21 @@ impl Resource {
 
     fn connection_cleaned(&mut self, peer: NodeId) {
         let conn_state = self.state.conn(peer);
-        let now = self.now;
+        let was_established = self
+            .connections
+            .get_mut(&peer)
+            .is_some_and(|c| mem::take(&mut c.was_established));
         if conn_state == ConnState::Disconnecting {
             self.hard_change(Change::new().conn(peer, ConnState::StandAlone));
             self.connection_is_down(peer);
         } else if conn_state != ConnState::StandAlone {
-            let graceful_end = conn_state == ConnState::TearDown;
             self.hard_change(Change::new().conn(peer, ConnState::Unconnected));
-            self.timers
-                .set(Timer::Reconnect(peer), now + Duration::from_secs(1));
-            let _ = graceful_end;
+            let pause = if was_established {
+                RECONNECT_AFTER_LOSS
+            } else {
+                RECONNECT_AFTER_FAILURE
+            };
+            self.timers.set(Timer::Reconnect(peer), self.now + pause);
         }
         self.notify_lost_primary(peer);
         self.reconcile_settled();

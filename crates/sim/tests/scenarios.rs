@@ -1,9 +1,10 @@
 //! Stories with a known end, each in a small world.
 
 use lockstep_core::options::Protocol;
+use lockstep_format::wire::ConnState;
 use lockstep_sim::disk::Lose;
 use lockstep_sim::scenario::{A, B, C, Scenario};
-use lockstep_sim::world::{Config, MS, SECOND};
+use lockstep_sim::world::{Config, MS, SECOND, World};
 
 #[test]
 fn a_full_sync_copies_everything() {
@@ -174,4 +175,21 @@ fn a_write_of_a_diskless_primary_is_marked_also_when_the_link_breaks_meanwhile()
         assert_eq!(marked, if written { 48 } else { 32 });
     }
     assert!(reached > 0, "some links lived long enough");
+}
+
+/// The peer of a Primary may be back at once: requests may wait for it.
+#[test]
+fn a_lost_connection_is_made_again_without_a_long_pause() {
+    let mut s = Scenario::new(9, 2, Protocol::C);
+    let connected = |w: &World| {
+        w.snapshot(A)
+            .is_some_and(|s| s.connections[0].state == ConnState::Connected)
+    };
+    s.world.reset(A, B);
+    s.run_until("the loss", |w| !connected(w));
+    let lost = s.world.now;
+    s.run_until("the next connection", connected);
+    let took = s.world.now - lost;
+    assert!(took < 300 * MS, "{} ms", took / MS);
+    s.in_sync();
 }

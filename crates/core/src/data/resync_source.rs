@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockDesc, BlockRequest, Data};
-use lockstep_format::wire::{Digest, DiskState, Packet, ReplState};
+use lockstep_format::wire::{Digest, DiskState, Packet, ReplState, Role};
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
@@ -94,12 +94,18 @@ impl Resource {
             return;
         }
         let mut after = None;
+        let writes = self
+            .state
+            .connections
+            .get(&node)
+            .is_some_and(|c| c.peer_role == Role::Primary);
         if dagtag.0 != 0 && node != self.node_id && node != peer {
             match self.connections.get(&node) {
-                Some(conn) if conn.link.is_some() => {
-                    if dagtag.is_newer_than(conn.last_dagtag) {
-                        after = Some((node, dagtag));
-                    }
+                Some(conn) if conn.link.is_some() && !dagtag.is_newer_than(conn.last_dagtag) => {}
+                // One that is no Primary and has said nothing on this link will not say it: the
+                // target speaks of a link from before.
+                Some(conn) if conn.link.is_some() && (conn.dagtag_fresh || writes) => {
+                    after = Some((node, dagtag));
                 }
                 // What the target has of that node never comes here any more on this stream.
                 _ => {

@@ -169,6 +169,7 @@ impl Resource {
             }
             io.target = Some(sync);
             self.request_flushes(volume, peer);
+            self.request_flushes_of_others(volume, peer);
             self.timers.set(Timer::ResyncStep(volume, peer), now);
         }
     }

@@ -6,6 +6,7 @@ use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::FlushRequests;
 use lockstep_format::wire::{DiskState, Packet, Role};
 
+use super::TargetSync;
 use crate::connection::Connection;
 use crate::event::Stream;
 use crate::resource::Resource;
@@ -71,6 +72,28 @@ impl Resource {
             sync.flush_waits = waits;
             sync.flush_asked = now;
             sync.flush_sequence = flush_sequence;
+        }
+    }
+
+    /// A Primary was away when resyncs from other nodes began: they may owe marks of what it wrote
+    /// since, and must not end before those are here.
+    pub(super) fn request_flushes_of_others(&mut self, volume: VolumeNr, primary: NodeId) {
+        let connection = self.state.connections.get(&primary);
+        if connection.is_none_or(|c| c.peer_role != Role::Primary) {
+            return;
+        }
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let running = |io: &Option<TargetSync>| io.as_ref().is_some_and(|sync| !sync.over);
+        let others: Vec<NodeId> = device
+            .peers
+            .iter()
+            .filter(|(node, pd)| **node != primary && running(&pd.io.target))
+            .map(|(node, _)| *node)
+            .collect();
+        for other in others {
+            self.request_flushes(volume, other);
         }
     }
 
