@@ -1,6 +1,7 @@
 //! Planned worlds of two nodes that failed once, shrunk, and what was wrong.
 
 use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::extras::Extra;
 use lockstep_sim::plan::{Numbers, Orders, Size};
 use lockstep_sim::swarm::{self, Limits};
 
@@ -84,4 +85,17 @@ fn the_lost_end_of_a_resync_with_84_does_not_hide_what_was_marked_meanwhile() {
 #[test]
 fn a_demoted_node_has_flushed_what_it_wrote() {
     holds(30448, Size::Any, "0,8", "0");
+}
+
+#[test]
+fn a_write_that_conflicts_with_nothing_does_not_hide_that_an_ack_is_missing() {
+    // The next write of the same sender overlapped one that this ack was about.
+    let orders = Orders {
+        extras: vec![Extra::TwoPrimaries],
+        only_faults: Some(Numbers::parse("none").unwrap()),
+        only_requests: Some(Numbers::parse("238,249,262,269,271").unwrap()),
+        ..Orders::default()
+    };
+    let played = run(603, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(603));
 }

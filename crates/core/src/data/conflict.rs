@@ -2,8 +2,8 @@
 //!
 //! A received write *conflicts* with an own one that the peer has not answered. Own writes that
 //! were not sent yet simply go behind it, and one that the peer has acknowledged was first there
-//! as well. Because acks and writes come on two streams, a write that seems to conflict waits for
-//! the acks that its sender sent before it (wire.md, 6.4).
+//! as well. Because acks and writes come on two streams, a write waits for the acks that its sender
+//! sent before it (wire.md, 6.4).
 //!
 //! What follows is what the peer's release does (wire.md, 6.12). DRBD 9 ends the connection. With
 //! 8.4 the end with the role bit decides: its own write wins, and the peer's is superseded by it
@@ -157,11 +157,12 @@ impl Resource {
         }
     }
 
-    /// A write that conflicts as far as is known, but acks from before it are missing.
+    /// A write of which acks from before it are missing. It waits for them even if it conflicts
+    /// with nothing: its number would hide from the next one that they are missing.
     fn comes_early(&self, peer: NodeId, volume: VolumeNr, packet: &Packet) -> bool {
-        let (sector, size_bytes, number) = match packet {
-            Packet::Data(d) => (d.sector, d.payload_len, d.seq_num),
-            Packet::Trim(t) | Packet::Zeroes(t) => (t.sector, t.size_bytes, t.seq_num),
+        let number = match packet {
+            Packet::Data(d) => d.seq_num,
+            Packet::Trim(t) | Packet::Zeroes(t) => t.seq_num,
             _ => return false,
         };
         let waits_for_verdict = self.is_legacy(peer) && !self.resolves_conflicts(peer);
@@ -173,9 +174,6 @@ impl Resource {
         !waits_for_verdict
             && !planted!(self, ConflictsIgnoreAcks)
             && is_later(number.wrapping_sub(1), have)
-            && !self
-                .conflicting(peer, volume, sector, size_bytes)
-                .is_empty()
     }
 
     /// Own writes that overlap a range and that the peer was sent, or will be sent again, and did
