@@ -528,7 +528,9 @@ impl Resource {
             // Nobody waits for data here any more.
             new.susp_nod = false;
         }
-        if demoted && self.devices.values().any(|d| d.openers.writers > 0) {
+        // What waited for the end of a suspension is not acknowledged by the demotion that ends it.
+        let frozen = old.suspended() && !self.requests_are_answered();
+        if demoted && (frozen || self.devices.values().any(|d| d.openers.writers > 0)) {
             new.fail_io = true;
         }
     }

@@ -137,6 +137,32 @@ fn a_forced_demotion_fails_what_waits_for_quorum() {
     check(w, &[]);
 }
 
+/// Requests of an application count as well, if nobody said that the volume is open.
+#[test]
+fn a_forced_demotion_without_openers_acknowledges_nothing_that_was_frozen() {
+    let setup = Setup {
+        options: ResourceOptions {
+            quorum: Quorum::Majority,
+            on_no_quorum: OnLoss::SuspendIo,
+            ..ResourceOptions::default()
+        },
+        ..Setup::default()
+    };
+    let mut w = clean(5, 3, setup);
+    w.cut = true;
+    let write = w.write(0, 8, 4096, 1);
+    w.cut_links();
+    w.pass(Duration::from_secs(2));
+    assert_eq!(w.nodes[0].completed.get(&write), None);
+    w.command(0, Command::Secondary { force: true });
+    w.pass(Duration::from_secs(2));
+    let result = w.nodes[0].completed.get(&write);
+    assert_eq!(result, Some(&Err(RequestError::Io)), "{:#?}", w.log);
+    assert!(!fails_io(&w));
+    w.cut = false;
+    w.pass_until("in sync again", 90, World::in_sync);
+}
+
 #[test]
 fn a_forced_demotion_fails_what_waits_for_data() {
     let setup = Setup {
