@@ -858,10 +858,16 @@ impl Resource {
             );
         };
         let fresh = disk.generations.current == created;
-        if !clear_bitmap && !fresh && self.state.disk(volume) == DiskState::Inconsistent {
+        // One that leaves may have been Inconsistent before.
+        let own = self.state.disk(volume);
+        let is_whole = !matches!(
+            own,
+            DiskState::Inconsistent | DiskState::Detaching | DiskState::Failed
+        );
+        if !clear_bitmap && !fresh && !is_whole {
             return fail(
                 ErrorCode::NO_UP_TO_DATE_DISK,
-                format!("volume {volume} is Inconsistent: its data are no generation"),
+                format!("volume {volume} is {own:?}: its data are no generation"),
             );
         }
         let option = clear_bitmap || force_resync;

@@ -140,7 +140,7 @@ registry! {
     ZeroesShort "zeroes-short"
         "A zero-out reaches only the first half of its range.";
     NegAckIgnored "neg-ack-ignored"
-        "A peer's failed write counts as done.";
+        "A failed write of a peer counts as done on both sides.";
     CsumsAlwaysEqual "csums-always-equal"
         "A resync by checksums takes every block for equal.";
     ReadFromAnyPeer "read-from-any-peer"

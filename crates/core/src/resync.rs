@@ -230,10 +230,12 @@ impl Resource {
             .devices
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
-        let marked_again = self.out_of_sync_blocks(volume, peer) > 0;
+        let forgets = planted!(self, MarkedAtEndForgotten);
+        let forgets = forgets || planted!(self, ResyncForgetsBehindCursor);
+        let marked_again = !forgets && self.out_of_sync_blocks(volume, peer) > 0;
         if self.is_legacy(peer) {
             self.legacy_await_acks(volume, peer);
-        } else if attached && marked_again && !planted!(self, MarkedAtEndForgotten) {
+        } else if attached && marked_again {
             // The source wrote meanwhile, and told only that.
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.resync_ready = true;

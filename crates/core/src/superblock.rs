@@ -22,7 +22,7 @@ impl Resource {
         self.push_superblock(volume);
     }
 
-    /// The peer's disk, which was good, is gone, and this one is good. What both have
+    /// The peer's disk, which was good, is gone or is to be copied anew, and this one is good. What both have
     /// acknowledged may lie in this disk's cache alone now: a power cut must not take it.
     pub(crate) fn only_copy_remains(
         &mut self,
@@ -30,7 +30,8 @@ impl Resource {
         before: DiskState,
         after: DiskState,
     ) {
-        let lost = before == DiskState::UpToDate && after < DiskState::Negotiating;
+        let lost = before == DiskState::UpToDate
+            && (after < DiskState::Negotiating || after == DiskState::Inconsistent);
         if !lost || self.state.disk(volume) != DiskState::UpToDate {
             return;
         }

@@ -379,6 +379,7 @@ impl Resource {
         let before_own = old.disk(volume);
         let primary_known = new.role == Role::Primary || new.primary_peer().is_some();
         let received = self.peer_writes_in_flight(volume);
+        let keeps_cache = planted!(self, DemotionWithoutFlush);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -427,6 +428,11 @@ impl Resource {
         flags.set(DeviceFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
         let mut changed = flags != old_flags;
         disk.generations.flags = flags;
+        if old.role == Role::Primary && new.role != Role::Primary && !keeps_cache {
+            // A disk that is not a Primary's is believed to have what it acknowledged: already the
+            // first superblock that calls it so comes after a flush.
+            disk.writer.flush_data = true;
+        }
         changed |= old.members != new.members;
         if before_own != DiskState::Negotiating || own != DiskState::Negotiating {
             for (peer, p) in &after.peers {

@@ -412,6 +412,10 @@ impl Resource {
 
     /// Tells a follower the generation that is coming.
     fn send_planned(&mut self, volume: VolumeNr, peer: NodeId, next: &Generations) {
+        // While the plan was noted the peer may have gone, and may be back in a handshake.
+        if !self.is_established(peer) {
+            return;
+        }
         let weak = self.weak_nodes(volume);
         let Some(mut set) = self.own_uuids(peer, volume, UuidFlags::NEW_DATAGEN) else {
             return;
@@ -814,7 +818,7 @@ impl Resource {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.exposed_uuid = device.current_uuid();
         }
-        if self.state.peer_device(volume, peer).disk < DiskState::Inconsistent {
+        if self.state.peer_device(volume, peer).disk <= DiskState::Inconsistent {
             self.keep_last_copy(volume);
         }
         self.after_superblock(volume, AfterMeta::SpreadUuids);

@@ -158,29 +158,33 @@ pub fn flushed_is_durable(w: &mut World, primary: usize, volume: u16, issued: u6
 /// A write with FUA is acknowledged: it lies on stable storage.
 pub(crate) fn fua_is_durable(w: &mut World, primary: usize, asked: &Asked) {
     for node in replicas(w, primary, asked.volume) {
-        let writer = whose(w, primary, node);
-        let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile();
-        let blocks = asked.block..asked.block + asked.count;
-        // Its own data are enough: a later write may have been acknowledged before it.
-        let lost = volatile.range(blocks).find(|(block, old)| {
-            !w.spoiled.contains_key(&(asked.volume, **block))
-                && **old != asked.value + (**block - asked.block)
-                && !w
-                    .history
-                    .may_be_durable(asked.volume, **block, **old, w.now + 1, writer)
-        });
-        if let Some((block, old)) = lost {
-            let text = format!(
-                "{} acknowledges a durable write of volume {}, but {} would lose block {block} \
-                 with its power and have {old} there; {}",
-                name(primary),
-                asked.volume,
-                name(node),
-                w.history.describe(asked.volume, *block)
-            );
-            w.fail(text);
-            return;
-        }
+        is_durable_at(w, primary, asked, node);
+    }
+}
+
+/// A write that is acknowledged lies on a node's stable storage.
+pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: usize) {
+    let writer = whose(w, primary, node);
+    let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile();
+    let blocks = asked.block..asked.block + asked.count;
+    // Its own data are enough: a later write may have been acknowledged before it.
+    let lost = volatile.range(blocks).find(|(block, old)| {
+        !w.spoiled.contains_key(&(asked.volume, **block))
+            && **old != asked.value_of(**block - asked.block)
+            && !w
+                .history
+                .may_be_durable(asked.volume, **block, **old, w.now + 1, writer)
+    });
+    if let Some((block, old)) = lost {
+        let text = format!(
+            "{} acknowledges a durable write of volume {}, but {} would lose block {block} \
+             with its power and have {old} there; {}",
+            name(primary),
+            asked.volume,
+            name(node),
+            w.history.describe(asked.volume, *block)
+        );
+        w.fail(text);
     }
 }
 
@@ -204,7 +208,7 @@ fn replicas(w: &mut World, primary: usize, volume: u16) -> Vec<usize> {
 }
 
 /// According to its metadata the disk has all data of a generation.
-fn is_whole(w: &World, node: usize, volume: usize) -> bool {
+pub(crate) fn is_whole(w: &World, node: usize, volume: usize) -> bool {
     w.nodes[node].disks[volume].superblock().is_ok_and(|s| {
         s.flags
             .contains(DeviceFlags::CONSISTENT | DeviceFlags::WAS_UP_TO_DATE)

@@ -416,6 +416,12 @@ impl Disk {
         oldest
     }
 
+    /// The first block of which some content up to this write is not durable.
+    pub fn first_volatile(&self, upto: u64) -> Option<u64> {
+        let oldest = self.unflushed.front()?;
+        (oldest.sequence <= upto).then_some(oldest.block)
+    }
+
     /// Everything up to this sequence number is durable.
     pub fn flushed(&mut self, upto: u64) {
         while self.unflushed.front().is_some_and(|v| v.sequence <= upto) {

@@ -10,6 +10,7 @@ use crate::marks::{self, Marks};
 use crate::operator::Operator;
 use crate::pair::Pair;
 use crate::plan::{Orders, Plan, PlannedFault};
+use crate::promises;
 use crate::rng::{Rng, mixed};
 use crate::story::{self, Tail};
 use crate::swarm::{bring_up, rest, wait_for};
@@ -139,6 +140,8 @@ struct Drive<'a> {
     /// When the operator promotes an heir; none while there is a Primary.
     promote_at: Option<u64>,
     promotions: u64,
+    /// When followers are compared with what was acknowledged.
+    compare_at: u64,
     /// When the operator mends things next; none while there is trouble.
     heal_at: Option<u64>,
     /// The operator of two Primaries.
@@ -156,6 +159,7 @@ impl<'a> Drive<'a> {
             look_at: 0,
             promote_at: None,
             promotions: 0,
+            compare_at: 0,
             heal_at: None,
             pair: None,
         }
@@ -172,6 +176,7 @@ impl<'a> Drive<'a> {
         self.start = w.now;
         self.look_at = w.now;
         w.watches = self.plan.watches;
+        w.read_back = self.plan.theme.reads_back.then(Vec::new);
         self.go_on(w, o, |d| {
             d.next_fault < d.plan.faults.len() || !d.undo.is_empty()
         });
@@ -195,6 +200,7 @@ impl<'a> Drive<'a> {
         wait_for(w, o, PATIENCE * 20, what, |w, o| {
             if round.is_multiple_of(50) {
                 o.heal(w);
+                promises::followers_are_current(w);
                 // A slow resync may take long, but not stand still or begin again.
                 let left = check::left_to_sync(w);
                 let moves = left < progress.0;
@@ -292,6 +298,10 @@ impl<'a> Drive<'a> {
         if self.plan.watches && w.violation.is_none() {
             check::differences_are_marked(w);
             check::losses_are_marked(w);
+        }
+        if w.now >= self.compare_at {
+            self.compare_at = w.now + SECOND;
+            promises::followers_are_current(w);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         if let Some(pair) = self.pair.as_mut() {

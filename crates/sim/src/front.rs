@@ -5,9 +5,13 @@ use lockstep_format::units::{Sector, VolumeNr};
 
 use crate::check;
 use crate::disk::BLOCK;
+use crate::promises;
 use crate::sometimes;
 use crate::story;
 use crate::world::{Asked, Weather, World, name};
+
+/// A front end with so many requests under way reads nothing back.
+const READS_BACK: usize = 20;
 
 impl World {
     /// A request; its content is fresh versions.
@@ -80,6 +84,24 @@ impl World {
             }),
         );
         request_id
+    }
+
+    /// Reads at once what was just acknowledged, where front ends do that.
+    pub(crate) fn read_back(&mut self) {
+        let Some(due) = self.read_back.as_mut().map(std::mem::take) else {
+            return;
+        };
+        for (node, asked) in due {
+            if self.is_up(node) && self.violation.is_none() {
+                self.request(
+                    node,
+                    asked.volume,
+                    RequestKind::Read,
+                    asked.block,
+                    asked.count,
+                );
+            }
+        }
     }
 
     fn oldest_read(&self) -> u64 {
@@ -158,8 +180,14 @@ impl World {
                             hard,
                         );
                     }
-                    if hard {
-                        check::fua_is_durable(self, node, &asked);
+                    match hard {
+                        true => check::fua_is_durable(self, node, &asked),
+                        false => promises::last_copy_is_durable(self, node, &asked),
+                    }
+                    if self.nodes[node].requests.len() < READS_BACK
+                        && let Some(due) = &mut self.read_back
+                    {
+                        due.push((node, asked.clone()));
                     }
                 } else {
                     self.abandon(&asked, now);

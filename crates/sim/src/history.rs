@@ -297,6 +297,19 @@ impl History {
         same.any(|v| !newer(v))
     }
 
+    /// Whether a replica that has all acknowledged data may hold this value. What only a read has
+    /// seen so far may be missing.
+    pub fn is_current(&self, volume: u16, block: u64, value: u64, now: u64) -> bool {
+        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
+            let number = v.index.get(block as usize)?.checked_sub(1)?;
+            v.registers.get(number as usize)
+        });
+        register.is_none_or(|r| {
+            let mut versions = r.versions.iter();
+            versions.any(|v| v.value == value && v.superseded_settled >= now)
+        })
+    }
+
     /// Checks a read and learns from it.
     pub fn read(
         &mut self,

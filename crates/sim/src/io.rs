@@ -6,6 +6,7 @@ use lockstep_format::units::{Sector, VolumeNr};
 
 use crate::check;
 use crate::disk::{BLOCK, DataOp, Fate, Flying, MetaOp};
+use crate::promises;
 use crate::sometimes;
 use crate::story;
 use crate::world::{Ev, MS, Place, World, name, span};
@@ -319,6 +320,9 @@ impl World {
                     disk.flushed(upto);
                 }
                 disk.store_meta(offset, &bytes);
+                if offset == disk.layout.superblock_byte() {
+                    promises::superblock_written(self, node, v);
+                }
                 if self.watches {
                     check::differences_are_marked(self);
                     check::losses_are_marked(self);

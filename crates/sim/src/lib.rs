@@ -23,6 +23,7 @@ pub mod pair;
 pub mod plan;
 #[cfg(feature = "planted")]
 pub mod planted;
+pub mod promises;
 pub mod rng;
 pub mod scenario;
 pub mod shrink;

@@ -330,6 +330,10 @@ impl Plan {
             true => format!("{theme} short activity log,"),
             false => theme,
         };
+        let theme = match self.theme.reads_back {
+            true => format!("{theme} reads back,"),
+            false => theme,
+        };
         let slow = c.slow.map_or_else(String::new, |s| {
             format!(
                 " slow from {} to {},",

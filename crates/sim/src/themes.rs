@@ -2,6 +2,8 @@
 //! faults and options, requests at edges, a slow wire. They draw from numbers of their own, so that
 //! worlds of named kinds, which tests and reports name by seed, stay as they are.
 
+use lockstep_core::options::{OnIoError, Protocol, ReadBalancing};
+
 use crate::extras::{self, Extra};
 use crate::faults::Fault;
 use crate::operator::Settings;
@@ -22,6 +24,8 @@ pub struct Theme {
     pub edges: bool,
     /// The activity log has room for a few extents only, so that each write changes it.
     pub short_log: bool,
+    /// Front ends read at once what was acknowledged, and reads may go to the peer.
+    pub reads_back: bool,
     /// In a few words.
     pub words: &'static str,
 }
@@ -91,6 +95,21 @@ pub(crate) fn choose(seed: u64, config: &mut Config, settings: &mut Settings) ->
     // The same of these.
     if seed % 10 == 4 && theme.old_metadata.is_empty() && config.metadata.is_external() {
         extras::apply(Extra::Pmem, seed, config, settings);
+    }
+    if pair && seed % 20 == 3 && theme.words.is_empty() {
+        theme.words = "failing writes";
+        theme.kinds = vec![Fault::WriteError; 6];
+        settings.disk.on_io_error = OnIoError::PassOn;
+    }
+    if pair && seed % 20 == 13 {
+        theme.reads_back = true;
+        config.protocol = rng.pick(&[Protocol::A, Protocol::B]);
+        settings.net.protocol = config.protocol;
+        settings.disk.read_balancing = rng.pick(&[
+            ReadBalancing::PreferRemote,
+            ReadBalancing::RoundRobin,
+            ReadBalancing::Striping(15),
+        ]);
     }
     if theme.edges {
         config.blocks -= rng.below(100);

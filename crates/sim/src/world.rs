@@ -373,6 +373,10 @@ pub struct World {
     pub handlers_behave: bool,
     /// The marks are compared with the raw images at every metadata write.
     pub watches: bool,
+    /// What nodes rely on, as the checkers saw it last.
+    pub(crate) seen: crate::promises::Seen,
+    /// Front ends read at once what was acknowledged; what they are about to read.
+    pub(crate) read_back: Option<Vec<(usize, Asked)>>,
     /// A flush reaches the peers; those of 8.4 answer none.
     pub flushes_peers: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
@@ -463,6 +467,8 @@ impl World {
             changed: false,
             handlers_behave: true,
             watches: false,
+            seen: crate::promises::Seen::of(config.nodes),
+            read_back: None,
             flushes_peers: true,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
@@ -653,6 +659,7 @@ impl World {
         }
         self.trace(node, || format!("== crash, loses {lose:?}"));
         let now = self.now;
+        self.seen.forget(node);
         let n = &mut self.nodes[node];
         n.resource = None;
         n.view = None;
@@ -1123,7 +1130,9 @@ impl World {
         }
         if std::mem::take(&mut self.changed) && self.config.weather == Weather::ByPlace {
             crate::check::one_primary(self);
+            crate::promises::states_changed(self);
         }
+        self.read_back();
         true
     }
 

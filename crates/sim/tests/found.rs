@@ -99,3 +99,31 @@ fn a_write_that_conflicts_with_nothing_does_not_hide_that_an_ack_is_missing() {
     let played = run(603, &orders, Trace::Off);
     assert_eq!(played.violation, None, "{}", orders.command(603));
 }
+
+#[test]
+fn the_superblock_that_calls_a_demoted_node_no_crashed_primary_comes_after_a_flush() {
+    holds(90040, Size::Any, "4", "0");
+    holds(90058, Size::Any, "0", "0");
+}
+
+#[test]
+fn what_the_last_whole_copy_under_a_primary_in_a_resync_acknowledges_is_durable() {
+    let orders = Orders {
+        nodes: Some(2),
+        volumes: Some(1),
+        only_faults: Some(Numbers::parse("0,4,14").unwrap()),
+        only_requests: Some(Numbers::parse("14-35").unwrap()),
+        ..Orders::default()
+    };
+    assert_eq!(run(90037, &orders, Trace::Off).violation, None);
+}
+
+#[test]
+fn a_planned_generation_is_not_told_in_the_middle_of_a_handshake() {
+    holds(81473, Size::Any, "5-6,9,12,14", "11,13");
+}
+
+#[test]
+fn an_inconsistent_disk_that_is_detached_gets_no_new_generation() {
+    holds(100659, Size::Any, "6-7,11-14", "15,24");
+}

@@ -497,6 +497,7 @@ impl Resource {
         page: u64,
         result: Result<(), DiskError>,
     ) {
+        let misses = planted!(self, PageWriteMissesBits);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -509,6 +510,9 @@ impl Resource {
             return;
         }
         io.bitmap.written(page);
+        while misses && let Some(write) = io.bitmap.next_write(page..page + 1) {
+            io.bitmap.written(write.first_page);
+        }
         for job in &mut io.jobs {
             if let Some(writes) = job.writes.as_mut() {
                 writes.remove(&page);

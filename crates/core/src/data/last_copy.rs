@@ -1,10 +1,11 @@
-//! Writes of a Primary without a disk, where this disk is the only one that gets them.
+//! Writes of a Primary without a disk of its own that is whole, where this disk is the only one that gets them.
 //!
 //! A disk under a Primary may lose what is in its cache with its power, because the Primary's own
 //! disk has it, marks it and copies it again. Under a Primary without a disk nobody has it: the
 //! Primary lives on, its applications hold the writes for done, a later flush would succeed, and
 //! the data would be gone. It cannot even notice, since a disk that comes back does not tell why
-//! it was away. So what such a Primary writes is made durable before it is acknowledged, and what
+//! it was away. A Primary whose disk is Inconsistent is no better: the resync that goes on once the
+//! other disk is back copies what that one has over its newer blocks. So what such a Primary writes is made durable before it is acknowledged, and what
 //! it wrote before it lost its disk is, before this disk takes over the new generation.
 
 use lockstep_format::units::{NodeId, VolumeNr};
@@ -28,7 +29,7 @@ impl Resource {
         });
         let sender = self.state.peer_device(volume, peer);
         let flushes = flushes && !planted!(self, LastCopyInCache);
-        flushes && !others && sender.repl > ReplState::Off && sender.disk < DiskState::Inconsistent
+        flushes && !others && sender.repl > ReplState::Off && sender.disk <= DiskState::Inconsistent
     }
 
     /// Writes of this node are marked towards the peer, or will be: it was never sent them.

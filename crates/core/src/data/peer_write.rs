@@ -485,7 +485,9 @@ impl Resource {
         };
         write.stage = Stage::Failed;
         let (sector, size, id) = (write.sector, write.size_bytes, write.block_id);
-        self.mark_towards(volume, peer, sector, size);
+        if !planted!(self, NegAckIgnored) {
+            self.mark_towards(volume, peer, sector, size);
+        }
         let ack = self.block_ack(volume, peer, sector, id, size);
         self.send(peer, Stream::Control, volume, Packet::NegAck(ack));
         self.peer_write_ended(volume, peer, number);

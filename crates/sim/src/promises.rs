@@ -1,0 +1,176 @@
+//! What nodes rely on without looking: that a disk which counts as UpToDate has what was
+//! acknowledged, that the last copy keeps it, and that who is no Primary any more has flushed.
+//! Seen from outside the core, at each change of a state.
+
+use std::collections::BTreeMap;
+
+use lockstep_core::options::Protocol;
+use lockstep_core::state::Role;
+use lockstep_format::disk::v09::DeviceFlags;
+
+use crate::check::is_whole;
+use crate::disk::Disk;
+use crate::world::{Asked, MAX_VOLUMES, SECOND, View, World, name};
+
+/// What a node's last known state amounts to, while it is up.
+#[derive(Clone, Debug, Default)]
+struct Relied {
+    is_primary: bool,
+    /// This Primary has no disk, and only that node has the data, since then.
+    lone: [Option<(usize, u64)>; MAX_VOLUMES],
+    /// It was demoted when so many writes had reached its disk, and its metadata do not say so yet.
+    demoted: [Option<u64>; MAX_VOLUMES],
+}
+
+/// What the checkers saw last.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    relied: Vec<Relied>,
+    /// Disks that are taken for current and are not, by node and volume: since when.
+    stale: BTreeMap<(usize, u16), u64>,
+}
+
+impl Seen {
+    /// Of so many nodes.
+    pub(crate) fn of(nodes: usize) -> Self {
+        Seen {
+            relied: vec![Relied::default(); nodes],
+            stale: BTreeMap::new(),
+        }
+    }
+
+    /// The node is not up any more.
+    pub(crate) fn forget(&mut self, node: usize) {
+        self.relied[node] = Relied::default();
+    }
+}
+
+/// A state has changed somewhere: compares with what was before.
+pub(crate) fn states_changed(w: &mut World) {
+    for node in 0..w.nodes.len() {
+        let Some(view) = w.view(node) else {
+            w.seen.forget(node);
+            continue;
+        };
+        let is_primary = view.role == Role::Primary && view.quorate;
+        for volume in 0..w.nodes[node].disks.len() {
+            let holders = if is_primary { view.holders[volume] } else { 0 };
+            let alone = holders & 1 << node == 0 && holders.count_ones() == 1;
+            let lone = alone.then(|| holders.trailing_zeros() as usize);
+            let sequence = w.nodes[node].disks[volume].sequence();
+            // One with an Inconsistent disk is called no crashed Primary in any case.
+            let would_crash = view.holders[volume] & 1 << node != 0
+                && is_crashed_primary(&w.nodes[node].disks[volume]);
+            let now = w.now;
+            let relied = &mut w.seen.relied[node];
+            if lone != relied.lone[volume].map(|(holder, _)| holder) {
+                relied.lone[volume] = lone.map(|holder| (holder, now));
+            }
+            if view.role == Role::Primary {
+                relied.demoted[volume] = None;
+            } else if relied.is_primary && would_crash {
+                relied.demoted[volume] = Some(sequence);
+            }
+        }
+        w.seen.relied[node].is_primary = view.role == Role::Primary;
+    }
+}
+
+/// With protocol C, each disk that the Primary takes for current, and that takes itself for it, has
+/// all that was acknowledged. While nodes meet again this may be untrue for a moment.
+pub fn followers_are_current(w: &mut World) {
+    if w.config.protocol != Protocol::C || w.violation.is_some() {
+        return;
+    }
+    let before = std::mem::take(&mut w.seen.stale);
+    let views: Vec<_> = (0..w.nodes.len()).map(|node| w.view(node)).collect();
+    let primary = (0..w.nodes.len())
+        .find(|node| views[*node].is_some_and(|v| v.role == Role::Primary && v.quorate));
+    let Some((primary, of_primary)) = primary.and_then(|p| Some((p, views[p]?))) else {
+        return;
+    };
+    for volume in 0..w.config.volumes {
+        let v = usize::from(volume);
+        let touched = w.history.touched(volume);
+        for node in w.storage() {
+            let counts = |view: &View| view.holders[v] & 1 << node != 0;
+            let agree = counts(&of_primary) && views[node].as_ref().is_some_and(counts);
+            if !agree || !linked(w, primary, node) || !is_whole(w, node, v) {
+                continue;
+            }
+            let content = &w.nodes[node].disks[v].content;
+            let stale = touched.iter().copied().find(|block| {
+                let value = content[*block as usize];
+                !w.spoiled.contains_key(&(volume, *block))
+                    && !w.history.is_current(volume, *block, value, w.now)
+            });
+            let Some(block) = stale else { continue };
+            let since = before.get(&(node, volume)).copied().unwrap_or(w.now);
+            w.seen.stale.insert((node, volume), since);
+            if w.now >= since + STALE_MOST {
+                let text = format!(
+                    "{} has counted on the disk of {} for {} s, where block {block} of volume \
+                     {volume} has {}, which is older than what was acknowledged; {}",
+                    name(primary),
+                    name(node),
+                    STALE_MOST / SECOND,
+                    w.nodes[node].disks[v].content[block as usize],
+                    w.history.describe(volume, block)
+                );
+                w.fail(text);
+                return;
+            }
+        }
+    }
+}
+
+/// How long a disk may be taken for current that is not.
+const STALE_MOST: u64 = 5 * SECOND;
+
+/// Both have the same link and none has restarted since.
+fn linked(w: &World, a: usize, b: usize) -> bool {
+    w.shares_link(a, b) && w.shares_link(b, a)
+}
+
+/// A Primary without a disk acknowledges a write that one disk alone has: there it is durable,
+/// since nobody could copy it again.
+pub(crate) fn last_copy_is_durable(w: &mut World, primary: usize, asked: &Asked) {
+    if w.config.protocol != Protocol::C || w.nodes.len() != 2 {
+        return;
+    }
+    let Some((holder, since)) = w.seen.relied[primary].lone[usize::from(asked.volume)] else {
+        return;
+    };
+    // Another Primary lets its own write win over this one.
+    let follows = w.view(holder).is_some_and(|v| v.role == Role::Secondary);
+    if asked.start > since && follows && linked(w, primary, holder) {
+        crate::check::is_durable_at(w, primary, asked, holder);
+    }
+}
+
+/// A crash now would make the disk that of a crashed Primary.
+fn is_crashed_primary(disk: &Disk) -> bool {
+    let superblock = disk.superblock();
+    superblock.is_ok_and(|s| s.flags.contains(DeviceFlags::CRASHED_PRIMARY))
+}
+
+/// A superblock was written. After a demotion the first one that would not make the node a crashed
+/// Primary any more comes with a flush: what the node wrote must not be left in the disk's cache.
+pub(crate) fn superblock_written(w: &mut World, node: usize, volume: usize) {
+    let Some(sequence) = w.seen.relied[node].demoted[volume] else {
+        return;
+    };
+    let disk = &w.nodes[node].disks[volume];
+    if is_crashed_primary(disk) {
+        return;
+    }
+    let volatile = disk.first_volatile(sequence);
+    w.seen.relied[node].demoted[volume] = None;
+    if let Some(block) = volatile {
+        w.fail(format!(
+            "{} would not come back as a crashed Primary any more, but block {block} of volume \
+             {volume}, which it wrote as Primary, is only in its disk's cache",
+            name(node)
+        ));
+    }
+}
