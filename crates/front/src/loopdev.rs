@@ -184,6 +184,15 @@ fn set(number: LoopNumber, setting: &str, value: &str) {
     }
 }
 
+fn access_of(device: &File) -> io::Result<BlockAccess> {
+    let mut now = [0; 4];
+    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
+    Ok(match i32::from_ne_bytes(now) {
+        0 => BlockAccess::ReadWrite,
+        _ => BlockAccess::ReadOnly,
+    })
+}
+
 /// Takes over the file's new size.
 pub(crate) fn update_size(number: LoopNumber) -> io::Result<()> {
     control(number.open()?, NumberRequest::LoopSetCapacity).map(drop)
@@ -204,6 +213,11 @@ pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached>
 
 fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     let device = number.open()?;
+    // The flag outlives the binding, and whoever gets the number next did not ask for it.
+    let access = access_of(&device)?;
+    if access == BlockAccess::ReadOnly {
+        set_access_of(&device, BlockAccess::ReadWrite)?;
+    }
     match control(&device, NumberRequest::LoopClear) {
         Ok(_) => {}
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(Detached::Yes),
@@ -217,6 +231,7 @@ fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
         let flags = flags_of(&status) & !FLAG_AUTOCLEAR;
         put_flags(&mut status, flags);
         if control_memory(&device, MemoryRequest::LoopSetStatus, &mut status).is_ok() {
+            set_access_of(&device, access)?;
             return Ok(Detached::InUse);
         }
     }
@@ -234,7 +249,10 @@ fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
 
 /// Lets the kernel unbind the device when its last user closes it.
 pub(crate) fn detach_on_last_close(number: LoopNumber) -> io::Result<()> {
-    match control(number.open()?, NumberRequest::LoopClear) {
+    let device = number.open()?;
+    // As above. Nobody writes anything more: its I/O fails.
+    set_access_of(&device, BlockAccess::ReadWrite)?;
+    match control(device, NumberRequest::LoopClear) {
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),
         result => result.map(drop),
     }

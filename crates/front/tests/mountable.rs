@@ -286,8 +286,11 @@ fn a_secondary_device_takes_no_writes_and_a_later_one_is_writable_again() {
     let refused = std::fs::File::options().write(true).open(device.path());
     let refused = refused.and_then(|file| file.write_all_at(&[1; 512], 0));
     assert!(refused.is_err());
-    let path = device.path();
+    let number = device.path().file_name().unwrap().to_owned();
     detach(device);
+    // Whoever gets the number next, perhaps another program, may write.
+    let flag = Path::new("/sys/block").join(number).join("ro");
+    assert_eq!(std::fs::read_to_string(flag).unwrap(), "0\n");
     let device = create(&volume, "ro");
     let file = std::fs::File::options()
         .write(true)
@@ -297,7 +300,6 @@ fn a_secondary_device_takes_no_writes_and_a_later_one_is_writable_again() {
     file.sync_all().unwrap();
     drop(file);
     detach(device);
-    drop(path);
 }
 
 #[test]
