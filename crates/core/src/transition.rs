@@ -761,10 +761,16 @@ impl Resource {
             }
             match p.repl {
                 ReplState::WfSyncUuid => self.legacy_target_waits(volume, *peer),
-                ReplState::WfBitmapS => {
-                    self.prepare_resync_source(volume, *peer);
+                ReplState::WfBitmapS | ReplState::WfBitmapT => {
+                    if self.is_legacy(*peer) && crate::legacy::names_resync_first(&before, p) {
+                        self.send_state(*peer, volume, new);
+                    }
+                    if p.repl == ReplState::WfBitmapS {
+                        self.prepare_resync_source(volume, *peer);
+                    } else {
+                        self.prepare_resync_target(volume, *peer);
+                    }
                 }
-                ReplState::WfBitmapT => self.prepare_resync_target(volume, *peer),
                 ReplState::StartingSyncS => self.start_full_sync_source(volume, *peer),
                 ReplState::StartingSyncT => self.start_full_sync_target(volume, *peer),
                 ReplState::VerifyS => self.verify_entered(volume, *peer, true),
@@ -826,7 +832,9 @@ impl Resource {
                 if let Some(flags) = uuids {
                     self.send_uuids(*peer, *volume, flags);
                 }
-                let silent = self.is_legacy(*peer) && crate::legacy::is_silent(was.repl, p.repl);
+                let silent = self.is_legacy(*peer)
+                    && (crate::legacy::is_silent(was.repl, p.repl)
+                        || crate::legacy::names_resync_first(&was, p));
                 let tells = wants_state(&was, p, before.disk, after.disk)
                     || before.have_quorum != after.have_quorum;
                 if tells && !silent {

@@ -13,9 +13,10 @@ use alloc::vec;
 
 use lockstep_format::units::NodeId;
 use lockstep_format::wire::packet::{BlockId, Uuids110};
-use lockstep_format::wire::{self, Features, Packet, ReplState, UuidFlags};
+use lockstep_format::wire::{self, DiskState, Features, Packet, ReplState, UuidFlags};
 
 use crate::connection::Connection;
+use crate::state::PeerDeviceState;
 use crate::uuids::PeerUuids;
 
 pub(crate) use old::{
@@ -122,6 +123,14 @@ pub(crate) fn is_silent(before: ReplState, after: ReplState) -> bool {
     let starting = !matches!(before, ReplState::PausedSyncS | ReplState::PausedSyncT);
     matches!(after, ReplState::WfSyncUuid | ReplState::Behind)
         || (running(after) && starting && before != after)
+}
+
+/// A peer that attaches its disk compares generations when it hears that the resync begins, and
+/// throws away a bitmap that comes before.
+pub(crate) fn names_resync_first(before: &PeerDeviceState, after: &PeerDeviceState) -> bool {
+    before.disk < DiskState::Inconsistent
+        && before.repl != after.repl
+        && matches!(after.repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
 }
 
 /// The packet of an 8.4 peer as one of 9. `me` is this node.

@@ -420,10 +420,11 @@ fn drbd9_diskless_primary() {
 
 #[test]
 fn drbd84_diskless_primary() {
-    // To a peer that attaches the kernel names the resync that begins, then sends its bitmap. Here
-    // the bitmap comes first: a fault, see docs/compatibility.md.
-    let begins = ["missing Data State Secondary/Primary Connected WfBitmapS"];
-    replay("84", "21-diskless-primary", 1, &begins);
+    // To a peer that attaches the kernel calls its disk Consistent until the bitmap is there, and
+    // this project what it is.
+    let inconsistent =
+        ["missing Data State Secondary/Primary Connected WfBitmapS UpToDate/Consistent"];
+    replay("84", "21-diskless-primary", 1, &inconsistent);
     // A kernel's disk fails when it is detached, and comes back like that of a crashed Primary;
     // here its log is closed, so that less is copied. The sizes are told twice.
     let clean = [

@@ -1,0 +1,129 @@
+//! One Lockstep node and one kernel DRBD 8.4 node: what is rarer than a resync. A kernel's Primary
+//! that loses its disk and gets it back; and in both role assignments resyncs of discarded areas, and
+//! each policy for a split brain.
+
+use anyhow::Result;
+use lockstep_e2e::can_mount;
+use lockstep_e2e::guest::can_emulate;
+use lockstep_e2e::guest_drbd::{DRBD_LIMIT, wait_state};
+use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup};
+use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
+
+const PACE: &str = "connect-int 1; ping-timeout 30; socket-check-timeout 3;";
+
+/// Two blocks, far apart.
+fn write_two(device: &str) -> String {
+    format!(
+        "for seek in 11 6000; do dd if=/dev/urandom of={device} bs=4k count=1 conv=notrunc,fsync \
+         seek=$seek status=none || exit 1; done"
+    )
+}
+
+/// The disk of the kernel's Primary goes away; it reads and writes through its peer. Its disk comes
+/// back while the connection stands, and gets what it misses.
+fn without_a_disk(pair: &Mixed84) -> Result<()> {
+    pair.kernel.sh("drbdadm primary r0")?;
+    scribble_in_kernel(&pair.kernel, 0)?;
+    pair.kernel.sh("drbdadm detach r0")?;
+    wait_state(&pair.kernel, "Diskless", DRBD_LIMIT, |s| {
+        s.disks == "Diskless/UpToDate"
+    })?;
+    pair.kernel
+        .sh("dd if=/dev/drbd0 of=/dev/null bs=64k count=32 iflag=direct")?;
+    scribble_in_kernel(&pair.kernel, 0)?;
+    pair.kernel.sh("drbdadm attach r0")?;
+    pair.wait_in_sync()?;
+    pair.kernel.sh("drbdadm secondary r0").map(drop)
+}
+
+/// What the source discarded while it was alone is discarded at the target as well.
+fn discarded(pair: &Mixed84) -> Result<()> {
+    let discard = "blkdiscard -o 4194304 -l 8388608";
+    pair.kernel
+        .sh("drbdadm primary r0 && drbdadm disconnect r0")?;
+    pair.kernel.sh(&format!("{discard} /dev/drbd0"))?;
+    scribble_in_kernel(&pair.kernel, 0)?;
+    pair.kernel.sh("drbdadm connect r0")?;
+    pair.wait_in_sync()?;
+    pair.kernel.sh("drbdadm secondary r0")?;
+    pair.adm(&["primary", "r0"])?;
+    let device = pair.device(0)?;
+    pair.adm(&["disconnect", "r0"])?;
+    host_sh(&format!("{discard} $0 && sync $0"), &device)?;
+    scribble(&device)?;
+    pair.adm(&["connect", "r0"])?;
+    pair.wait_in_sync()?;
+    pair.adm(&["secondary", "r0"])
+}
+
+/// Both were Primary alone. Both are Secondary when they meet.
+fn split(pair: &Mixed84, kernel_first: bool, kernel_writes: bool, own_writes: bool) -> Result<()> {
+    pair.adm(&["disconnect", "r0"])?;
+    pair.kernel.sh("drbdadm disconnect r0")?;
+    let kernel = |pair: &Mixed84| -> Result<()> {
+        pair.kernel.sh("drbdadm primary r0")?;
+        if kernel_writes {
+            pair.kernel.sh(&write_two("/dev/drbd0"))?;
+        }
+        pair.kernel.sh("drbdadm secondary r0").map(drop)
+    };
+    let own = |pair: &Mixed84| -> Result<()> {
+        pair.adm(&["primary", "r0"])?;
+        let device = pair.device(0)?;
+        if own_writes {
+            scribble(&device)?;
+        }
+        pair.adm(&["secondary", "r0"])
+    };
+    if kernel_first {
+        kernel(pair)?;
+        own(pair)?;
+    } else {
+        own(pair)?;
+        kernel(pair)?;
+    }
+    pair.kernel.sh("drbdadm connect r0")?;
+    pair.adm(&["connect", "r0"])
+}
+
+/// Each policy for two Secondaries decides the same on both sides, whoever has to give way.
+fn policies(pair: &mut Mixed84) -> Result<()> {
+    for policy in [
+        "discard-zero-changes",
+        "discard-least-changes",
+        "discard-younger-primary",
+        "discard-older-primary",
+    ] {
+        pair.down()?;
+        let net = format!("protocol C; after-sb-0pri {policy}; {PACE}");
+        pair.set_net(&net, &net)?;
+        pair.up()?;
+        pair.wait_in_sync()?;
+        let zero = policy == "discard-zero-changes";
+        split(pair, true, true, !zero)?;
+        pair.wait_in_sync()?;
+        split(pair, false, !zero, true)?;
+        pair.wait_in_sync()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_kernel_84_peer_agrees_in_rare_states_too() -> Result<()> {
+    if !can_emulate() || !can_mount() {
+        return Ok(());
+    }
+    let net = format!("protocol C; {PACE}");
+    let mut pair = Mixed84::start(MixedSetup {
+        disk: "rs-discard-granularity 65536;".into(),
+        ..MixedSetup::new(&net, 8450)
+    })?;
+    pair.wait_connected()?;
+    pair.kernel
+        .sh("drbdadm new-current-uuid --clear-bitmap r0/0")?;
+    pair.wait_in_sync()?;
+    discarded(&pair)?;
+    without_a_disk(&pair)?;
+    policies(&mut pair)?;
+    pair.check_end(&[])
+}
