@@ -74,6 +74,9 @@ const BACKLOG: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(20);
 /// How often the kernel is asked who uses a device that is mounted or otherwise claimed.
 const LOOK: Duration = Duration::from_secs(1);
+/// How long a device was not used before it is asked whether it is used at all. The question claims it
+/// for a moment, and whoever claims it then is refused.
+const QUIET: Duration = Duration::from_millis(200);
 /// The same for a device that may soon be used by nobody.
 const LOOK_SOON: Duration = Duration::from_millis(200);
 /// A volume whose size is unknown for so long has a device without size.
@@ -220,6 +223,8 @@ struct Served {
     checking: bool,
     /// It was claimed or mounted when last seen.
     claimed: bool,
+    /// The count of its uses when last seen, and since when it is that.
+    last_use: Option<(u64, Instant)>,
     /// The holder was told of it.
     held: bool,
 }
@@ -426,6 +431,7 @@ impl Worker {
                 open.push((key.clone(), session.uses));
             }
         }
+        let now = Instant::now();
         for (key, uses) in open {
             // What holds I/O back may hold back the answer, too.
             if self.suspended(&key.0).is_some() {
@@ -437,6 +443,15 @@ impl Worker {
             let number = served.device.number();
             if let Ok(Some(usage)) = number.mounted() {
                 self.checked(&key, uses, usage);
+                continue;
+            }
+            // A mount reads before it claims, and must not meet the question.
+            let since = match served.last_use {
+                Some((last, since)) if last == uses => since,
+                _ => now,
+            };
+            served.last_use = Some((uses, since));
+            if !served.claimed && now.duration_since(since) < QUIET {
                 continue;
             }
             let (orders, check) = (self.orders.clone(), served.check.clone());
@@ -571,6 +586,7 @@ impl Worker {
                         check: Arc::default(),
                         checking: false,
                         claimed: false,
+                        last_use: None,
                         held: false,
                     },
                 );

@@ -152,11 +152,12 @@ impl BlockNumber {
         if let Some(mounted) = self.mounted()? {
             return Ok(mounted);
         }
-        if claimed(self)? {
-            return Ok(Usage::Claimed);
-        }
+        // Last what may get in a user's way.
         if !visible_users(self)?.is_empty() {
             return Ok(Usage::Open);
+        }
+        if claimed(self)? {
+            return Ok(Usage::Claimed);
         }
         let device = self.open()?;
         device.sync_all()?;

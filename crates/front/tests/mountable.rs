@@ -6,14 +6,14 @@ use std::io::{Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::event::RequestError;
-use lockstep_front::BlockAccess;
 use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, Opening, clean_leftovers};
 use lockstep_front::ram::{Hold, RamVolume, Runs};
+use lockstep_front::{BlockAccess, BlockNumber, Usage};
 use support::{can_use_devices, have_programs, run};
 
 const MIB: u64 = 1 << 20;
@@ -275,6 +275,35 @@ fn a_device_in_use_is_not_taken_away_and_its_users_are_named() {
     child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
     assert!(child.wait().unwrap().success());
     detach(*device);
+}
+
+#[test]
+fn who_has_a_device_open_may_claim_it_while_others_ask_how_it_is_used() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "asked");
+    let number = BlockNumber::from(device.state().number);
+    let file = std::fs::File::open(device.path()).unwrap();
+    let stop = AtomicBool::new(false);
+    let (asked, claimed) = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                assert_eq!(number.settled_usage().unwrap(), Usage::Open);
+            }
+        });
+        let claim = |_| {
+            let mut options = std::fs::File::options();
+            options.read(true).custom_flags(libc::O_EXCL);
+            options.open(device.path()).map(drop)
+        };
+        let claimed: Result<(), _> = (0..1000).try_for_each(claim);
+        stop.store(true, Ordering::Relaxed);
+        (asked.join(), claimed)
+    });
+    asked.unwrap();
+    claimed.unwrap();
+    drop(file);
+    detach(device);
 }
 
 #[test]
