@@ -833,7 +833,8 @@ impl Resource {
                     self.send_uuids(*peer, *volume, flags);
                 }
                 let silent = self.is_legacy(*peer)
-                    && (crate::legacy::is_silent(was.repl, p.repl)
+                    && (after.disk == DiskState::Attaching
+                        || crate::legacy::is_silent(was.repl, p.repl)
                         || crate::legacy::names_resync_first(&was, p));
                 let tells = wants_state(&was, p, before.disk, after.disk)
                     || before.have_quorum != after.have_quorum;

@@ -1,6 +1,6 @@
-//! One Lockstep node and one kernel DRBD 8.4 node: what is rarer than a resync. A kernel's Primary
-//! that loses its disk and gets it back; and in both role assignments resyncs of discarded areas, and
-//! each policy for a split brain.
+//! One Lockstep node and one kernel DRBD 8.4 node: what is rarer than a resync. A Primary that
+//! loses its disk and gets it back, resyncs of discarded areas, and each policy for a split brain; all
+//! in both role assignments.
 
 use anyhow::Result;
 use lockstep_e2e::can_mount;
@@ -19,8 +19,8 @@ fn write_two(device: &str) -> String {
     )
 }
 
-/// The disk of the kernel's Primary goes away; it reads and writes through its peer. Its disk comes
-/// back while the connection stands, and gets what it misses.
+/// The Primary's disk goes away; it reads and writes through its peer. The disk comes back while the
+/// connection stands, and gets what it misses.
 fn without_a_disk(pair: &Mixed84) -> Result<()> {
     pair.kernel.sh("drbdadm primary r0")?;
     scribble_in_kernel(&pair.kernel, 0)?;
@@ -33,7 +33,21 @@ fn without_a_disk(pair: &Mixed84) -> Result<()> {
     scribble_in_kernel(&pair.kernel, 0)?;
     pair.kernel.sh("drbdadm attach r0")?;
     pair.wait_in_sync()?;
-    pair.kernel.sh("drbdadm secondary r0").map(drop)
+    pair.kernel.sh("drbdadm secondary r0")?;
+
+    pair.adm(&["primary", "r0"])?;
+    let device = pair.device(0)?;
+    scribble(&device)?;
+    pair.adm(&["detach", "r0"])?;
+    pair.wait("Diskless here", |pair| Ok(pair.state(0)?[1] == "Diskless"))?;
+    host_sh(
+        "dd if=$0 of=/dev/null bs=64k count=32 iflag=direct status=none",
+        &device,
+    )?;
+    scribble(&device)?;
+    pair.adm(&["attach", "r0"])?;
+    pair.wait_in_sync()?;
+    pair.adm(&["secondary", "r0"])
 }
 
 /// What the source discarded while it was alone is discarded at the target as well.
