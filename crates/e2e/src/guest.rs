@@ -69,7 +69,8 @@ pub enum HostFiles {
     /// It does not.
     Hidden,
     /// The host's root directory is below `/host`, read only, by 9p; `chroot /host` gives every
-    /// program of the host, with the guest's `/dev`, `/proc`, `/sys`, `/run` and `/tmp`.
+    /// program of the host, with the guest's `/dev`, `/proc`, `/sys`, `/run` and `/tmp`. What these
+    /// hide is below `/run/host`, in both views: programs that were built below `/tmp`, for instance.
     ReadOnly,
 }
 
@@ -552,4 +553,6 @@ const CONSOLE_LINES: usize = 60;
 const MOUNT_HOST: &str = "for m in netfs 9pnet 9pnet_virtio 9p; do \
     [ -d /sys/module/$m ] || insmod /lib/modules/$m.ko; done; \
     mount -t 9p -o trans=virtio,version=9p2000.L,msize=262144,cache=loose,ro host /host && \
-    for d in dev proc sys run tmp; do mount -o bind /$d /host/$d || exit 1; done";
+    mkdir -p /run/host && mount -o bind /host /run/host && \
+    for d in dev proc sys run tmp; do mount -o bind /$d /host/$d || exit 1; done; \
+    mount -o bind /run/host /host/run/host";

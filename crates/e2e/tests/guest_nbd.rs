@@ -113,7 +113,7 @@ fn a_file_system_on_the_kernels_nbd_client_lives_through_kills_of_the_daemon() -
     let helper = env!("CARGO_BIN_EXE_nbd-attach");
     guest.start_job(
         "attach",
-        &format!("chroot /host {helper} {HOST_IN_GUEST}:{port} r0/0 0 {WAIT_S}"),
+        &format!("chroot /host /run/host{helper} {HOST_IN_GUEST}:{port} r0/0 0 {WAIT_S}"),
     )?;
     guest.wait("the device", COMMAND_LIMIT, |guest| {
         let status = guest.job_status("attach")?;

@@ -108,7 +108,7 @@ fn metadata_on_a_dax_file_system_are_changed_in_place() -> Result<()> {
     let binary = binary.to_str().context("a path of plain letters")?;
     guest.sh(&format!(
         "mkdir -p {NODE}/bin && for n in lockstepd drbdadm drbdsetup drbdmeta; do \
-         ln -s {binary} {NODE}/bin/$n; done; echo alfa > {NODE}/node-name"
+         ln -s /run/host{binary} {NODE}/bin/$n; done; echo alfa > {NODE}/node-name"
     ))?;
     guest.write_file(
         &format!("{NODE}/drbd.conf"),

@@ -75,7 +75,7 @@ impl Nodes {
         let guest = &nodes.guest;
         guest.load_module("ublk_drv", "")?;
         guest.sh(&format!(
-            "mkdir -p /run/bin && cp /host{} /run/bin/lockstep && cd /run/bin && \
+            "mkdir -p /run/bin && cp /run/host{} /run/bin/lockstep && cd /run/bin && \
              for name in lockstepd drbdadm drbdsetup drbdmeta; do ln -s lockstep $name; done",
             small.display()
         ))?;
