@@ -63,6 +63,18 @@ struct Node {
     pace: Option<Arc<FaultPlan>>,
 }
 
+/// Blocks of one extent of the activity log.
+pub(crate) const BLOCKS_PER_EXTENT: u64 = (4 << 20) / BLOCK as u64;
+
+/// Where operations go.
+#[derive(Clone, Copy, Debug)]
+pub enum Places {
+    /// Anywhere in the first so many blocks.
+    Within(u64),
+    /// To each of so many extents in turn.
+    Extents(u64),
+}
+
 /// How a cluster is made.
 #[derive(Clone, Debug)]
 pub struct Shape {
@@ -74,6 +86,8 @@ pub struct Shape {
     pub net: NetOptions,
     /// The reads of the disks can be made slow.
     pub paced: bool,
+    /// Extents of the activity log.
+    pub al_extents: u32,
 }
 
 impl Shape {
@@ -85,6 +99,7 @@ impl Shape {
             bytes,
             net: NetOptions::default(),
             paced: false,
+            al_extents: AL_EXTENTS,
         }
     }
 }
@@ -218,7 +233,7 @@ impl Nodes {
             volume: VOLUME,
             options: DiskOptions {
                 read_balancing,
-                ..disk_options()
+                ..disk_options(AL_EXTENTS)
             },
         })
     }
@@ -236,11 +251,27 @@ impl Nodes {
         self.measure_at(0, direction, qd, time)
     }
 
+    /// Writes of 4 KiB on the first node, one after the other, to places of a kind.
+    pub fn measure_writes(&self, places: Places, time: Duration) -> io::Result<Figure> {
+        self.measure_places(0, (Direction::Write, places), 1, time)
+    }
+
     /// The same on any node; it must be Primary.
     pub fn measure_at(
         &self,
         node: usize,
         direction: Direction,
+        qd: usize,
+        time: Duration,
+    ) -> io::Result<Figure> {
+        let all = Places::Within(self.bytes / BLOCK as u64);
+        self.measure_places(node, (direction, all), qd, time)
+    }
+
+    fn measure_places(
+        &self,
+        node: usize,
+        (direction, places): (Direction, Places),
         qd: usize,
         time: Duration,
     ) -> io::Result<Figure> {
@@ -260,7 +291,8 @@ impl Nodes {
         let mut load = Load {
             port,
             direction,
-            blocks: self.bytes / BLOCK as u64,
+            places,
+            count: 0,
             random: 0x9e37_79b9_7f4a_7c15,
             started: vec![Instant::now(); qd],
             buffers: (0..qd).map(|_| None).collect(),
@@ -306,7 +338,8 @@ impl Opener {
 struct Load {
     port: ShardPort<Resource>,
     direction: Direction,
-    blocks: u64,
+    places: Places,
+    count: u64,
     random: u64,
     started: Vec<Instant>,
     buffers: Vec<Option<IoBuf>>,
@@ -349,6 +382,17 @@ impl Load {
         )))
     }
 
+    fn block(&mut self) -> u64 {
+        let number = self.count;
+        self.count += 1;
+        match self.places {
+            Places::Within(blocks) => self.random % blocks,
+            Places::Extents(extents) => {
+                number % extents * BLOCKS_PER_EXTENT + number / extents % BLOCKS_PER_EXTENT
+            }
+        }
+    }
+
     fn submit(&mut self, slot: usize) -> io::Result<()> {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -362,7 +406,7 @@ impl Load {
                 Direction::Read => RequestKind::Read,
                 Direction::Write => RequestKind::Write { fua: false },
             },
-            sector: Sector(self.random % self.blocks * (BLOCK as u64 / 512)),
+            sector: Sector(self.block() * (BLOCK as u64 / 512)),
             len: BLOCK as u32,
             buf: Some(buf),
             buf_offset: 0,
@@ -455,7 +499,7 @@ impl Node {
                 data_path,
                 meta_path: Some(meta_path),
                 index: MetaIndex::FlexExternal,
-                options: disk_options(),
+                options: disk_options(shape.al_extents),
             })?;
         }
         for peer in peers {
@@ -507,9 +551,12 @@ impl Node {
     }
 }
 
-fn disk_options() -> DiskOptions {
+/// So many that every measured file is hot all over.
+const AL_EXTENTS: u32 = 6007;
+
+fn disk_options(al_extents: u32) -> DiskOptions {
     DiskOptions {
-        al_extents: 6007,
+        al_extents,
         ..DiskOptions::default()
     }
 }

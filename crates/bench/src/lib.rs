@@ -5,6 +5,7 @@
 
 pub mod clusters;
 pub mod engine;
+pub mod extents;
 pub mod floor;
 pub mod fronts;
 pub mod nbd;

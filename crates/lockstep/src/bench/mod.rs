@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use lockstep_bench::run::{Plan, run as measure};
 use lockstep_bench::stats::table;
-use lockstep_bench::{clusters, scale};
+use lockstep_bench::{clusters, extents, scale};
 use serde::Serialize;
 
 const USAGE: &str = "\
@@ -24,6 +24,7 @@ WHAT measures something else instead:
   client          a client without a disk (raw: a storage node of the same cluster)
   replicas        three replicas (raw: two)
   resync          a full resync, in MiB/s beside disks and link
+  extents         a write to a cold extent of the activity log beside one durable write
   promote         promotions in a cluster of three, in microseconds
   scale           many idle resources in one daemon
 
@@ -34,7 +35,7 @@ WHAT measures something else instead:
   --dir DIR       where the files go, default the current directory
   --resources N   resources of `scale`, default 10000
   --json          an array of objects; {path, qd, floor_iops, raw_iops, iops, ratio, against, p50_us,
-                  p99_us, cpu_us_per_io} but for resync, promote and scale";
+                  p99_us, cpu_us_per_io} but for resync, extents, promote and scale";
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,16 +45,18 @@ enum Topic {
     Client,
     Replicas,
     Resync,
+    Extents,
     Promote,
     Scale,
 }
 
 impl Topic {
-    const NAMED: [(&str, Topic); 6] = [
+    const NAMED: [(&str, Topic); 7] = [
         ("read-balancing", Topic::ReadBalancing),
         ("client", Topic::Client),
         ("replicas", Topic::Replicas),
         ("resync", Topic::Resync),
+        ("extents", Topic::Extents),
         ("promote", Topic::Promote),
         ("scale", Topic::Scale),
     ];
@@ -105,6 +108,10 @@ impl Wish {
             Topic::Resync => {
                 let rows = clusters::resync(plan, progress)?;
                 self.show(&rows, clusters::resync_table)
+            }
+            Topic::Extents => {
+                let rows = extents::extents(plan, progress)?;
+                self.show(&rows, extents::extents_table)
             }
             Topic::Promote => {
                 let rows = clusters::promote(plan, progress)?;
