@@ -2,6 +2,7 @@
 //!
 //! What a connection means for volumes is decided in `handshake.rs` and `twopc.rs`.
 
+use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -111,7 +112,7 @@ pub struct Link {
     /// Role that the volumes' packets of a handshake without two-phase commit told.
     pub sent_role: Option<Role>,
     /// Volumes that the peer told of and this node did not have.
-    pub not_here: Vec<VolumeNr>,
+    pub not_here: BTreeSet<VolumeNr>,
 }
 
 /// Steps of the handshake (wire.md, 5.1).
@@ -227,7 +228,7 @@ impl Resource {
             dry_run: false,
             peer_discards: false,
             sent_role: None,
-            not_here: Vec::new(),
+            not_here: BTreeSet::new(),
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);

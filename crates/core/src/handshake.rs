@@ -465,9 +465,8 @@ impl Resource {
                 .connections
                 .get_mut(&peer)
                 .and_then(|c| c.link.as_mut());
-            if let Some(link) = link.filter(|l| !volume.is_none() && !l.not_here.contains(&volume))
-            {
-                link.not_here.push(volume);
+            if let Some(link) = link.filter(|_| !volume.is_none()) {
+                link.not_here.insert(volume);
             }
             return;
         }

@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
+use crate::device::Device;
 use crate::resource::Resource;
 use crate::uuids::is_real;
 
@@ -96,24 +97,23 @@ impl Resource {
         if !self.is_lockstep(peer) || self.is_legacy(peer) {
             return;
         }
-        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        let began = |device: &Device| {
+            let told = device
+                .peers
+                .get(&peer)
+                .and_then(|pd| pd.sent_uuids.as_ref());
+            let disk = device.attached();
+            told.zip(disk)
+                .is_some_and(|(told, disk)| !disk.generations.current.same_generation(told.current))
+        };
+        let devices = self.devices.iter();
+        let volumes: Vec<VolumeNr> = devices
+            .filter(|(_, device)| began(device))
+            .map(|(volume, _)| *volume)
+            .collect();
         for volume in volumes {
-            let current = self.own_current(volume);
-            let told = self
-                .devices
-                .get(&volume)
-                .and_then(|d| d.peers.get(&peer)?.sent_uuids.as_ref())
-                .map(|set| set.current);
-            if let (Some(current), Some(told)) = (current, told)
-                && !current.same_generation(told)
-            {
-                self.send_uuids(peer, volume, UuidFlags::empty());
-            }
+            self.send_uuids(peer, volume, UuidFlags::empty());
         }
-    }
-
-    fn own_current(&self, volume: VolumeNr) -> Option<Uuid> {
-        Some(self.devices.get(&volume)?.attached()?.generations.current)
     }
 
     /// A disk that comes back cannot know whether a Primary without a disk went on without it.

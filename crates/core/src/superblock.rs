@@ -22,8 +22,8 @@ impl Resource {
         self.push_superblock(volume);
     }
 
-    /// The peer's disk, which was good, is gone or is to be copied anew, and this one is good. What both have
-    /// acknowledged may lie in this disk's cache alone now: a power cut must not take it.
+    /// The peer's disk, which was good, is gone or is to be copied anew, and this one is good. What
+    /// both have acknowledged may lie in this disk's cache alone now: a power cut must not take it.
     pub(crate) fn only_copy_remains(
         &mut self,
         volume: VolumeNr,

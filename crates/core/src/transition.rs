@@ -833,7 +833,7 @@ impl Resource {
                     self.send_uuids(*peer, *volume, flags);
                 }
                 let silent = self.is_legacy(*peer)
-                    && (after.disk == DiskState::Attaching
+                    && ([before.disk, after.disk].contains(&DiskState::Attaching)
                         || crate::legacy::is_silent(was.repl, p.repl)
                         || crate::legacy::names_resync_first(&was, p));
                 let tells = wants_state(&was, p, before.disk, after.disk)

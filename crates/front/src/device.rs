@@ -17,7 +17,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -29,6 +29,7 @@ use crate::apart::apart;
 use crate::fuse::serve::{Ended, FileShape, Order, Reader, Stop};
 use crate::fuse::{Connection, abort_connection};
 use crate::gate::Gate;
+use crate::links::Links;
 use crate::loopdev::{self, Detached, Discard, LoopNumber, Settings};
 use crate::usage::{self, BlockAccess};
 
@@ -198,7 +199,7 @@ pub struct MountedDevice {
     name: String,
     /// The file's name, which tells whose loop device it is.
     file: String,
-    links: Vec<PathBuf>,
+    links: Links,
     state: DeviceState,
     fuse: Arc<OwnedFd>,
     stop: Arc<Stop>,
@@ -239,7 +240,7 @@ impl MountedDevice {
         let mut device = MountedDevice {
             file: file_name(&spec.owner, &name),
             name,
-            links: Vec::new(),
+            links: Links::default(),
             state: DeviceState {
                 number: LoopNumber(u32::MAX),
                 max_write,
@@ -296,7 +297,7 @@ impl MountedDevice {
         let mut device = MountedDevice {
             name: spec.name.clone(),
             file,
-            links: Vec::new(),
+            links: Links::default(),
             state,
             fuse: Arc::new(fuse),
             stop,
@@ -327,7 +328,8 @@ impl MountedDevice {
         if let Err(error) = apart(|| loopdev::update_size(number)) {
             tracing::warn!(%error, "the resumed device's size could not be checked");
         }
-        device.make_links(&spec.links)?;
+        let path = device.path();
+        device.links.make(&spec.name, &path, &spec.links)?;
         Ok(device)
     }
 
@@ -401,7 +403,7 @@ impl MountedDevice {
             }
             Err(source) => return Err((Box::new(self), DeviceError::Loop { name, source })),
         }
-        self.remove_links();
+        self.links.remove(&self.state.number.path());
         self.stop_readers(Order::Finish);
         Ok(())
     }
@@ -415,7 +417,7 @@ impl MountedDevice {
     /// Gives the device up while it may be in use: all I/O fails from now on, and the loop device
     /// goes away with its last user.
     pub fn abandon(mut self) {
-        self.remove_links();
+        self.links.remove(&self.state.number.path());
         if let Err(error) = abort_connection(self.state.connection) {
             tracing::warn!(%error, "the FUSE connection could not be aborted");
         }
@@ -459,9 +461,10 @@ impl MountedDevice {
         (self.state.number, self.state.connection) = bound?;
         // From here on the loop device keeps the file and its mount alive.
         self.tell_gate();
-        let made = self.make_links(&spec.links);
+        let device = self.path();
+        let made = self.links.make(&self.name, &device, &spec.links);
         if made.is_err() {
-            self.remove_links();
+            self.links.remove(&device);
             if let Err(error) = apart(|| loopdev::detach(self.state.number, &self.file)) {
                 tracing::warn!(%error, "the loop device could not be detached");
             }
@@ -517,30 +520,6 @@ impl MountedDevice {
             }
         }
     }
-
-    fn make_links(&mut self, links: &[PathBuf]) -> Result<(), DeviceError> {
-        for link in links {
-            make_link(&self.path(), link).map_err(|source| DeviceError::Link {
-                name: self.name.clone(),
-                link: link.clone(),
-                source,
-            })?;
-            self.links.push(link.clone());
-        }
-        Ok(())
-    }
-
-    fn remove_links(&mut self) {
-        let device = self.path();
-        for link in std::mem::take(&mut self.links) {
-            // Somebody else's link of the same name stays.
-            if std::fs::read_link(&link).is_ok_and(|target| target == device)
-                && let Err(error) = std::fs::remove_file(&link)
-            {
-                tracing::warn!(link = %link.display(), %error, "a link could not be removed");
-            }
-        }
-    }
 }
 
 impl Drop for MountedDevice {
@@ -550,7 +529,7 @@ impl Drop for MountedDevice {
         if self.readers.is_empty() {
             return;
         }
-        self.remove_links();
+        self.links.remove(&self.state.number.path());
         if self.state.number != LoopNumber(u32::MAX) {
             // Errors have nobody to go to, and the descriptors are closed anyway.
             let _ = abort_connection(self.state.connection);
@@ -618,26 +597,6 @@ pub(crate) fn granularity(properties: &VolumeProperties) -> u32 {
         .next_power_of_two()
 }
 
-/// Makes or replaces a symbolic link in one step, and its directory if need be.
-pub(crate) fn make_link(target: &Path, link: &Path) -> std::io::Result<()> {
-    if let Ok(metadata) = std::fs::symlink_metadata(link)
-        && !metadata.file_type().is_symlink()
-    {
-        return Err(std::io::ErrorKind::AlreadyExists.into());
-    }
-    let directory = link.parent().ok_or(std::io::ErrorKind::InvalidInput)?;
-    std::fs::create_dir_all(directory)?;
-    let mut new = link.as_os_str().to_owned();
-    new.push(format!(".{}", std::process::id()));
-    let new = PathBuf::from(new);
-    match std::fs::remove_file(&new) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    std::os::unix::fs::symlink(target, &new)?;
-    std::fs::rename(&new, link)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -654,19 +613,6 @@ mod tests {
         assert_eq!(DeviceState::from_line(&state.to_line()), Some(state));
         assert_eq!(DeviceState::from_line("1 3 4 5 6 1"), None);
         assert_eq!(DeviceState::from_line(""), None);
-    }
-
-    #[test]
-    fn a_link_replaces_a_link_but_nothing_else() {
-        let dir = tempfile::tempdir().unwrap();
-        let link = dir.path().join("by-res/r0/0");
-        make_link(Path::new("/dev/loop1"), &link).unwrap();
-        make_link(Path::new("/dev/loop2"), &link).unwrap();
-        assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/dev/loop2"));
-        let file = dir.path().join("file");
-        std::fs::write(&file, "x").unwrap();
-        assert!(make_link(Path::new("/dev/loop1"), &file).is_err());
-        assert_eq!(std::fs::read_to_string(&file).unwrap(), "x");
     }
 
     #[test]

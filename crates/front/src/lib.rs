@@ -11,6 +11,7 @@ pub mod device;
 mod fuse;
 pub mod gate;
 pub mod hold;
+mod links;
 mod loopdev;
 pub mod nbd;
 pub mod ram;

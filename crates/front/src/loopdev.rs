@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
-use crate::usage::{BlockAccess, claimed, set_access_of};
+use crate::usage::{BlockAccess, access_of, claimed, set_access, set_access_of};
 
 /// Attempts to get a free loop device while other processes take them too.
 const ATTACH_ATTEMPTS: u32 = 64;
@@ -184,23 +184,28 @@ fn set(number: LoopNumber, setting: &str, value: &str) {
     }
 }
 
-fn access_of(device: &File) -> io::Result<BlockAccess> {
-    let mut now = [0; 4];
-    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
-    Ok(match i32::from_ne_bytes(now) {
-        0 => BlockAccess::ReadWrite,
-        _ => BlockAccess::ReadOnly,
-    })
-}
-
 /// Takes over the file's new size.
 pub(crate) fn update_size(number: LoopNumber) -> io::Result<()> {
     control(number.open()?, NumberRequest::LoopSetCapacity).map(drop)
 }
 
-/// Unbinds the device of the file with this name, unless somebody uses it. Programs that look at every block
-/// device for a moment (udev's, `losetup -a`) are waited for.
+/// Unbinds the device of the file with this name, unless somebody uses it. Programs that look at
+/// every block device for a moment (udev's, `losetup -a`) are waited for.
 pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
+    // The read-only flag outlives the binding, and whoever gets the number next did not ask for it.
+    let access = access_of(&number.open()?)?;
+    if access == BlockAccess::ReadWrite {
+        return detach_unused(number, expected);
+    }
+    set_access(number.into(), BlockAccess::ReadWrite)?;
+    let detached = detach_unused(number, expected);
+    if !matches!(detached, Ok(Detached::Yes)) {
+        set_access(number.into(), access)?;
+    }
+    detached
+}
+
+fn detach_unused(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     let deadline = Instant::now() + PASSING_USER_TIMEOUT;
     loop {
         let detached = try_detach(number, expected)?;
@@ -213,11 +218,6 @@ pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached>
 
 fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     let device = number.open()?;
-    // The flag outlives the binding, and whoever gets the number next did not ask for it.
-    let access = access_of(&device)?;
-    if access == BlockAccess::ReadOnly {
-        set_access_of(&device, BlockAccess::ReadWrite)?;
-    }
     match control(&device, NumberRequest::LoopClear) {
         Ok(_) => {}
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(Detached::Yes),
@@ -231,7 +231,6 @@ fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
         let flags = flags_of(&status) & !FLAG_AUTOCLEAR;
         put_flags(&mut status, flags);
         if control_memory(&device, MemoryRequest::LoopSetStatus, &mut status).is_ok() {
-            set_access_of(&device, access)?;
             return Ok(Detached::InUse);
         }
     }
@@ -250,7 +249,7 @@ fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
 /// Lets the kernel unbind the device when its last user closes it.
 pub(crate) fn detach_on_last_close(number: LoopNumber) -> io::Result<()> {
     let device = number.open()?;
-    // As above. Nobody writes anything more: its I/O fails.
+    // As in `detach`. Nobody writes anything more: its I/O fails.
     set_access_of(&device, BlockAccess::ReadWrite)?;
     match control(device, NumberRequest::LoopClear) {
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),

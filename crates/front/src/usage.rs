@@ -87,15 +87,23 @@ pub(crate) fn set_access_of(device: &File, access: BlockAccess) -> io::Result<()
     let wanted = i32::from(access == BlockAccess::ReadOnly);
     let mut value = wanted.to_ne_bytes();
     control_memory(device, MemoryRequest::BlockSetReadOnly, &mut value)?;
-    let mut now = [0; 4];
-    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
-    if i32::from_ne_bytes(now) == wanted {
+    if access_of(device)? == access {
         Ok(())
     } else {
         Err(io::Error::other(
             "the kernel did not take the read-only flag of the loop device",
         ))
     }
+}
+
+/// Whether a device lets writes through.
+pub(crate) fn access_of(device: &File) -> io::Result<BlockAccess> {
+    let mut now = [0; 4];
+    control_memory(device, MemoryRequest::BlockGetReadOnly, &mut now)?;
+    Ok(match i32::from_ne_bytes(now) {
+        0 => BlockAccess::ReadWrite,
+        _ => BlockAccess::ReadOnly,
+    })
 }
 
 /// Somebody has claimed the device: a mounted file system, device mapper, swap.
@@ -145,16 +153,22 @@ impl BlockNumber {
         Ok(found)
     }
 
-    /// How the device is used. If by nobody, all that was written is durable then, and nothing that
-    /// was read is remembered. It may wait for the device's own requests, so the process that answers
-    /// them must ask in another one: killed while it waits, it could not end.
-    pub fn settled_usage(self) -> io::Result<Usage> {
+    /// How the device is used as far as that shows without touching it.
+    pub fn visible_usage(self) -> io::Result<Option<Usage>> {
         if let Some(mounted) = self.mounted()? {
-            return Ok(mounted);
+            return Ok(Some(mounted));
         }
-        // Last what may get in a user's way.
-        if !visible_users(self)?.is_empty() {
-            return Ok(Usage::Open);
+        let open = !visible_users(self)?.is_empty();
+        Ok(open.then_some(Usage::Open))
+    }
+
+    /// How the device is used. If by nobody, all that was written is durable then, and nothing that
+    /// was read is remembered. It may wait for the device's own requests, so the process that
+    /// answers them must ask in another one: killed while it waits, it could not end.
+    pub fn settled_usage(self) -> io::Result<Usage> {
+        // First what does not get in a user's way.
+        if let Some(visible) = self.visible_usage()? {
+            return Ok(visible);
         }
         if claimed(self)? {
             return Ok(Usage::Claimed);

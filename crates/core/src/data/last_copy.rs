@@ -1,12 +1,14 @@
-//! Writes of a Primary without a disk of its own that is whole, where this disk is the only one that gets them.
+//! Writes of a Primary without a disk of its own that is whole, where this disk is the only one
+//! that gets them.
 //!
 //! A disk under a Primary may lose what is in its cache with its power, because the Primary's own
 //! disk has it, marks it and copies it again. Under a Primary without a disk nobody has it: the
 //! Primary lives on, its applications hold the writes for done, a later flush would succeed, and
 //! the data would be gone. It cannot even notice, since a disk that comes back does not tell why
 //! it was away. A Primary whose disk is Inconsistent is no better: the resync that goes on once the
-//! other disk is back copies what that one has over its newer blocks. So what such a Primary writes is made durable before it is acknowledged, and what
-//! it wrote before it lost its disk is, before this disk takes over the new generation.
+//! other disk is back copies what that one has over its newer blocks. So what such a Primary writes
+//! is made durable before it is acknowledged, and what it wrote before it lost its disk is, before
+//! this disk takes over the new generation.
 
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};

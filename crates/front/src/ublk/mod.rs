@@ -23,8 +23,9 @@ use abi::{Command, DeviceInfo, Parameters};
 use queue::{DEPTH, Mail, Queue};
 use ring::Control;
 
-use crate::device::{ConnectPort, DeviceError, DeviceSpec, gate, granularity, make_link};
+use crate::device::{ConnectPort, DeviceError, DeviceSpec, gate, granularity};
 use crate::gate::Gate;
+use crate::links::Links;
 use crate::usage::{self, BlockNumber};
 
 /// Largest payload of one request in bytes.
@@ -95,7 +96,7 @@ impl UblkState {
 pub struct UblkDevice {
     name: String,
     state: UblkState,
-    links: Vec<PathBuf>,
+    links: Links,
     mail: Arc<Mail>,
     thread: Option<JoinHandle<()>>,
     gate: Option<Arc<Gate>>,
@@ -143,11 +144,12 @@ impl UblkDevice {
             spec,
             made.flags & wanted.flags == wanted.flags,
         );
+        let started = started.map_err(wrong);
         match started.and_then(|()| device.make_links(&spec.links)) {
             Ok(()) => Ok(device),
             Err(error) => {
                 device.abandon();
-                Err(wrong(error))
+                Err(error)
             }
         }
     }
@@ -189,6 +191,7 @@ impl UblkDevice {
         };
         let pid = u64::from(std::process::id());
         let resumed = control.plain(Command::EndRecovery, number.0, pid);
+        let resumed = resumed.map_err(&refuse);
         match resumed.and_then(|()| device.make_links(&spec.links)) {
             Ok(()) => {
                 tracing::info!(device = %number.path().display(), "device resumed");
@@ -196,7 +199,7 @@ impl UblkDevice {
             }
             Err(error) => {
                 device.abandon();
-                Err(refuse(error))
+                Err(error)
             }
         }
     }
@@ -234,7 +237,7 @@ impl UblkDevice {
                 return Err((Box::new(self), error));
             }
         };
-        self.remove_links();
+        self.links.remove(&self.state.number.path());
         // Should the volume not answer, what the kernel still wants fails.
         let (finished, finish) = sync_channel::<()>(1);
         let mail = self.mail.clone();
@@ -293,7 +296,7 @@ impl UblkDevice {
         Ok(UblkDevice {
             name: spec.name.clone(),
             state,
-            links: Vec::new(),
+            links: Links::default(),
             mail,
             thread: Some(thread),
             gate,
@@ -367,7 +370,7 @@ impl UblkDevice {
     }
 
     fn give_up(&mut self) {
-        self.remove_links();
+        self.links.remove(&self.state.number.path());
         self.mail.abandon();
         match Control::open() {
             Ok(mut control) => discard(&mut control, self.number()),
@@ -398,28 +401,12 @@ impl UblkDevice {
         }
     }
 
-    fn make_links(&mut self, links: &[PathBuf]) -> io::Result<()> {
+    fn make_links(&mut self, links: &[PathBuf]) -> Result<(), DeviceError> {
         let number = BlockNumber::from(self.number());
         if let Some(gate) = &self.gate {
             gate.set_number(number);
         }
-        for link in links {
-            make_link(&number.path(), link)?;
-            self.links.push(link.clone());
-        }
-        Ok(())
-    }
-
-    fn remove_links(&mut self) {
-        let device = self.number().path();
-        for link in std::mem::take(&mut self.links) {
-            // Somebody else's link of the same name stays.
-            if std::fs::read_link(&link).is_ok_and(|target| target == device)
-                && let Err(error) = std::fs::remove_file(&link)
-            {
-                tracing::warn!(link = %link.display(), %error, "a link could not be removed");
-            }
-        }
+        self.links.make(&self.name, &number.path(), links)
     }
 }
 
