@@ -1,7 +1,10 @@
 //! The control commands: the words that drbdadm sends, those an operator types, and what they print.
 //! A command that fails changes nothing.
 
+use std::net::IpAddr;
+
 use crate::core::config::{LinkConfig, LinkOptions, parse_addr};
+use crate::core::limits::Origin;
 use crate::core::plugin::{AVAILABLE, CHAIN_MAX, Plugin};
 use crate::core::stats::{LinkSnapshot, Snapshot};
 use crate::net::Reactor;
@@ -10,12 +13,14 @@ const HELP: &str = "\
 add connection NAME INSIDE PEER_OUTSIDE MY_OUTSIDE LOCAL_DRBD [--OPTION=VALUE ...]
 del connection NAME
 set memlimit NAME VALUE            raise or lower, while it runs
-set OPTION NAME VALUE              bwlimit, schedule, carriers, max-lag, session-hold, ping-hold,
-                                   wan-timeout, ping-timeout, weight, dial,
-                                   sndbuf-size, rcvbuf-size
+set OPTION NAME VALUE              bwlimit, schedule, burst, carriers, max-lag, session-hold,
+                                   ping-hold, wan-timeout, ping-timeout, weight, dial,
+                                   dscp-control, dscp-bulk, sndbuf-size, rcvbuf-size
+set session PEER-IP OPTION VALUE   bwlimit, schedule, burst of all connections with that peer
+set daemon OPTION VALUE            bwlimit, schedule, burst of all connections
 set plugin NAME INDEX PLUGIN [KEY VALUE ...]
 set plugin NAME INDEX END
-show                               the connections as commands
+show                               connections and limits as commands
 show proxy-settings NAME
 show memusage
 show connections | hconnections
@@ -50,6 +55,15 @@ pub(crate) fn execute(reactor: &mut Reactor, command: &str, json: bool) -> Resul
         ["set", "loglevel", _level] => {
             Ok("the log level is set by the daemon's --log option\n".into())
         }
+        ["set", "daemon", option, value] => {
+            let now = reactor.now();
+            let done = reactor.engine.set_daemon_limit(now, option, value);
+            reactor.retune_all();
+            done.map(|()| String::new()).map_err(|e| e.to_string())
+        }
+        ["set", "session", peer, option, value] => {
+            set_session(reactor, peer, option, value, Origin::Command).map(|()| String::new())
+        }
         ["set", option, name, value] => {
             let mut options = options_of(reactor, name)?;
             let remark = options
@@ -70,7 +84,7 @@ pub(crate) fn execute(reactor: &mut Reactor, command: &str, json: bool) -> Resul
             Ok(settings(config))
         }
         ["show" | "list" | "print", what] => {
-            let snapshot = reactor.engine.snapshot(reactor.now());
+            let snapshot = reactor.snapshot();
             report(what, &snapshot, json)
         }
         ["shutdown"] => {
@@ -186,24 +200,59 @@ fn apply(reactor: &mut Reactor, name: &str, options: LinkOptions) -> Result<(), 
     reactor
         .engine
         .set_options(now, name, options)
-        .map_err(|error| error.to_string())
+        .map_err(|error| error.to_string())?;
+    reactor.retune_all();
+    Ok(())
 }
 
-/// One line per connection that would create it again.
+/// Limits all connections with the peer proxy of one outside IP.
+pub(crate) fn set_session(
+    reactor: &mut Reactor,
+    peer: &str,
+    option: &str,
+    value: &str,
+    origin: Origin,
+) -> Result<(), String> {
+    let peer: IpAddr = peer
+        .trim_start_matches('[')
+        .trim_end_matches(']')
+        .parse()
+        .map_err(|_| format!("session '{peer}' is not the outside IP of a peer proxy"))?;
+    let now = reactor.now();
+    reactor
+        .engine
+        .set_session_limit(now, peer, option, value, origin)
+        .map_err(|error| error.to_string())?;
+    reactor.retune_all();
+    Ok(())
+}
+
+/// Lines that would set and create everything again.
 fn show(reactor: &Reactor) -> String {
     let mut out = String::new();
+    for (option, value) in reactor.engine.options.limit.words() {
+        out.push_str(&format!("set daemon {option} {value}\n"));
+    }
+    for (peer, session) in &reactor.engine.sessions {
+        for (option, value) in session.limit.words() {
+            out.push_str(&format!("set session {peer} {option} {value}\n"));
+        }
+    }
     for config in reactor.engine.configs() {
         // The last colon splits, so IPv6 needs no brackets, as drbdadm prints it.
         let plain = |addr: std::net::SocketAddr| format!("{}:{}", addr.ip(), addr.port());
         out.push_str(&format!(
-            "add connection {} {} {} {} {} --memlimit={}\n",
+            "add connection {} {} {} {} {}",
             config.name,
             plain(config.inside),
             plain(config.peer_outside),
             plain(config.my_outside),
             plain(config.local_drbd),
-            config.options.memlimit_bytes
         ));
+        for (option, value) in config.options.words() {
+            out.push_str(&format!(" --{option}={value}"));
+        }
+        out.push('\n');
         for (index, plugin) in config.options.plugins.iter().enumerate() {
             out.push_str(&format!(
                 "set plugin {} {index} {}\n",

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::config::{DaemonOptions, MEMLIMIT_MIN};
 use crate::core::engine::Engine;
-use crate::core::shaper::Schedule;
+use crate::core::limits::Origin;
+use crate::core::shaper::Limit;
 use crate::core::stats::Snapshot;
 use crate::core::time::Instant;
 use crate::mail::{Post, Reply, mailbox};
@@ -91,6 +92,10 @@ pub struct Options {
     pub memory_max_bytes: u64,
     /// WAN rate of the whole daemon: bytes per second or a timetable; empty is unlimited.
     pub rate: String,
+    /// Bytes that may pass at once after a pause; empty is what the rate gives in 20 ms.
+    pub burst: String,
+    /// Limits of all connections with one peer proxy.
+    pub sessions: Vec<SessionOption>,
     /// Codec threads; 0 is one per core.
     pub workers: usize,
     /// Directory for what does not fit into memory.
@@ -104,6 +109,17 @@ pub struct Options {
     /// Take over connections, buffers and DRBD's sockets from the proxy that answers on the
     /// control socket, if one does.
     pub take_over: bool,
+}
+
+/// One setting of a session: of all connections with the peer proxy of one outside IP.
+#[derive(Clone, Debug)]
+pub struct SessionOption {
+    /// Its outside IP.
+    pub peer: String,
+    /// bwlimit, schedule or burst.
+    pub option: String,
+    /// As the control command takes it.
+    pub value: String,
 }
 
 /// A running proxy. Dropping it stops it.
@@ -144,6 +160,8 @@ impl Default for Options {
             security: Security::Insecure,
             memory_max_bytes: 1 << 30,
             rate: String::new(),
+            burst: String::new(),
+            sessions: Vec::new(),
             workers: 0,
             spill_directory: None,
             spill_limit_bytes: 0,
@@ -174,14 +192,17 @@ impl Daemon {
                 peer_names,
             } => Identity::Tls(Tls::from_files(cert, key, authority, peer_names)?),
         };
-        let rate = match options.rate.as_str() {
-            "" => Schedule::default(),
-            text if text.contains('=') => Schedule::parse(text)?,
-            text => Schedule::flat(
-                crate::core::config::parse_bytes(text)
-                    .ok_or_else(|| format!("rate '{text}' is not a number of bytes per second"))?,
-            ),
-        };
+        let mut limit = Limit::default();
+        for (option, value) in [
+            (rate_option(&options.rate), &options.rate),
+            ("burst", &options.burst),
+        ] {
+            if let Some(Err(expected)) = limit.set(option, value).filter(|_| !value.is_empty()) {
+                return Err(format!(
+                    "{option} '{value}' is not valid; expected {expected}"
+                ));
+            }
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = if options.workers == 0 {
             cores
@@ -199,7 +220,7 @@ impl Daemon {
         let daemon_options = DaemonOptions {
             memory_max_bytes: options.memory_max_bytes,
             memlimit_min_bytes: MEMLIMIT_MIN,
-            rate,
+            limit,
             spill_limit_bytes: if spill.is_some() {
                 options.spill_limit_bytes
             } else {
@@ -228,6 +249,10 @@ impl Daemon {
         let started = Clock::now().checked_sub(uptime).unwrap_or_else(Clock::now);
         let mut reactor = Reactor::new(engine, mailbox, pool, spill, identity, started)
             .map_err(|error| error.to_string())?;
+        for given in &options.sessions {
+            let (peer, option, value) = (&given.peer, &given.option, &given.value);
+            crate::control::set_session(&mut reactor, peer, option, value, Origin::CommandLine)?;
+        }
         if let Some(given) = given {
             let stream = reactor.take_over(given)?;
             handover::confirm(stream)?;
@@ -332,6 +357,14 @@ pub fn request(path: &Path, request: &Request) -> Result<Vec<Answer>, String> {
         .read_line(&mut answer)
         .map_err(failed)?;
     serde_json::from_str(&answer).map_err(|error| format!("unreadable answer: {error}"))
+}
+
+/// A timetable holds `=`, a rate does not.
+pub fn rate_option(text: &str) -> &'static str {
+    match text.contains('=') {
+        true => "schedule",
+        false => "bwlimit",
+    }
 }
 
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), String> {

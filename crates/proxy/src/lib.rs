@@ -20,7 +20,9 @@ mod wall;
 mod workers;
 
 pub use bench::{BenchOptions, REPLAY_BYTES, Report, bench};
-pub use daemon::{Answer, Daemon, Options, Request, Security, SharedSecret, request};
+pub use daemon::{
+    Answer, Daemon, Options, Request, Security, SessionOption, SharedSecret, rate_option, request,
+};
 pub use service::tell_ready;
 
 /// A new private key and its public key, both in hex, for `Security::Keys`.

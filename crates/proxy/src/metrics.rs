@@ -43,6 +43,38 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         "Chunks that are being coded or decoded, or wait for it.",
         vec![(String::new(), snapshot.codec_jobs as f64)],
     );
+    let mut limits = vec![(
+        "{level=\"daemon\"}".to_string(),
+        snapshot.rate_limit,
+        snapshot.burst_bytes,
+    )];
+    for session in &snapshot.sessions {
+        let labels = format!("{{level=\"session\",peer=\"{}\"}}", session.peer);
+        limits.push((labels, session.rate_limit, session.burst_bytes));
+    }
+    for link in &snapshot.connections {
+        let own = labels(link, &[]).split_off(1);
+        let labels = format!("{{level=\"connection\",{own}");
+        limits.push((labels, link.rate_limit, link.burst_bytes));
+    }
+    let of = |value: fn(&(String, u64, u64)) -> u64| {
+        limits
+            .iter()
+            .map(|limit| (limit.0.clone(), value(limit) as f64))
+            .collect()
+    };
+    metric(
+        "rate_limit_bytes_per_second",
+        "gauge",
+        "Limit of a level now; 0 is none.",
+        of(|limit| limit.1),
+    );
+    metric(
+        "burst_bytes",
+        "gauge",
+        "What the limit of a level lets pass at once; 0 is without a limit.",
+        of(|limit| limit.2),
+    );
     let each = |value: &dyn Fn(&LinkSnapshot) -> f64| {
         snapshot
             .connections

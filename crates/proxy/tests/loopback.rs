@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 
 use lockstep_proxy::{Daemon, Options, Security, SharedSecret};
 
+#[path = "loopback/limits.rs"]
+mod limits;
+
 const DATA: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
 const META: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";
 const PATIENCE: Duration = Duration::from_secs(40);

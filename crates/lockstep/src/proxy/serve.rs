@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_proxy::{Daemon, Options, Security, SharedSecret, plan};
+use lockstep_proxy::{Daemon, Options, Security, SessionOption, SharedSecret, plan, rate_option};
 
 use super::confine::{User, forbid_other_calls};
 use super::{default_socket, options};
@@ -28,6 +28,9 @@ Resources:
   --workers N            codec threads (one per core)
   --rate RATE            WAN bytes per second of the daemon, or a timetable
                          (mon-fri/08:00-18:00=2M,*=0; UTC)
+  --burst SIZE           what may pass at once after a pause, 64K to 1G (20 ms of the rate)
+  --session-rate IP=RATE, --session-burst IP=SIZE
+                         the same for all connections with the peer proxy of one outside IP
   --spill-dir DIR --spill-limit SIZE
                          disk space for what does not fit into memory
 
@@ -196,6 +199,22 @@ fn read_secret(text: &str) -> Result<SharedSecret, String> {
     })
 }
 
+/// `IP=RATE` or `IP=SIZE`.
+fn session(name: &str, text: &str) -> Result<SessionOption, String> {
+    let expected = || format!("--{name} '{text}': IP=VALUE, with the peer's outside IP");
+    let (peer, value) = text.split_once('=').ok_or_else(expected)?;
+    peer.parse::<std::net::IpAddr>().map_err(|_| expected())?;
+    let option = match name {
+        "session-rate" => rate_option(value),
+        _ => "burst",
+    };
+    Ok(SessionOption {
+        peer: peer.into(),
+        option: option.into(),
+        value: value.into(),
+    })
+}
+
 fn parse(args: &[String]) -> Result<Asked, String> {
     let mut found = Options {
         control: Some(default_socket()),
@@ -226,6 +245,8 @@ fn parse(args: &[String]) -> Result<Asked, String> {
                     .map_err(|_| format!("--workers '{value}' is not a number"))?;
             }
             "rate" => found.rate = value.clone(),
+            "burst" => found.burst = value.clone(),
+            "session-rate" | "session-burst" => found.sessions.push(session(&name, &value)?),
             "spill-dir" => found.spill_directory = Some(PathBuf::from(&value)),
             "spill-limit" => found.spill_limit_bytes = plan::parse_size(&value)?,
             "config" => config = Some(PathBuf::from(&value)),
@@ -302,5 +323,8 @@ mod tests {
         assert!(problem("--secret-file /nonexistent/file=r0").contains("/nonexistent/file: "));
         assert!(problem("--secret-file /dev/null=r0 --secret-file /dev/null=r1").is_empty());
         assert!(problem("--insecure").is_empty());
+        assert!(problem("--insecure --session-rate 2M").contains("IP=VALUE"));
+        assert!(problem("--insecure --session-burst bob=2M").contains("outside IP"));
+        assert!(problem("--insecure --session-rate fd00::2=mon=2M,*=0").is_empty());
     }
 }

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::dscp::Dscp;
 use super::fair::WEIGHT_MAX;
 use super::plugin::{Choice, Plugin, chain_choice};
-use super::shaper::Schedule;
+use super::shaper::Limit;
 
 /// Smallest `memlimit`; less would not hold the chunks in flight.
 pub(crate) const MEMLIMIT_MIN: u64 = 1 << 20;
@@ -29,8 +30,11 @@ pub(crate) enum Dial {
 pub(crate) struct LinkOptions {
     /// Buffer for bytes that DRBD sent and the peer has not yet taken.
     pub(crate) memlimit_bytes: u64,
-    /// Rate on the WAN; 0 is unlimited.
-    pub(crate) rate: Schedule,
+    /// Rate on the WAN.
+    pub(crate) limit: Limit,
+    /// Marks of the packets on the WAN.
+    pub(crate) dscp_control: Dscp,
+    pub(crate) dscp_bulk: Dscp,
     /// Socket buffers towards DRBD and the peer; 0 leaves the kernel's choice.
     pub(crate) sndbuf_bytes: u64,
     pub(crate) rcvbuf_bytes: u64,
@@ -70,7 +74,7 @@ pub(crate) struct DaemonOptions {
     pub(crate) memory_max_bytes: u64,
     /// What each connection may always use.
     pub(crate) memlimit_min_bytes: u64,
-    pub(crate) rate: Schedule,
+    pub(crate) limit: Limit,
     /// Bytes on disk that all connections may use; 0 is no spill.
     pub(crate) spill_limit_bytes: u64,
     /// Codec jobs that may run at once.
@@ -90,8 +94,8 @@ pub(crate) enum ConfigError {
     },
     #[error(
         "unknown option '{0}'; known are memlimit, bwlimit, sndbuf-size, rcvbuf-size, \
-             ping-timeout, read-loops, compression, wan-timeout, session-hold, ping-hold, max-lag, carriers, \
-             dial, schedule, weight"
+             ping-timeout, read-loops, compression, wan-timeout, session-hold, ping-hold, max-lag, \
+             carriers, dial, schedule, burst, weight, dscp-control, dscp-bulk"
     )]
     Option(String),
     #[error("connection {name}: {a} and {b} are both {addr}; the traffic would run in a circle")]
@@ -119,6 +123,10 @@ pub(crate) enum ConfigError {
         addr: SocketAddr,
         other: String,
     },
+    #[error("unknown option '{option}' of a {level}; known are bwlimit, schedule, burst")]
+    LevelOption { level: &'static str, option: String },
+    #[error("at most {0} sessions can have a limit of their own")]
+    Sessions(usize),
     #[error("connection '{0}' exists already; use 'del connection {0}' first")]
     Exists(String),
     #[error("no connection '{0}'; see 'show'")]
@@ -143,7 +151,9 @@ impl Default for LinkOptions {
     fn default() -> LinkOptions {
         LinkOptions {
             memlimit_bytes: 16 << 20,
-            rate: Schedule::default(),
+            limit: Limit::default(),
+            dscp_control: Dscp::AF31,
+            dscp_bulk: Dscp::AF11,
             sndbuf_bytes: 0,
             rcvbuf_bytes: 0,
             wan_timeout: Duration::from_secs(5),
@@ -199,13 +209,13 @@ impl LinkOptions {
                 }
                 self.memlimit_bytes = bytes;
             }
-            "bwlimit" => {
-                let rate = parse_bytes(value).ok_or_else(|| bad("bytes per second, 0 for none"))?;
-                self.rate = Schedule::flat(rate);
+            "bwlimit" | "schedule" | "burst" => {
+                if let Some(done) = self.limit.set(option, value) {
+                    done.map_err(|expected| bad(&expected))?;
+                }
             }
-            "schedule" => {
-                self.rate = Schedule::parse(value).map_err(|expected| bad(&expected))?;
-            }
+            "dscp-control" => self.dscp_control = Dscp::parse(value).ok_or_else(|| bad(DSCP))?,
+            "dscp-bulk" => self.dscp_bulk = Dscp::parse(value).ok_or_else(|| bad(DSCP))?,
             "sndbuf-size" | "rcvbuf-size" => {
                 let bytes = parse_bytes(value)
                     .filter(|bytes| *bytes <= 128 << 20)
@@ -268,7 +278,56 @@ impl LinkOptions {
         }
         Ok(None)
     }
+
+    /// The options that differ from their defaults, as they are set; plugins have their own
+    /// command.
+    pub(crate) fn words(&self) -> Vec<(String, String)> {
+        let default = LinkOptions::default();
+        let mut words = vec![("memlimit", self.memlimit_bytes.to_string())];
+        words.extend(self.limit.words());
+        let mut differs = |name: &'static str, changed: bool, value: String| {
+            if changed {
+                words.push((name, value));
+            }
+        };
+        for (name, is, usual) in [
+            ("dscp-control", self.dscp_control, default.dscp_control),
+            ("dscp-bulk", self.dscp_bulk, default.dscp_bulk),
+        ] {
+            differs(name, is != usual, is.to_string());
+        }
+        for (name, is, usual) in [
+            ("sndbuf-size", self.sndbuf_bytes, default.sndbuf_bytes),
+            ("rcvbuf-size", self.rcvbuf_bytes, default.rcvbuf_bytes),
+        ] {
+            differs(name, is != usual, is.to_string());
+        }
+        for (name, is, usual) in [
+            ("wan-timeout", self.wan_timeout, default.wan_timeout),
+            ("session-hold", self.session_hold, default.session_hold),
+            ("ping-hold", self.ping_hold, default.ping_hold),
+            ("max-lag", self.max_lag, default.max_lag),
+        ] {
+            differs(name, is != usual, is.as_secs_f64().to_string());
+        }
+        for (name, is, usual) in [
+            ("weight", self.weight, default.weight),
+            ("carriers", self.bulk_carriers, default.bulk_carriers),
+        ] {
+            differs(name, is != usual, is.to_string());
+        }
+        let dial = match self.dial {
+            Dial::Auto => "auto",
+            Dial::Always => "always",
+            Dial::Never => "never",
+        };
+        differs("dial", self.dial != default.dial, dial.into());
+        let words = words.into_iter().map(|(name, value)| (name.into(), value));
+        words.chain(self.inert.iter().cloned()).collect()
+    }
 }
+
+const DSCP: &str = "a DiffServ code point: 0 to 63, or a name such as af31, cs1, ef, le, default";
 
 impl LinkConfig {
     /// Checks the addresses among themselves.
@@ -321,7 +380,7 @@ impl Default for DaemonOptions {
         DaemonOptions {
             memory_max_bytes: 1 << 30,
             memlimit_min_bytes: MEMLIMIT_MIN,
-            rate: Schedule::default(),
+            limit: Limit::default(),
             spill_limit_bytes: 0,
             jobs_max: 4,
         }
@@ -362,6 +421,16 @@ pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
         _ => return None,
     };
     number.checked_mul(1 << shift)
+}
+
+/// As `parse_bytes` reads it, as short as can be.
+pub(crate) fn format_bytes(bytes: u64) -> String {
+    for (shift, unit) in [(30, "G"), (20, "M"), (10, "K")] {
+        if bytes > 0 && bytes.trailing_zeros() >= shift {
+            return format!("{}{unit}", bytes >> shift);
+        }
+    }
+    bytes.to_string()
 }
 
 #[cfg(test)]
@@ -412,6 +481,38 @@ mod tests {
     }
 
     #[test]
+    fn all_options_can_be_written_and_set_again() {
+        let mut options = LinkOptions::default();
+        assert_eq!(options.words(), [("memlimit".into(), "16777216".into())]);
+        for (option, value) in [
+            ("memlimit", "5M"),
+            ("schedule", "sat/01:00-02:00=8M,*=1M"),
+            ("burst", "2M"),
+            ("dscp-control", "ef"),
+            ("dscp-bulk", "17"),
+            ("sndbuf-size", "1M"),
+            ("rcvbuf-size", "2M"),
+            ("wan-timeout", "2.5"),
+            ("session-hold", "60"),
+            ("ping-hold", "30"),
+            ("max-lag", "0"),
+            ("weight", "3"),
+            ("carriers", "4"),
+            ("dial", "never"),
+            ("read-loops", "7"),
+        ] {
+            options.set(option, value).unwrap();
+        }
+        let words = options.words();
+        assert_eq!(words.len(), 15, "{words:?}");
+        let mut again = LinkOptions::default();
+        for (option, value) in words {
+            again.set(&option, &value).unwrap();
+        }
+        assert_eq!(again, options);
+    }
+
+    #[test]
     fn options_have_units_and_ranges() {
         let mut options = LinkOptions::default();
         assert_eq!(options.set("memlimit", "512M"), Ok(None));
@@ -442,6 +543,24 @@ mod tests {
                 .contains("no-such")
         );
         assert!(options.set("read-loops", "3").unwrap().is_some());
+        assert_eq!(options.set("dscp-bulk", "cs1"), Ok(None));
+        for bad in ["64", "-1", "af15", "", "x"] {
+            for option in ["dscp-control", "dscp-bulk"] {
+                let error = options.set(option, bad).unwrap_err().to_string();
+                assert!(
+                    error.contains("0 to 63") && error.contains(option),
+                    "{error}"
+                );
+            }
+        }
+        assert_eq!(options.dscp_control, Dscp::AF31);
+        assert_eq!(options.set("burst", "1M"), Ok(None));
+        let error = options.set("burst", "1K").unwrap_err().to_string();
+        assert!(
+            error.contains("burst '1K'") && error.contains("64K"),
+            "{error}"
+        );
+        assert_eq!(options.limit.burst_bytes, 1 << 20);
         assert_eq!(parse_bytes("4MiB/s"), Some(4 << 20));
         assert_eq!(parse_bytes("x"), None);
         assert_eq!(parse_bytes("99999999999999999999"), None);

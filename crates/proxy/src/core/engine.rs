@@ -2,7 +2,7 @@
 //! events, shares memory, bandwidth and workers between connections, and keeps the timers.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use hmac::{Hmac, Mac};
@@ -11,10 +11,11 @@ use sha2::Sha256;
 use super::config::{ConfigError, DaemonOptions, LinkConfig, LinkOptions};
 use super::frame::{CHUNK_MAX, Frame};
 use super::identity::Peer;
+use super::limits::SessionLimit;
 use super::link::{Blocked, CONTROL_LIMIT, Carrier, CarrierState, Link, Phase, StreamPhase};
 use super::rng::Rng;
 use super::shaper::Bucket;
-use super::stats::{LinkSnapshot, Snapshot, StreamSnapshot};
+use super::stats::{LinkSnapshot, SessionSnapshot, Snapshot, StreamSnapshot};
 use super::stream::Class;
 use super::time::Instant;
 use super::{
@@ -91,6 +92,8 @@ pub(crate) struct Engine {
     pool_blocked: BTreeSet<LinkId>,
     job_blocked: VecDeque<LinkId>,
     pub(crate) bucket: Bucket,
+    /// Limits of all connections with one peer proxy.
+    pub(crate) sessions: BTreeMap<IpAddr, SessionLimit>,
     /// The greatest `served` of all connections.
     pub(crate) most_served: u64,
     pub(crate) wall_minute: u32,
@@ -108,7 +111,8 @@ impl Engine {
     /// An engine without connections. `seed` is secret and random in production.
     pub(crate) fn new(now: Instant, options: DaemonOptions, seed: [u8; 32]) -> Engine {
         let mut engine = Engine {
-            bucket: Bucket::new(options.rate.rate_at(0)),
+            bucket: Bucket::limited(now, &options.limit, 0),
+            sessions: BTreeMap::new(),
             options,
             instance: [0; 16],
             seed,
@@ -217,7 +221,7 @@ impl Engine {
         }
         let id = LinkId(self.fresh() as u32);
         let mut link = Link::new(now, config);
-        link.bucket = Bucket::new(link.config.options.rate.rate_at(self.wall_minute));
+        link.bucket = Bucket::limited(now, &link.config.options.limit, self.wall_minute);
         self.links.insert(id, link);
         self.settle(now, id);
         Ok(id)
@@ -267,7 +271,7 @@ impl Engine {
             .ok_or_else(|| ConfigError::Unknown(name.into()))?;
         let minute = self.wall_minute;
         if let Some(link) = self.links.get_mut(&id) {
-            link.bucket.set_rate(now, options.rate.rate_at(minute));
+            link.bucket.set(now, &options.limit, minute);
             link.config.options = options;
         }
         self.settle(now, id);
@@ -334,14 +338,7 @@ impl Engine {
             Input::Decoded(job, result, took) => self.decoded(now, job, result, took),
             Input::SpillWritten(job, result) => self.spill_written(now, job, result),
             Input::SpillRead(job, result) => self.spill_read(now, job, result),
-            Input::Wall(minute) => {
-                self.wall_minute = minute;
-                self.bucket.set_rate(now, self.options.rate.rate_at(minute));
-                for link in self.links.values_mut() {
-                    link.bucket
-                        .set_rate(now, link.config.options.rate.rate_at(minute));
-                }
-            }
+            Input::Wall(minute) => self.follow_timetables(now, minute),
         }
     }
 
@@ -414,11 +411,10 @@ impl Engine {
         let (Some(id), CarrierKind::Bulk) = (entry.link, entry.kind) else {
             return usize::MAX;
         };
-        let Some(link) = self.links.get_mut(&id) else {
+        if !self.links.contains_key(&id) {
             return usize::MAX;
-        };
-        let (daemon, own) = (self.bucket.available(now), link.bucket.available(now));
-        let allowed = daemon.min(own).min(WRITE_QUANTUM);
+        }
+        let allowed = self.may_pass(now, id).min(WRITE_QUANTUM);
         let short = allowed < WRITE_MIN;
         if short || !self.has_turn(now, id) {
             let at = self.writers_at(now, id, short);
@@ -446,6 +442,17 @@ impl Engine {
             spill_limit_bytes: self.options.spill_limit_bytes,
             spill_used_bytes: self.spill_used,
             codec_jobs: self.running,
+            rate_limit: self.bucket.rate(),
+            burst_bytes: self.bucket.burst_bytes(),
+            sessions: self
+                .sessions
+                .iter()
+                .map(|(peer, session)| SessionSnapshot {
+                    peer: peer.to_string(),
+                    rate_limit: session.bucket.rate(),
+                    burst_bytes: session.bucket.burst_bytes(),
+                })
+                .collect(),
             connections: self
                 .links
                 .values()
@@ -600,17 +607,15 @@ impl Engine {
         let Some(link) = self.links.get(&id).filter(|_| short) else {
             return now.after(TURN);
         };
-        let daemon = self.bucket.ready_at(WRITE_MIN);
-        daemon
-            .max(link.bucket.ready_at(WRITE_MIN))
-            .max(Instant(now.0 + 1))
+        self.may_pass_at(link, WRITE_MIN).max(Instant(now.0 + 1))
     }
 
     fn wake_writers(&mut self, now: Instant, id: LinkId) {
+        let short = self.may_pass(now, id) < WRITE_MIN;
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        if self.bucket.available(now).min(link.bucket.available(now)) < WRITE_MIN {
+        if short {
             if link
                 .bulk
                 .iter()
@@ -676,7 +681,7 @@ impl Engine {
     /// Control is never held back by bulk. On a limited line it may use a quarter of the rate: far
     /// more than DRBD needs, and a bound for what is not DRBD.
     fn control_allowance(&mut self, now: Instant, id: LinkId, stream: u32) -> Result<u64, Blocked> {
-        let daemon = self.bucket.rate();
+        let rate = self.lowest_rate(id);
         let Some(link) = self.links.get_mut(&id) else {
             return Err(Blocked::Memory);
         };
@@ -687,9 +692,10 @@ impl Engine {
         if held >= CONTROL_LIMIT {
             return Err(Blocked::Memory);
         }
-        let limits = [daemon, link.bucket.rate()].into_iter();
-        let rate = limits.filter(|rate| *rate > 0).min();
-        let share = rate.map_or(0, |rate| (rate / 4).max(SHARE_MIN));
+        let share = match rate {
+            0 => 0,
+            rate => (rate / 4).max(SHARE_MIN),
+        };
         link.share.set_rate(now, share);
         match link.share.available(now) {
             0 => Err(Blocked::Share),
@@ -820,7 +826,8 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
         rtt_us: link.rtt.as_micros() as u64,
         control_p50_us: counters.control_latency.quantile_us(0.5),
         control_p99_us: counters.control_latency.quantile_us(0.99),
-        rate_limit: config.options.rate.rate_at(0),
+        rate_limit: link.bucket.rate(),
+        burst_bytes: link.bucket.burst_bytes(),
         blocked_by: match blocked {
             Some(Blocked::Memory) => "memory",
             Some(Blocked::Pool) => "pool",
@@ -830,6 +837,8 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
         }
         .into(),
         last_error: link.last_error.clone(),
+        // The shell knows.
+        carriers: Vec::new(),
         streams: link
             .streams
             .iter()

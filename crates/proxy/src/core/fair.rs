@@ -1,4 +1,4 @@
-//! Shares of the daemon's rate. Each connection has a count of the bulk bytes that it was given,
+//! Shares of the rates of the daemon and of a session. Each connection has a count of the bulk bytes that it was given,
 //! divided by its weight; while the rate is short, who is furthest behind goes first, and nobody
 //! gets further ahead of one that waits than a quantum. Who had nothing to send saves up little.
 
@@ -20,39 +20,104 @@ const WOKEN: Duration = Duration::from_millis(5);
 pub(crate) const WEIGHT_MAX: u32 = 100;
 
 impl Engine {
-    /// Whether the connection may use the daemon's rate before the others that wait for it.
+    /// Whether the connection may use the rates of its session and of the daemon before the others
+    /// that wait for them.
     pub(crate) fn has_turn(&mut self, now: Instant, id: LinkId) -> bool {
+        if !self.has_session_turn(now, id) {
+            return false;
+        }
         if self.bucket.rate() == 0 {
             return true;
         }
         let floor = self.most_served.saturating_sub(CREDIT * SCALE);
-        let Some(own) = self.links.get(&id).map(|link| link.served.max(floor)) else {
+        let Some(link) = self.links.get(&id) else {
             return true;
         };
-        let carriers = &self.carriers;
-        self.links.iter_mut().all(|(other, link)| {
-            let ahead = own > link.served.max(floor) + QUANTUM * SCALE;
-            let mut bulk = link.bulk.iter().filter_map(|id| carriers.get(id));
-            *other == id
-                || !ahead
-                || !bulk.any(|carrier| {
-                    let woken = carrier.woken.is_some_and(|at| now.since(at) < WOKEN);
-                    carrier.wants_write || woken
-                })
-                // Its own rate holds it back, not the others.
-                || link.bucket.available(now) < WRITE_MIN
+        let (own, session) = (link.served.max(floor), link.config.peer_outside.ip());
+        let limited = self.session_rate(session) != 0;
+        let ahead_of: Vec<LinkId> = self
+            .links
+            .iter()
+            .filter(|(other, link)| {
+                // Within a limited session its own shares have decided.
+                let same = limited && link.config.peer_outside.ip() == session;
+                **other != id && !same && own > link.served.max(floor) + QUANTUM * SCALE
+            })
+            .map(|(other, _)| *other)
+            .collect();
+        ahead_of.into_iter().all(|other| {
+            !self.waits_to_write(now, other)
+                // Its own rates hold it back, not the others.
+                || self.held_by_own_rates(now, other)
+                // It waits for one of its session, which is looked at too.
+                || !self.has_session_turn(now, other)
         })
+    }
+
+    /// The same among the connections of one session, if it has a rate.
+    fn has_session_turn(&mut self, now: Instant, id: LinkId) -> bool {
+        let Some(link) = self.links.get(&id) else {
+            return true;
+        };
+        let (served, session) = (link.served_in_session, link.config.peer_outside.ip());
+        let Some(limit) = self.sessions.get(&session) else {
+            return true;
+        };
+        if limit.bucket.rate() == 0 {
+            return true;
+        }
+        let floor = limit.most_served.saturating_sub(CREDIT * SCALE);
+        let own = served.max(floor);
+        let ahead_of: Vec<LinkId> = self
+            .links
+            .iter()
+            .filter(|(other, link)| {
+                **other != id
+                    && link.config.peer_outside.ip() == session
+                    && own > link.served_in_session.max(floor) + QUANTUM * SCALE
+            })
+            .map(|(other, _)| *other)
+            .collect();
+        ahead_of.into_iter().all(|other| {
+            let link = self.links.get_mut(&other);
+            let short = link.is_some_and(|link| link.bucket.available(now) < WRITE_MIN);
+            short || !self.waits_to_write(now, other)
+        })
+    }
+
+    fn waits_to_write(&self, now: Instant, id: LinkId) -> bool {
+        let bulk = self.links.get(&id).into_iter().flat_map(|link| &link.bulk);
+        let mut carriers = bulk.filter_map(|id| self.carriers.get(id));
+        carriers.any(|carrier| {
+            let woken = carrier.woken.is_some_and(|at| now.since(at) < WOKEN);
+            carrier.wants_write || woken
+        })
+    }
+
+    fn held_by_own_rates(&mut self, now: Instant, id: LinkId) -> bool {
+        let Some(link) = self.links.get_mut(&id) else {
+            return false;
+        };
+        let session = self.sessions.get_mut(&link.config.peer_outside.ip());
+        link.bucket.available(now) < WRITE_MIN
+            || session.is_some_and(|session| session.bucket.available(now) < WRITE_MIN)
     }
 
     /// Counts what a bulk carrier was given.
     pub(crate) fn count_served(&mut self, id: LinkId, bytes: usize) {
-        let floor = self.most_served.saturating_sub(CREDIT * SCALE);
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
         let part = bytes as u64 * SCALE / u64::from(link.config.options.weight.max(1));
-        link.served = link.served.max(floor) + part;
-        self.most_served = self.most_served.max(link.served);
+        let count = |served: &mut u64, most: &mut u64| {
+            *served = (*served).max(most.saturating_sub(CREDIT * SCALE)) + part;
+            *most = (*most).max(*served);
+        };
+        count(&mut link.served, &mut self.most_served);
+        match self.sessions.get_mut(&link.config.peer_outside.ip()) {
+            Some(session) => count(&mut link.served_in_session, &mut session.most_served),
+            None => link.served_in_session = 0,
+        }
     }
 }
 
@@ -62,8 +127,9 @@ mod tests {
 
     use super::*;
     use crate::core::config::{DaemonOptions, LinkConfig, LinkOptions};
+    use crate::core::limits::Origin;
     use crate::core::link::{Carrier, CarrierState};
-    use crate::core::shaper::Schedule;
+    use crate::core::shaper::Limit;
     use crate::core::{CarrierId, CarrierKind, Input, Output};
 
     const RATE: u64 = 1_000_000;
@@ -80,25 +146,31 @@ mod tests {
 
     impl World {
         fn new(links: &[(u32, u64)]) -> World {
+            let with_peer: Vec<_> = links.iter().map(|(w, rate)| (*w, *rate, 1)).collect();
+            World::with_peers(RATE, &with_peer)
+        }
+
+        /// Weight, own rate and last part of the peer's address of each connection.
+        fn with_peers(rate: u64, links: &[(u32, u64, u8)]) -> World {
             let options = DaemonOptions {
-                rate: Schedule::flat(RATE),
+                limit: Limit::flat(rate),
                 ..DaemonOptions::default()
             };
             let now = Instant(1);
             let mut engine = Engine::new(now, options, [1; 32]);
             let mut carriers = Vec::new();
-            for (at, (weight, rate)) in links.iter().enumerate() {
+            for (at, (weight, rate, peer)) in links.iter().enumerate() {
                 let addr = |ip: &str, port: usize| format!("{ip}:{}", port + at).parse().unwrap();
                 let config = LinkConfig {
                     name: format!("r{at}"),
                     inside: addr("127.0.0.1", 7800),
                     // The higher address: it waits for the peer to dial.
-                    peer_outside: addr("192.0.2.1", 7700),
-                    my_outside: addr("192.0.2.2", 7700),
+                    peer_outside: addr(&format!("192.0.2.{peer}"), 7700),
+                    my_outside: addr("192.0.2.200", 7700),
                     local_drbd: addr("127.0.0.1", 7900),
                     options: LinkOptions {
                         weight: *weight,
-                        rate: Schedule::flat(*rate),
+                        limit: Limit::flat(*rate),
                         ..LinkOptions::default()
                     },
                 };
@@ -193,6 +265,90 @@ mod tests {
             near(sent[0], 5 * RATE) && near(sent[1], 5 * RATE),
             "{sent:?}"
         );
+    }
+
+    #[test]
+    fn a_session_has_a_rate_that_its_connections_share_by_weight() {
+        let mut world = World::with_peers(0, &[(1, 0, 1), (3, 0, 1), (1, RATE, 2)]);
+        let (now, peer) = (world.now, "192.0.2.1".parse().unwrap());
+        let set = |world: &mut World, option: &str, value: &str| {
+            let engine = &mut world.engine;
+            engine.set_session_limit(now, peer, option, value, Origin::Command)
+        };
+        let rate = (2 * RATE).to_string();
+        assert_eq!(set(&mut world, "bwlimit", &rate), Ok(()));
+        let sent = world.run(10_000);
+        for (is, want) in sent.iter().zip([5 * RATE, 15 * RATE, 10 * RATE]) {
+            assert!(near(*is, want), "{sent:?}");
+        }
+        let shown = world.engine.snapshot(now).sessions;
+        assert_eq!(shown.len(), 1);
+        assert_eq!(shown[0].peer, "192.0.2.1");
+        assert_eq!(
+            (shown[0].rate_limit, shown[0].burst_bytes),
+            (2 * RATE, 64 << 10)
+        );
+        let error = set(&mut world, "weight", "2").unwrap_err().to_string();
+        assert!(error.contains("'weight' of a session"), "{error}");
+        let error = set(&mut world, "burst", "5").unwrap_err().to_string();
+        assert!(error.contains("session burst '5'"), "{error}");
+        assert_eq!(set(&mut world, "bwlimit", "0"), Ok(()));
+        assert!(world.engine.sessions.is_empty());
+    }
+
+    #[test]
+    fn one_session_with_a_low_rate_leaves_the_daemons_to_the_others() {
+        let mut world = World::with_peers(RATE, &[(1, 0, 1), (1, 0, 1), (1, 0, 2)]);
+        let peer = "192.0.2.1".parse().unwrap();
+        let engine = &mut world.engine;
+        let limited =
+            engine.set_session_limit(world.now, peer, "bwlimit", "200000", Origin::Command);
+        assert_eq!(limited, Ok(()));
+        let sent = world.run(10_000);
+        for (is, want) in sent.iter().zip([RATE, RATE, 8 * RATE]) {
+            assert!(near(*is, want), "{sent:?}");
+        }
+        // The daemon's own, while it runs.
+        let rate = (3 * RATE).to_string();
+        let done = world.engine.set_daemon_limit(world.now, "bwlimit", &rate);
+        assert_eq!(done, Ok(()));
+        let sent = world.run(10_000);
+        assert!(near(sent[0], RATE) && near(sent[2], 28 * RATE), "{sent:?}");
+    }
+
+    #[test]
+    fn a_burst_passes_at_once_on_every_level() {
+        let burst = |world: &mut World| {
+            world.idle.extend(world.carriers.clone());
+            world.run(30_000);
+            world.idle.clear();
+            world.run(1)[0]
+        };
+        let mut world = World::new(&[(1, RATE)]);
+        assert!(near_bytes(burst(&mut world), 64 << 10));
+        let mut options = LinkOptions::default();
+        options.set("bwlimit", &RATE.to_string()).unwrap();
+        options.set("burst", "3M").unwrap();
+        world.engine.set_options(world.now, "r0", options).unwrap();
+        assert!(
+            near_bytes(burst(&mut world), 64 << 10),
+            "the daemon's is smaller"
+        );
+        let set = world.engine.set_daemon_limit(world.now, "burst", "2M");
+        assert_eq!(set, Ok(()));
+        assert!(near_bytes(burst(&mut world), 2 << 20));
+        let peer = "192.0.2.1".parse().unwrap();
+        for (option, value) in [("bwlimit", "1M"), ("burst", "1M")] {
+            let engine = &mut world.engine;
+            let set = engine.set_session_limit(world.now, peer, option, value, Origin::Command);
+            assert_eq!(set, Ok(()));
+        }
+        assert!(near_bytes(burst(&mut world), 1 << 20));
+    }
+
+    /// Equal, but for what comes in within a millisecond.
+    fn near_bytes(is: u64, want: u64) -> bool {
+        is.abs_diff(want) < 4000
     }
 
     #[test]

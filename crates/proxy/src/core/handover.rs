@@ -7,20 +7,22 @@
 //! process and DRBD reconnects. The taker continues as after an interrupted line.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::config::{Dial, LinkConfig, LinkOptions};
+use super::dscp::Dscp;
 use super::engine::{Engine, Job};
 use super::frame::Bytes;
 use super::history::RxHistory;
+use super::limits::Origin;
 use super::link::{Link, Phase, SessionKey, Stream, StreamPhase};
 use super::ping::PingHold;
 use super::plugin::Plugin;
-use super::shaper::Schedule;
+use super::shaper::{Limit, Schedule};
 use super::stats::Counters;
 use super::stream::{Body, Chunk, Class, Coded, Rx, Stub, Tx};
 use super::time::Instant;
@@ -37,6 +39,9 @@ pub(crate) struct HandedEngine {
     next_id: u64,
     pub(crate) uptime_ms: u64,
     pub(crate) links: Vec<HandedLink>,
+    /// Limits of sessions that a command has set.
+    #[serde(default)]
+    sessions: Vec<(IpAddr, Limit)>,
 }
 
 /// One connection.
@@ -68,6 +73,12 @@ pub(crate) struct HandedLink {
 struct HandedOptions {
     memlimit_bytes: u64,
     rate: Schedule,
+    #[serde(default)]
+    burst_bytes: u64,
+    #[serde(default = "af31")]
+    dscp_control: Dscp,
+    #[serde(default = "af11")]
+    dscp_bulk: Dscp,
     sndbuf_bytes: u64,
     rcvbuf_bytes: u64,
     wan_timeout: Duration,
@@ -86,6 +97,15 @@ struct HandedOptions {
 /// The weight of a connection of a process that knew none.
 fn one() -> u32 {
     1
+}
+
+/// The marks of a process that knew no others.
+fn af31() -> Dscp {
+    Dscp::AF31
+}
+
+fn af11() -> Dscp {
+    Dscp::AF11
 }
 
 /// One DRBD socket.
@@ -188,7 +208,12 @@ impl HandedLink {
             local_drbd: self.local_drbd,
             options: LinkOptions {
                 memlimit_bytes: from.memlimit_bytes,
-                rate: from.rate.clone(),
+                limit: Limit {
+                    rate: from.rate.clone(),
+                    burst_bytes: from.burst_bytes,
+                },
+                dscp_control: from.dscp_control,
+                dscp_bulk: from.dscp_bulk,
                 sndbuf_bytes: from.sndbuf_bytes,
                 rcvbuf_bytes: from.rcvbuf_bytes,
                 wan_timeout: from.wan_timeout,
@@ -265,11 +290,19 @@ impl Engine {
             .iter()
             .map(|(id, link)| give_link(now, *id, link, &unwritten, &mut pieces))
             .collect();
+        let by_command = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| session.origin == Origin::Command);
+        let sessions = by_command
+            .map(|(peer, session)| (*peer, session.limit.clone()))
+            .collect();
         let handed = HandedEngine {
             instance: self.instance,
             next_id: self.next_id,
             uptime_ms: now.since(self.started).as_millis() as u64,
             links,
+            sessions,
         };
         (handed, pieces)
     }
@@ -283,12 +316,18 @@ impl Engine {
     ) -> Result<(), String> {
         self.instance = handed.instance;
         self.next_id = self.next_id.max(handed.next_id);
+        for (peer, limit) in &handed.sessions {
+            // What this process was started with counts.
+            if !self.sessions.contains_key(peer) {
+                self.put_session_limit(now, *peer, limit.clone(), Origin::Command);
+            }
+        }
         let mut pieces = pieces.into_iter();
         for from in &handed.links {
             let id = from.id();
             let mut link = Link::new(now, from.config()?);
             link.bucket
-                .set_rate(now, link.config.options.rate.rate_at(self.wall_minute));
+                .set(now, &link.config.options.limit, self.wall_minute);
             link.session = from.session.map(|(id, key)| SessionKey { id, key });
             if link.session.is_some() {
                 let since = now
@@ -350,7 +389,10 @@ fn give_link(
         local_drbd: link.config.local_drbd,
         options: HandedOptions {
             memlimit_bytes: options.memlimit_bytes,
-            rate: options.rate.clone(),
+            rate: options.limit.rate.clone(),
+            burst_bytes: options.limit.burst_bytes,
+            dscp_control: options.dscp_control,
+            dscp_bulk: options.dscp_bulk,
             sndbuf_bytes: options.sndbuf_bytes,
             rcvbuf_bytes: options.rcvbuf_bytes,
             wan_timeout: options.wan_timeout,

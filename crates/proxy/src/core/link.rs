@@ -162,6 +162,8 @@ pub(crate) struct Link {
     pub(crate) bucket: Bucket,
     /// Part of the daemon's rate that it has had.
     pub(crate) served: u64,
+    /// Part of its session's rate that it has had.
+    pub(crate) served_in_session: u64,
     pub(crate) smooth: Bucket,
     /// What control sockets may use of a limited rate.
     pub(crate) share: Bucket,
@@ -200,6 +202,7 @@ impl Link {
         Link {
             bucket: Bucket::new(0),
             served: 0,
+            served_in_session: 0,
             smooth: Bucket::new(0),
             share: Bucket::new(0),
             config,

@@ -5,6 +5,7 @@
 pub(crate) mod adaptive;
 mod coding;
 pub(crate) mod config;
+pub(crate) mod dscp;
 pub(crate) mod engine;
 mod fair;
 mod flow;
@@ -13,6 +14,7 @@ pub(crate) mod handover;
 pub(crate) mod history;
 pub(crate) mod identity;
 pub(crate) mod latency;
+pub(crate) mod limits;
 mod link;
 pub(crate) mod message;
 pub(crate) mod ping;

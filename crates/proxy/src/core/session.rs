@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::engine::{Engine, is_live, keyed};
+use super::engine::{Engine, WRITE_MIN, is_live, keyed};
 use super::frame::{Frame, Kind};
 use super::history::{grant, grant_bits};
 use super::identity::Peer;
@@ -670,14 +670,11 @@ impl Engine {
         }
         entry.queued_bytes = entry.queued_bytes.saturating_sub(bytes);
         entry.sent_bytes += bytes as u64;
-        self.bucket.available(now);
-        self.bucket.charge(bytes);
-        let kind = entry.kind;
-        let Some(id) = entry.link else { return };
+        let (kind, link) = (entry.kind, entry.link);
+        self.charge(now, link, bytes);
+        let Some(id) = link else { return };
         if let Some(link) = self.links.get_mut(&id) {
             link.counters.wire_out_bytes += bytes as u64;
-            link.bucket.available(now);
-            link.bucket.charge(bytes);
         }
         if kind == CarrierKind::Bulk {
             self.count_served(id, bytes);
@@ -1016,7 +1013,7 @@ impl Engine {
                 .get(carrier)
                 .is_some_and(|entry| entry.wants_write)
             {
-                by(self.bucket.ready_at(1400).max(link.bucket.ready_at(1400)));
+                by(self.may_pass_at(link, WRITE_MIN));
             }
         }
         if let Some(ack_at) = link.ack_at.filter(|_| link.phase == Phase::Live) {

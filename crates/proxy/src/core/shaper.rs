@@ -1,15 +1,29 @@
-//! Bandwidth: a token bucket whose rate may follow a weekly timetable. Tokens are wire bytes.
+//! Bandwidth: a token bucket whose rate may follow a weekly timetable, and how both are written.
+//! Tokens are wire bytes.
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::config::parse_bytes;
+use super::config::{format_bytes, parse_bytes};
 use super::time::Instant;
 
 /// Minutes in a week; minute 0 is Monday 00:00 UTC.
 const WEEK_MINUTES: u32 = 7 * 24 * 60;
 const DAY_MINUTES: u32 = 24 * 60;
+const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
+/// Least burst: less would cut frames into very small TLS records.
+const BURST_MIN: u64 = 64 << 10;
+const BURST_MAX: u64 = 1 << 30;
+
+/// The limit of one level: how many bytes per second, and how many at once after a pause.
+#[derive(Clone, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(crate) struct Limit {
+    pub(crate) rate: Schedule,
+    /// 0: what the rate gives in 20 ms, at least 64 KiB.
+    pub(crate) burst_bytes: u64,
+}
 
 /// A rate over the week: the first entry that holds the minute decides, else `otherwise`.
 #[derive(Clone, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -32,8 +46,87 @@ struct Entry {
 #[derive(Clone, Debug)]
 pub(crate) struct Bucket {
     rate: u64,
+    /// 0: by the rate.
+    burst_bytes: u64,
     tokens: i64,
     filled: Instant,
+}
+
+impl Limit {
+    /// A rate for the whole week, with the burst that follows from it.
+    #[cfg(test)]
+    pub(crate) fn flat(rate: u64) -> Limit {
+        Limit {
+            rate: Schedule::flat(rate),
+            burst_bytes: 0,
+        }
+    }
+
+    /// Sets `bwlimit`, `schedule` or `burst`; `None` is another option. The error is what was
+    /// expected.
+    pub(crate) fn set(&mut self, option: &str, value: &str) -> Option<Result<(), String>> {
+        let done = match option {
+            "bwlimit" => match parse_bytes(value) {
+                Some(rate) => {
+                    self.rate = Schedule::flat(rate);
+                    Ok(())
+                }
+                None => Err("bytes per second, 0 for none".into()),
+            },
+            "schedule" => Schedule::parse(value).map(|rate| self.rate = rate),
+            "burst" => match parse_bytes(value) {
+                Some(bytes) if bytes == 0 || (BURST_MIN..=BURST_MAX).contains(&bytes) => {
+                    self.burst_bytes = bytes;
+                    Ok(())
+                }
+                _ => Err("64K to 1G, or 0 for what the rate gives in 20 ms".into()),
+            },
+            _ => return None,
+        };
+        Some(done)
+    }
+
+    /// The options that give this limit; none for no limit.
+    pub(crate) fn words(&self) -> Vec<(&'static str, String)> {
+        let mut words = Vec::new();
+        if !self.rate.entries.is_empty() {
+            words.push(("schedule", self.rate.to_string()));
+        } else if self.rate.otherwise > 0 {
+            words.push(("bwlimit", self.rate.to_string()));
+        }
+        if self.burst_bytes > 0 {
+            words.push(("burst", format_bytes(self.burst_bytes)));
+        }
+        words
+    }
+}
+
+/// As `Schedule::parse` reads it; one rate alone is a number.
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for entry in &self.entries {
+            let first = entry.days.trailing_zeros() as usize;
+            let last = 7 - (entry.days << 1).leading_zeros() as usize - 1;
+            match (first, last) {
+                (0, 6) => f.write_str("*")?,
+                _ if first == last => f.write_str(DAYS[first])?,
+                _ => write!(f, "{}-{}", DAYS[first], DAYS[last])?,
+            }
+            if (entry.from_minute, entry.to_minute) != (0, DAY_MINUTES) {
+                let time = |minute: u32| format!("{:02}:{:02}", minute / 60, minute % 60);
+                write!(f, "/{}-{}", time(entry.from_minute), time(entry.to_minute))?;
+            } else if (first, last) == (0, 6) {
+                // `*` alone is what stands for the rest.
+                f.write_str("/*")?;
+            }
+            write!(f, "={},", format_bytes(entry.rate))?;
+        }
+        let rest = format_bytes(self.otherwise);
+        match self.entries.is_empty() {
+            true => f.write_str(&rest),
+            false => write!(f, "*={rest}"),
+        }
+    }
 }
 
 impl Schedule {
@@ -102,8 +195,7 @@ fn parse_time(text: &str) -> Option<(u32, u32)> {
 }
 
 fn parse_days(text: &str) -> Option<u8> {
-    const NAMES: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
-    let day = |text: &str| NAMES.iter().position(|name| *name == text);
+    let day = |text: &str| DAYS.iter().position(|name| *name == text);
     if text == "*" {
         return Some(0x7f);
     }
@@ -119,6 +211,7 @@ impl Bucket {
     pub(crate) fn new(rate: u64) -> Bucket {
         Bucket {
             rate,
+            burst_bytes: 0,
             tokens: 0,
             filled: Instant(0),
         }
@@ -133,9 +226,34 @@ impl Bucket {
         }
     }
 
+    /// A bucket with the limit of a minute of the week.
+    pub(crate) fn limited(now: Instant, limit: &Limit, minute: u32) -> Bucket {
+        let mut bucket = Bucket::new(limit.rate.rate_at(minute));
+        bucket.set(now, limit, minute);
+        bucket
+    }
+
+    /// Changes rate and burst to those of a minute of the week.
+    pub(crate) fn set(&mut self, now: Instant, limit: &Limit, minute: u32) {
+        if self.burst_bytes != limit.burst_bytes {
+            self.refill(now);
+            self.burst_bytes = limit.burst_bytes;
+            self.tokens = self.tokens.min(self.burst());
+        }
+        self.set_rate(now, limit.rate.rate_at(minute));
+    }
+
     /// Bytes per second; 0 is unlimited.
     pub(crate) fn rate(&self) -> u64 {
         self.rate
+    }
+
+    /// Bytes that may pass at once; 0 where there is no limit.
+    pub(crate) fn burst_bytes(&self) -> u64 {
+        match self.rate {
+            0 => 0,
+            _ => self.burst() as u64,
+        }
     }
 
     /// Bytes that may pass now.
@@ -167,7 +285,11 @@ impl Bucket {
     }
 
     fn burst(&self) -> i64 {
-        (self.rate / 50).max(64 << 10).min(i64::MAX as u64) as i64
+        let bytes = match self.burst_bytes {
+            0 => (self.rate / 50).max(BURST_MIN),
+            bytes => bytes,
+        };
+        bytes.min(i64::MAX as u64) as i64
     }
 
     fn refill(&mut self, now: Instant) {
@@ -202,6 +324,69 @@ mod tests {
         ] {
             assert!(Schedule::parse(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn what_is_set_can_be_written_and_read_again() {
+        for text in [
+            "mon-fri/08:00-18:00=2M,sat=8M,*=0",
+            "*/01:30-02:00=77,sun=3K,*=1G",
+            "*/*=5,*=6",
+        ] {
+            let schedule = Schedule::parse(text).unwrap();
+            assert_eq!(schedule.to_string(), text);
+        }
+        let mut limit = Limit::default();
+        assert_eq!(limit.words(), []);
+        assert_eq!(limit.set("bwlimit", "2M"), Some(Ok(())));
+        assert_eq!(limit.set("burst", "64K"), Some(Ok(())));
+        let words = [("bwlimit", "2M".to_string()), ("burst", "64K".to_string())];
+        assert_eq!(limit.words(), words);
+        assert_eq!(limit.set("weight", "1"), None);
+        for bad in ["1", "65535", "1025M", "-1", "x", ""] {
+            let error = limit.set("burst", bad).unwrap().unwrap_err();
+            assert!(error.contains("64K to 1G"), "{error}");
+        }
+        assert_eq!(limit.burst_bytes, 64 << 10);
+        assert_eq!(limit.set("burst", "0"), Some(Ok(())));
+        assert_eq!(limit, Limit::flat(2 << 20));
+    }
+
+    /// What passes at once after a long pause.
+    fn at_once(bucket: &mut Bucket, now: Instant) -> usize {
+        let mut passed = 0;
+        loop {
+            let allowed = bucket.available(now).min(10_000);
+            if allowed == 0 {
+                return passed;
+            }
+            bucket.charge(allowed);
+            passed += allowed;
+        }
+    }
+
+    #[test]
+    fn after_a_pause_one_burst_passes_at_once() {
+        let second = |n: u64| Instant(n * 1_000_000_000);
+        let mut limit = Limit::flat(10 << 20);
+        let mut bucket = Bucket::limited(second(0), &limit, 0);
+        assert_eq!(at_once(&mut bucket, second(9)), (10 << 20) / 50);
+        limit.burst_bytes = 4 << 20;
+        bucket.set(second(10), &limit, 0);
+        assert_eq!(bucket.burst_bytes(), 4 << 20);
+        assert_eq!(at_once(&mut bucket, second(19)), 4 << 20);
+        // Made smaller while it is full.
+        limit.burst_bytes = 64 << 10;
+        bucket.set(second(29), &limit, 0);
+        assert_eq!(at_once(&mut bucket, second(29)), 64 << 10);
+        // The debt of urgent bytes is as large.
+        bucket.charge(10 << 20);
+        let wait = bucket.ready_at(1).since(second(29));
+        assert!(wait <= Duration::from_millis(7), "{wait:?}");
+        assert_eq!(
+            Bucket::limited(second(0), &Limit::default(), 0).burst_bytes(),
+            0
+        );
     }
 
     #[test]

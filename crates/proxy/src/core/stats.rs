@@ -91,12 +91,33 @@ pub(crate) struct LinkSnapshot {
     /// One way of DRBD's control traffic, proxy to proxy; 0 is unknown.
     pub(crate) control_p50_us: u64,
     pub(crate) control_p99_us: u64,
+    /// Bytes per second and at once that the connection's own limit lets pass; 0 is none.
     pub(crate) rate_limit: u64,
+    pub(crate) burst_bytes: u64,
     /// memory, pool, lag, share or empty.
     pub(crate) blocked_by: String,
     pub(crate) last_error: String,
+    /// What the sockets to the peer say of themselves.
+    pub(crate) carriers: Vec<CarrierSnapshot>,
     pub(crate) streams: Vec<StreamSnapshot>,
     pub(crate) counters: Counters,
+}
+
+/// One TCP connection to the peer proxy.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct CarrierSnapshot {
+    /// control or bulk.
+    pub(crate) class: String,
+    pub(crate) local: String,
+    pub(crate) peer: String,
+    pub(crate) sent_bytes: u64,
+    pub(crate) received_bytes: u64,
+    /// The DiffServ code point of its packets.
+    pub(crate) dscp: String,
+    /// How the kernel finds its rate; `bbr` for bulk where the machine allows it.
+    pub(crate) congestion: String,
+    /// Unsent bytes that the kernel takes.
+    pub(crate) notsent_bytes: u32,
 }
 
 /// One socket of DRBD.
@@ -111,6 +132,14 @@ pub(crate) struct StreamSnapshot {
     pub(crate) window_bytes: u64,
 }
 
+/// A limit of all connections with one peer proxy.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SessionSnapshot {
+    pub(crate) peer: String,
+    pub(crate) rate_limit: u64,
+    pub(crate) burst_bytes: u64,
+}
+
 /// The whole daemon at one moment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Snapshot {
@@ -121,6 +150,11 @@ pub(crate) struct Snapshot {
     pub(crate) spill_limit_bytes: u64,
     pub(crate) spill_used_bytes: u64,
     pub(crate) codec_jobs: usize,
+    /// The daemon's limit; 0 is none.
+    pub(crate) rate_limit: u64,
+    pub(crate) burst_bytes: u64,
+    /// Limits of all connections with one peer proxy.
+    pub(crate) sessions: Vec<SessionSnapshot>,
     pub(crate) connections: Vec<LinkSnapshot>,
 }
 

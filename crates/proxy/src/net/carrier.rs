@@ -10,19 +10,20 @@ use rustix::event::epoll;
 use socket2::{Socket, TcpKeepalive};
 
 use super::{Reactor, Source, TURN_BYTES, connect};
-use crate::core::config::LinkConfig;
+use crate::core::config::{LinkConfig, LinkOptions};
+use crate::core::dscp::Dscp;
 use crate::core::frame::{Frame, FrameReader, HEADER_LEN, Kind};
 use crate::core::identity::Peer;
+use crate::core::stats::{CarrierSnapshot, Snapshot};
 use crate::core::{CarrierId, CarrierKind, Input, LinkId};
 use crate::tls::{Ends, Identity, failure};
 
 /// Plain bytes given to TLS at once.
 const RECORD_BYTES: usize = 16 << 10;
-/// Unsent bytes that the kernel may hold for a bulk carrier.
-const NOTSENT_BYTES: u32 = 128 << 10;
-/// DiffServ code points AF31 and AF11, as the TOS byte.
-const TOS_CONTROL: u32 = 26 << 2;
-const TOS_BULK: u32 = 10 << 2;
+/// Unsent bytes that the kernel may hold for a carrier: at most this, on a limited line what
+/// passes in 40 ms, and at least a TLS record.
+const NOTSENT_MAX: u32 = 128 << 10;
+const NOTSENT_MIN: u32 = RECORD_BYTES as u32;
 
 /// A socket towards the peer proxy.
 pub(super) struct CarrierSock {
@@ -63,7 +64,7 @@ impl Reactor {
             return;
         };
         let (from, to) = (config.my_outside.ip(), config.peer_outside);
-        let wan_timeout = config.options.wan_timeout;
+        let (options, rate) = (config.options.clone(), self.engine.lowest_rate(id));
         let ends = ends_of(config);
         // Behind address translation the outside address is not one of this machine's.
         let from = (!from.is_unspecified() && from.is_ipv4() == to.is_ipv4()).then_some(from);
@@ -87,7 +88,7 @@ impl Reactor {
         };
         sock.dialled = Some(to);
         sock.connecting = true;
-        tune(&sock.socket, kind, wan_timeout);
+        tune(&sock.socket, kind, &options, rate);
         sock.token = self.token(Source::Carrier(carrier));
         self.carriers.insert(carrier, sock);
         self.update_carrier(carrier);
@@ -182,7 +183,8 @@ impl Reactor {
         } else {
             sock.token = self.token(Source::Carrier(carrier));
         }
-        tune(&sock.socket, CarrierKind::Control, Duration::from_secs(5));
+        let options = LinkOptions::default();
+        tune(&sock.socket, CarrierKind::Control, &options, 0);
         self.carriers.insert(carrier, sock);
         self.update_carrier(carrier);
         // Bytes may have come together with the end of the handshake.
@@ -195,11 +197,70 @@ impl Reactor {
         let Some(sock) = self.carriers.get(&carrier) else {
             return;
         };
-        let entry = self.engine.carriers.get(&carrier);
-        let known = entry.and_then(|entry| Some((entry.kind, self.engine.config(entry.link?)?)));
-        if let Some((kind, config)) = known {
-            tune(&sock.socket, kind, config.options.wan_timeout);
+        let Some(entry) = self.engine.carriers.get(&carrier) else {
+            return;
+        };
+        let Some(id) = entry.link else { return };
+        if let Some(config) = self.engine.config(id) {
+            let rate = self.engine.lowest_rate(id);
+            tune(&sock.socket, entry.kind, &config.options, rate);
         }
+    }
+
+    /// Options have changed that carriers which are up have to know.
+    pub(crate) fn retune_all(&self) {
+        for carrier in self.carriers.keys() {
+            self.retune(*carrier);
+        }
+    }
+
+    /// The rates may have changed with the time of day.
+    pub(super) fn follow_rates(&self) {
+        for (carrier, sock) in &self.carriers {
+            let entry = self.engine.carriers.get(carrier);
+            if let Some(id) = entry.and_then(|entry| entry.link) {
+                let _ = sock
+                    .socket
+                    .set_tcp_notsent_lowat(notsent_bytes(self.engine.lowest_rate(id)));
+            }
+        }
+    }
+
+    /// The state of everything, with what only the sockets know.
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        let mut snapshot = self.engine.snapshot(self.now());
+        for (carrier, sock) in &self.carriers {
+            let Some(entry) = self.engine.carriers.get(carrier) else {
+                continue;
+            };
+            let config = entry.link.and_then(|id| self.engine.config(id));
+            let mut links = snapshot.connections.iter_mut();
+            let Some(link) = config.and_then(|config| links.find(|link| link.name == config.name))
+            else {
+                continue;
+            };
+            let addr = |found: std::io::Result<socket2::SockAddr>| {
+                let found = found.ok().and_then(|addr| addr.as_socket());
+                found.map_or(String::new(), |addr| addr.to_string())
+            };
+            let congestion = sock.socket.tcp_congestion().unwrap_or_default();
+            let congestion = String::from_utf8_lossy(&congestion);
+            link.carriers.push(CarrierSnapshot {
+                class: match entry.kind {
+                    CarrierKind::Control => "control",
+                    CarrierKind::Bulk => "bulk",
+                }
+                .into(),
+                local: addr(sock.socket.local_addr()),
+                peer: addr(sock.socket.peer_addr()),
+                sent_bytes: entry.sent_bytes,
+                received_bytes: entry.received_bytes,
+                dscp: dscp_of(&sock.socket).map_or(String::new(), |code| code.to_string()),
+                congestion: congestion.trim_end_matches('\0').into(),
+                notsent_bytes: sock.socket.tcp_notsent_lowat().unwrap_or(0),
+            });
+        }
+        snapshot
     }
 
     pub(super) fn carrier_ready(&mut self, carrier: CarrierId, flags: epoll::EventFlags) {
@@ -579,7 +640,9 @@ impl CarrierSock {
     }
 }
 
-fn tune(socket: &Socket, kind: CarrierKind, wan_timeout: Duration) {
+/// `rate` is the lowest that limits the carrier; 0 is none.
+fn tune(socket: &Socket, kind: CarrierKind, options: &LinkOptions, rate: u64) {
+    let wan_timeout = options.wan_timeout;
     let _ = socket.set_tcp_nodelay(true);
     let _ = socket.set_tcp_user_timeout(Some(wan_timeout * 2));
     let keepalive = TcpKeepalive::new()
@@ -587,14 +650,111 @@ fn tune(socket: &Socket, kind: CarrierKind, wan_timeout: Duration) {
         .with_interval(Duration::from_secs(1).max(wan_timeout / 4));
     let _ = socket.set_tcp_keepalive(&keepalive);
     let tos = match kind {
-        CarrierKind::Control => TOS_CONTROL,
-        CarrierKind::Bulk => TOS_BULK,
+        CarrierKind::Control => options.dscp_control.tos(),
+        CarrierKind::Bulk => options.dscp_bulk.tos(),
     };
-    let _ = socket.set_tos_v4(tos);
-    let _ = socket.set_tclass_v6(tos);
-    let _ = socket.set_tcp_notsent_lowat(NOTSENT_BYTES);
+    let _ = match is_v6(socket) {
+        true => socket.set_tclass_v6(tos),
+        false => socket.set_tos_v4(tos),
+    };
+    let _ = socket.set_tcp_notsent_lowat(notsent_bytes(rate));
     if kind == CarrierKind::Bulk {
         // Keeps its rate where packets are lost. Kernels that lack it keep their default.
         let _ = socket.set_tcp_congestion(b"bbr");
+    }
+}
+
+fn notsent_bytes(rate: u64) -> u32 {
+    match u32::try_from(rate / 25) {
+        Ok(0) if rate == 0 => NOTSENT_MAX,
+        Ok(bytes) => bytes.clamp(NOTSENT_MIN, NOTSENT_MAX),
+        Err(_) => NOTSENT_MAX,
+    }
+}
+
+fn is_v6(socket: &Socket) -> bool {
+    let domain = socket.domain();
+    domain.is_ok_and(|domain| domain == socket2::Domain::IPV6)
+}
+
+fn dscp_of(socket: &Socket) -> Option<Dscp> {
+    let tos = match is_v6(socket) {
+        true => socket.tclass_v6(),
+        false => socket.tos_v4(),
+    };
+    tos.ok().map(Dscp::of_tos)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// A connected pair on a loopback address.
+    fn sockets(addr: &str) -> (Socket, Socket) {
+        let listener = TcpListener::bind(addr).unwrap();
+        let near = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near.into(), listener.accept().unwrap().0.into())
+    }
+
+    #[test]
+    fn carriers_are_marked_by_kind_and_option_with_both_families() {
+        for addr in ["127.0.0.1:0", "[::1]:0"] {
+            let (socket, _other) = sockets(addr);
+            let v6 = addr.starts_with('[');
+            let tos = || match v6 {
+                true => socket.tclass_v6().unwrap(),
+                false => socket.tos_v4().unwrap(),
+            };
+            let mut options = LinkOptions::default();
+            tune(&socket, CarrierKind::Control, &options, 0);
+            assert_eq!(tos(), 26 << 2, "{addr}");
+            assert_eq!(dscp_of(&socket), Some(Dscp::AF31));
+            assert!(socket.tcp_nodelay().unwrap());
+            tune(&socket, CarrierKind::Bulk, &options, 0);
+            assert_eq!(tos(), 10 << 2, "{addr}");
+            options.set("dscp-bulk", "ef").unwrap();
+            options.set("dscp-control", "63").unwrap();
+            tune(&socket, CarrierKind::Bulk, &options, 0);
+            assert_eq!(tos(), 46 << 2, "{addr}");
+            tune(&socket, CarrierKind::Control, &options, 0);
+            assert_eq!(tos(), 63 << 2, "{addr}");
+            options.set("dscp-control", "default").unwrap();
+            tune(&socket, CarrierKind::Control, &options, 0);
+            assert_eq!(tos(), 0, "{addr}");
+        }
+    }
+
+    #[test]
+    fn the_kernel_holds_little_that_is_not_sent_and_less_on_a_thin_line() {
+        let (socket, _other) = sockets("127.0.0.1:0");
+        for (rate, bytes) in [
+            (0, 128 << 10),
+            (10 << 30, 128 << 10),
+            (u64::MAX, 128 << 10),
+            (1_250_000, 50_000),
+            (100_000, 16 << 10),
+            (1, 16 << 10),
+        ] {
+            tune(&socket, CarrierKind::Bulk, &LinkOptions::default(), rate);
+            assert_eq!(socket.tcp_notsent_lowat().unwrap(), bytes, "{rate}");
+        }
+    }
+
+    #[test]
+    fn bulk_uses_bbr_where_the_machine_has_it() {
+        let allowed = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
+        let allowed = std::fs::read_to_string(allowed).unwrap_or_default();
+        let (socket, _other) = sockets("127.0.0.1:0");
+        let usual = socket.tcp_congestion().unwrap();
+        tune(&socket, CarrierKind::Bulk, &LinkOptions::default(), 0);
+        let name = socket.tcp_congestion().unwrap();
+        if allowed.split_whitespace().any(|name| name == "bbr") {
+            assert!(name.starts_with(b"bbr"));
+        } else if !name.starts_with(b"bbr") {
+            // A privileged process may have loaded it.
+            assert_eq!(name, usual);
+        }
     }
 }

@@ -94,7 +94,7 @@ impl Reactor {
                     let _ = reply.send(vec![Err("the proxy hands over to a new process".into())]);
                 }
                 Some(Mail::Snapshot(reply)) => {
-                    let _ = reply.send(Box::new(self.engine.snapshot(self.now())));
+                    let _ = reply.send(Box::new(self.snapshot()));
                 }
                 Some(Mail::HandOver(_, reply)) => {
                     let _ = reply.send(Err("another hand-over is under way".into()));

@@ -344,6 +344,7 @@ impl Reactor {
         let now = self.now();
         self.engine
             .handle(now, Input::Wall(crate::wall::minute_of_week()));
+        self.follow_rates();
     }
 
     fn happened(&mut self, source: Source, flags: epoll::EventFlags) {
@@ -374,7 +375,7 @@ impl Reactor {
                     let _ = reply.send(answers);
                 }
                 Mail::Snapshot(reply) => {
-                    let _ = reply.send(Box::new(self.engine.snapshot(self.now())));
+                    let _ = reply.send(Box::new(self.snapshot()));
                 }
                 Mail::HandOver(stream, reply) => {
                     let result = self.hand_over(&stream);
