@@ -201,10 +201,22 @@ fn replicas(w: &mut World, primary: usize, volume: u16) -> Vec<usize> {
     // A node that is not Primary any more has nothing to make durable.
     let view = w.view(primary).filter(|v| v.role == Role::Primary);
     let holders = view.map_or(0, |v| v.holders[usize::from(volume)]);
-    w.storage()
+    let v = usize::from(volume);
+    let storage = w.storage();
+    let mut replicas: Vec<usize> = storage
         .filter(|n| holders & 1 << n != 0 && (*n == primary || w.flushes_peers))
-        .filter(|n| is_whole(w, *n, usize::from(volume)))
-        .collect()
+        .filter(|n| is_whole(w, *n, v))
+        .collect();
+    replicas.retain(|n| !has_just_failed(w, *n, v));
+    replicas
+}
+
+/// The node's disk had an error, and the node does not count on it any more: the refusal of a write
+/// may reach the Primary before the state that follows from it.
+fn has_just_failed(w: &mut World, node: usize, volume: usize) -> bool {
+    w.nodes[node].disks[volume].had_errors
+        && w.view(node)
+            .is_some_and(|view| view.holders[volume] & 1 << node == 0)
 }
 
 /// According to its metadata the disk has all data of a generation.

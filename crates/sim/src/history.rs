@@ -14,8 +14,10 @@ struct Version {
     /// The node that wrote it.
     writer: usize,
     start: u64,
-    /// It is known to have taken effect by then.
+    /// It is known to have taken effect by then: it was acknowledged, or read.
     end: u64,
+    /// When it was acknowledged.
+    acked: u64,
     /// Nobody drives it any more: if it has no effect by the next read, it never has.
     dead: u64,
     /// A flush that began after its end has succeeded.
@@ -81,6 +83,7 @@ impl Default for Register {
                 writer: 0,
                 start: 0,
                 end: 0,
+                acked: 0,
                 dead: NEVER,
                 hard: true,
                 weak: false,
@@ -90,6 +93,18 @@ impl Default for Register {
                 superseded_hard: NEVER,
             }],
             is_soft: false,
+        }
+    }
+}
+
+impl Version {
+    /// A flush that is issued later makes it durable. A read may have seen it before its ack, on the
+    /// peer's disk while the own one still writes: a flush need not wait for that one.
+    fn counts_since(&self) -> u64 {
+        match (self.acked, self.dead) {
+            (NEVER, NEVER) => NEVER,
+            (NEVER, _) => self.end,
+            (acked, _) => acked,
         }
     }
 }
@@ -107,6 +122,7 @@ impl Register {
     /// What version `index` supersedes, now that its end is known.
     fn ended(&mut self, index: usize) {
         let (start, end) = (self.versions[index].start, self.versions[index].end);
+        let since = self.versions[index].counts_since();
         let (hard, settled) = (self.versions[index].hard, self.versions[index].settled);
         if self.versions[index].weak {
             return;
@@ -115,7 +131,7 @@ impl Register {
             if i != index && v.end < start {
                 v.superseded = v.superseded.min(end);
                 if settled {
-                    v.superseded_settled = v.superseded_settled.min(end);
+                    v.superseded_settled = v.superseded_settled.min(since);
                 }
                 if hard {
                     v.superseded_hard = v.superseded_hard.min(end);
@@ -161,6 +177,7 @@ impl History {
             writer,
             start: now,
             end: NEVER,
+            acked: NEVER,
             dead: NEVER,
             hard: false,
             weak,
@@ -200,6 +217,7 @@ impl History {
         };
         let version = &mut register.versions[index];
         version.end = version.end.min(now);
+        version.acked = now;
         version.settled = true;
         version.hard = hard;
         register.ended(index);
@@ -233,10 +251,11 @@ impl History {
             let mut remain = false;
             for index in 0..register.versions.len() {
                 let v = &mut register.versions[index];
-                if v.hard || v.end == NEVER {
+                let since = v.counts_since();
+                if v.hard || since == NEVER {
                     continue;
                 }
-                if v.end > issued {
+                if since > issued {
                     remain = true;
                     continue;
                 }
@@ -261,6 +280,7 @@ impl History {
                 if !v.hard {
                     v.settled = false;
                     v.end = NEVER;
+                    v.acked = NEVER;
                     v.dead = v.dead.min(now);
                 }
             }
@@ -284,14 +304,14 @@ impl History {
         let Some(register) = register else {
             return true;
         };
-        let Some(writer) = writer else {
-            return register
-                .allowed(issued, NEVER)
-                .any(|i| register.versions[i].value == value);
-        };
         let newer = |v: &Version| {
-            let mut own = register.versions.iter().filter(|n| n.writer == writer);
-            own.any(|n| !n.weak && n.end < issued && v.end < n.start)
+            let over = if v.end == NEVER { v.dead } else { v.end };
+            register.versions.iter().any(|n| {
+                writer.is_none_or(|writer| n.writer == writer)
+                    && !n.weak
+                    && n.counts_since() < issued
+                    && over < n.start
+            })
         };
         let mut same = register.versions.iter().filter(|v| v.value == value);
         same.any(|v| !newer(v))
@@ -399,6 +419,42 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_flush_need_not_save_what_only_a_read_has_seen_of_a_write_under_way() {
+        let mut h = History::default();
+        h.write_starts(0, 1, (7, 0), 10, false);
+        h.write_ends(0, 1, 7, 10, 20, true);
+        h.write_starts(0, 1, (8, 0), 30, false);
+        assert!(h.read(0, 1, 8, 40, 50).is_ok());
+        assert!(h.may_be_durable(0, 1, 7, 60, None));
+        let mut lost = h.clone();
+        lost.flushed(0, 60, 60);
+        lost.unflushed_may_be_lost(70);
+        assert!(lost.read(0, 1, 7, 80, 90).is_ok());
+        // From its ack on it must.
+        h.write_ends(0, 1, 8, 30, 100, false);
+        assert!(h.may_be_durable(0, 1, 7, 100, None));
+        assert!(!h.may_be_durable(0, 1, 7, 110, None));
+        h.flushed(0, 110, 110);
+        h.unflushed_may_be_lost(120);
+        assert!(h.read(0, 1, 7, 130, 140).is_err());
+    }
+
+    #[test]
+    fn a_flush_saves_what_was_read_of_a_dead_nodes_write() {
+        let mut h = History::default();
+        h.write_starts(0, 1, (7, 0), 10, false);
+        h.write_ends(0, 1, 7, 10, 20, true);
+        h.write_starts(0, 1, (8, 0), 30, false);
+        h.write_dies(0, 1, 8, 30, 40);
+        assert!(h.may_be_durable(0, 1, 7, 50, None));
+        assert!(h.read(0, 1, 8, 60, 70).is_ok());
+        assert!(!h.may_be_durable(0, 1, 7, 80, None));
+        h.flushed(0, 80, 80);
+        h.unflushed_may_be_lost(90);
+        assert!(h.read(0, 1, 7, 100, 110).is_err());
+    }
 
     #[test]
     fn what_was_read_before_its_ack_may_go_with_the_node_but_nothing_acknowledged() {

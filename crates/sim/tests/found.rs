@@ -127,3 +127,21 @@ fn a_planned_generation_is_not_told_in_the_middle_of_a_handshake() {
 fn an_inconsistent_disk_that_is_detached_gets_no_new_generation() {
     holds(100659, Size::Any, "6-7,11-14", "15,24");
 }
+
+#[test]
+fn a_flush_waits_for_no_write_that_only_a_read_has_seen() {
+    // The peer's disk, which serves the read, has it before the own one.
+    holds(
+        201357,
+        Size::Any,
+        "0-1,3",
+        "0-1,3,6-7,10-14,16-17,19-24,32-33,40-41,43,45-46,51-52,55,59-66,77,82,112,114,120,124,126,\
+         132,134,140-141,143,145,156,170",
+    );
+}
+
+#[test]
+fn a_disk_that_has_just_refused_a_write_need_not_have_it() {
+    // Its refusal overtakes the state that follows from it.
+    holds(201423, Size::Any, "0,14-15", "61-62");
+}
