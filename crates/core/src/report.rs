@@ -38,6 +38,17 @@ pub enum Event {
         /// The text.
         text: String,
     },
+    /// A Primary is going to call its data, which are UpToDate here, by a new generation. Comes
+    /// before any peer hears of it and before it is written: whoever sees `to` later knows that it
+    /// descends from `from`, and that no other node's writes are in between. It may be given up.
+    NewGeneration {
+        /// The volume.
+        volume: VolumeNr,
+        /// The generation of now.
+        from: Uuid,
+        /// The new one.
+        to: Uuid,
+    },
 }
 
 /// An object of a resource.

@@ -26,7 +26,7 @@ use crate::device::{AfterMeta, Reconcile};
 use crate::event::Stream;
 use crate::exposed::{Exposed, ExposedPeer};
 use crate::generation::{Generations, LearnContext, Learned, PeerView, Rotation};
-use crate::report::Level;
+use crate::report::{Event, Level};
 use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::transition::Change;
@@ -249,6 +249,11 @@ impl Resource {
                 }
                 continue;
             }
+            self.event(Event::NewGeneration {
+                volume,
+                from: base.current,
+                to: next.current,
+            });
             let confirm = self.followers(&views);
             let mut base = base;
             let mut noted = true;

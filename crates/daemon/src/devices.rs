@@ -22,6 +22,7 @@ use lockstep_front::{BlockAccess, BlockNumber, Usage};
 use lockstep_io::port::{PortEvent, PortSink, VolumePort};
 
 use crate::board::Board;
+use crate::generations::Generations;
 use crate::holding::{Holding, Key, Left, Promotion, Verdict};
 use crate::node::NodeConfig;
 use crate::place::Place;
@@ -97,11 +98,12 @@ impl Devices {
         board: Arc<Board>,
         place: Place,
         config: &NodeConfig,
+        generations: Arc<Generations>,
         open_port: OpenPort,
         promote: Promote,
     ) -> std::io::Result<Devices> {
         let (sender, receiver) = sync_channel(BACKLOG);
-        let holding = Holding::start(&place, config.hold)?;
+        let holding = Holding::start(&place, config.hold, generations)?;
         clean(&place, &holding.waiting())?;
         let explicit: Arc<Mutex<BTreeSet<String>>> = Arc::default();
         watch_mounts(sender.clone())?;

@@ -43,8 +43,13 @@ const DECIDING: [&str; 3] = ["fence-peer", "before-resync-target", "before-resyn
 /// Names another program than `drbdadm`, or `disabled`.
 const HELPER_VARIABLE: &str = "LOCKSTEP_USERMODE_HELPER";
 
-/// The operator has switched handlers off.
-pub(crate) fn are_disabled() -> bool {
+/// The handlers that the core may call; none where the operator has switched them off.
+pub(crate) fn names() -> Vec<String> {
+    let names = if are_disabled() { &[] } else { NAMES };
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+fn are_disabled() -> bool {
     std::env::var_os(HELPER_VARIABLE).is_some_and(|helper| helper == "disabled")
 }
 

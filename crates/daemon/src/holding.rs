@@ -4,11 +4,13 @@
 //! The I/O of such a device waits. It may go on only with the data that its users saw last, on a
 //! Primary. So with each device goes the current UUID of its volume: another node that was promoted
 //! meanwhile has made a new one, and a resync from there brings it here. Then all I/O of the device
-//! fails, and its users have to start anew.
+//! fails, and its users have to start anew. Those that this node made itself since then are told
+//! apart by [`Generations`].
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use lockstep_core::state::{ConnState, DiskState, ReplSets, ReplState, Role};
@@ -16,6 +18,7 @@ use lockstep_front::BlockNumber;
 use lockstep_front::block::{BlockDevice, BlockState};
 use lockstep_front::hold::HoldClient;
 
+use crate::generations::{Generations, plain};
 use crate::place::Place;
 use crate::report::ResourceReport;
 
@@ -61,17 +64,26 @@ pub(crate) struct Holding {
     left: BTreeMap<Key, Left>,
     /// What the holder was told last.
     told: BTreeMap<Key, String>,
+    generations: Arc<Generations>,
+    /// The holder has their memory.
+    keeps_generations: bool,
 }
 
 impl Holding {
     /// Finds or starts the holder and takes what it has. Without `patience` no holder is wanted, and
     /// what an old one has is given up.
-    pub(crate) fn start(place: &Place, patience: Option<Duration>) -> std::io::Result<Holding> {
+    pub(crate) fn start(
+        place: &Place,
+        patience: Option<Duration>,
+        generations: Arc<Generations>,
+    ) -> std::io::Result<Holding> {
         let path = place.hold_socket();
         let mut holding = Holding {
             client: None,
             left: BTreeMap::new(),
             told: BTreeMap::new(),
+            generations,
+            keeps_generations: false,
         };
         let client = match patience {
             Some(patience) => {
@@ -86,6 +98,11 @@ impl Holding {
             },
         };
         for held in client.list()? {
+            if patience.is_some() && held.key == GENERATIONS {
+                holding.generations.go_on(held.descriptor)?;
+                holding.keeps_generations = true;
+                continue;
+            }
             let parsed = patience.and_then(|_| parse(&held.key, &held.state));
             match parsed {
                 Some((key, state, uuid, promotion)) => {
@@ -101,10 +118,15 @@ impl Holding {
                     );
                 }
                 None => {
-                    tracing::warn!(device = held.key, "a dead daemon's device is given up");
+                    if held.key != GENERATIONS {
+                        tracing::warn!(device = held.key, "a dead daemon's device is given up");
+                    }
                     client.remove(&held.key)?;
                 }
             }
+        }
+        if patience.is_some() && !holding.keeps_generations {
+            holding.generations.keep()?;
         }
         holding.client = patience.map(|_| client);
         Ok(holding)
@@ -129,7 +151,9 @@ impl Holding {
     pub(crate) fn judge(&self, reports: &[ResourceReport]) -> Vec<(Key, Verdict)> {
         let of_one = |(key, left): (&Key, &Left)| {
             let report = reports.iter().find(|report| report.name == key.0);
-            let verdict = report.map_or(Verdict::Wait, |r| judge(r, key.1, left.uuid));
+            let verdict = report.map_or(Verdict::Wait, |r| {
+                judge(r, key.1, left.uuid, &self.generations)
+            });
             (key.clone(), verdict)
         };
         self.left.iter().map(of_one).collect()
@@ -164,11 +188,19 @@ impl Holding {
         if self.told.get(key) == Some(&text) {
             return;
         }
-        let stored = device
-            .descriptor()
+        // First of all what it takes to judge the device.
+        let known = match self.keeps_generations {
+            true => Ok(()),
+            false => self
+                .generations
+                .with_memory(|memory| client.store(GENERATIONS, "", memory)),
+        };
+        let stored = known
+            .and_then(|()| device.descriptor())
             .and_then(|fd| client.store(&name(key), &text, fd.as_fd()));
         match stored {
             Ok(()) => {
+                self.keeps_generations = true;
                 self.told.insert(key.clone(), text);
             }
             Err(error) => {
@@ -180,9 +212,14 @@ impl Holding {
     /// The device is gone for good.
     pub(crate) fn forget(&mut self, key: &Key) {
         self.told.remove(key);
-        if let Some(client) = &self.client
-            && let Err(error) = client.remove(&name(key))
-        {
+        let Some(client) = &self.client else { return };
+        let mut removed = client.remove(&name(key));
+        if self.told.is_empty() && self.left.is_empty() && self.keeps_generations {
+            // A holder that has nothing ends with its daemon.
+            removed = removed.and(client.remove(GENERATIONS));
+            self.keeps_generations = false;
+        }
+        if let Err(error) = removed {
             tracing::warn!(%error, device = name(key), "the holder does not answer");
         }
     }
@@ -192,6 +229,8 @@ fn name(key: &Key) -> String {
     format!("{}/{}", key.0, key.1)
 }
 
+/// What the holder keeps their memory as; devices have a slash.
+const GENERATIONS: &str = "generations";
 const EXPLICIT: &str = "explicit";
 const AUTOMATIC: &str = "automatic";
 
@@ -209,13 +248,8 @@ fn parse(key: &str, state: &str) -> Option<(Key, BlockState, u64, Promotion)> {
     Some((key, BlockState::from_line(line)?, uuid, promotion))
 }
 
-/// Without the bit that tells of a Primary.
-fn plain(uuid: u64) -> u64 {
-    uuid & !1
-}
-
 /// What becomes of a device that was served with the data generation `uuid`.
-fn judge(report: &ResourceReport, volume: u16, uuid: u64) -> Verdict {
+fn judge(report: &ResourceReport, volume: u16, uuid: u64, generations: &Generations) -> Verdict {
     let Some(device) = report.devices.iter().find(|d| d.volume == volume) else {
         return Verdict::Wait;
     };
@@ -235,7 +269,7 @@ fn judge(report: &ResourceReport, volume: u16, uuid: u64) -> Verdict {
     if device.current_uuid == 0 || device.disk_state < DiskState::Inconsistent {
         return Verdict::Wait;
     }
-    if plain(device.current_uuid) != uuid {
+    if !generations.descends(uuid, plain(device.current_uuid)) {
         return Verdict::Fail("its data has been changed by another node".into());
     }
     if report.role == Role::Primary {
@@ -337,18 +371,22 @@ mod tests {
         }
     }
 
+    fn judged(report: &ResourceReport, volume: u16) -> Verdict {
+        judge(report, volume, UUID, &Generations::default())
+    }
+
     #[test]
     fn an_unchanged_volume_is_promoted_and_then_served() {
         let mut report = restarted();
-        assert_eq!(judge(&report, 0, UUID), Verdict::Promote);
+        assert_eq!(judged(&report, 0), Verdict::Promote);
         report.role = Role::Primary;
-        assert_eq!(judge(&report, 0, UUID), Verdict::Resume);
-        assert_eq!(judge(&report, 1, UUID), Verdict::Wait, "not yet there");
+        assert_eq!(judged(&report, 0), Verdict::Resume);
+        assert_eq!(judged(&report, 1), Verdict::Wait, "not yet there");
     }
 
     #[test]
     fn another_primary_or_its_data_fails_the_device() {
-        let fails = |report: &ResourceReport| matches!(judge(report, 0, UUID), Verdict::Fail(_));
+        let fails = |report: &ResourceReport| matches!(judged(report, 0), Verdict::Fail(_));
         let mut report = restarted();
         report.connections[1].role = Role::Primary;
         assert!(fails(&report));
@@ -360,24 +398,38 @@ mod tests {
     }
 
     #[test]
+    fn a_generation_of_its_own_making_keeps_the_device() {
+        let generations = Generations::default();
+        generations.made(UUID, 42);
+        let mut report = restarted();
+        report.devices[0].current_uuid = 42 | 1;
+        assert_eq!(judge(&report, 0, UUID, &generations), Verdict::Promote);
+        report.role = Role::Primary;
+        assert_eq!(judge(&report, 0, UUID, &generations), Verdict::Resume);
+        report.devices[0].current_uuid = 44;
+        let verdict = judge(&report, 0, UUID, &generations);
+        assert!(matches!(verdict, Verdict::Fail(_)), "another node's");
+    }
+
+    #[test]
     fn a_resync_from_another_node_is_waited_for() {
         let mut report = restarted();
         report.connections[0].peer_devices[0].repl_state = ReplState::SyncTarget;
-        assert_eq!(judge(&report, 0, UUID), Verdict::Wait);
+        assert_eq!(judged(&report, 0), Verdict::Wait);
         report.devices[0].disk_state = DiskState::Inconsistent;
         report.connections[0].peer_devices[0].repl_state = ReplState::Established;
-        assert_eq!(judge(&report, 0, UUID), Verdict::Wait);
+        assert_eq!(judged(&report, 0), Verdict::Wait);
     }
 
     #[test]
     fn a_peer_that_is_not_seen_may_be_primary() {
         let mut report = restarted();
         report.connections[1].state = ConnState::Connecting;
-        assert_eq!(judge(&report, 0, UUID), Verdict::Wait);
+        assert_eq!(judged(&report, 0), Verdict::Wait);
         report.options.insert("quorum".into(), "majority".into());
-        assert_eq!(judge(&report, 0, UUID), Verdict::Promote);
+        assert_eq!(judged(&report, 0), Verdict::Promote);
         report.devices[0].quorum = false;
-        assert_eq!(judge(&report, 0, UUID), Verdict::Wait);
+        assert_eq!(judged(&report, 0), Verdict::Wait);
     }
 
     #[test]

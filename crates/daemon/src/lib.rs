@@ -10,6 +10,7 @@ pub mod board;
 pub mod client;
 mod devices;
 mod foreign;
+mod generations;
 mod handlers;
 mod holding;
 pub mod lockstepd;

@@ -122,6 +122,7 @@ impl Node {
         };
         let (wake, woken) = sync_channel(1);
         let touched = Arc::new(Touched::new(wake));
+        let generations = touched.generations();
         let mut shards = Vec::new();
         for index in 0..config.shards {
             let shard = ShardConfig {
@@ -155,8 +156,14 @@ impl Node {
                 Some(node) => node.promote(name),
                 None => Err("the daemon is ending".to_owned()),
             });
-            *lock(&node.devices) =
-                Devices::start(board, place.clone(), config, open_port, promote)?;
+            *lock(&node.devices) = Devices::start(
+                board,
+                place.clone(),
+                config,
+                generations,
+                open_port,
+                promote,
+            )?;
         }
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new()
@@ -422,7 +429,7 @@ impl Node {
     // Resources.
 
     fn resource_config(&self, texts: &OptionTexts) -> Result<ResourceOptions, OptionError> {
-        let options = options::resource(texts, &handler_names())?;
+        let options = options::resource(texts, &handlers::names())?;
         Ok(ResourceOptions {
             protocol_max: self.protocol_max,
             ..options
@@ -1178,16 +1185,6 @@ fn socket_address(text: &str) -> Result<SocketAddr, CommandError> {
             format!("'{text}' is not an address: ipv4:ADDRESS:PORT or ipv6:[ADDRESS]:PORT"),
         ),
     }
-}
-
-/// The handlers that the core may call; none where the operator has switched them off.
-fn handler_names() -> Vec<String> {
-    let names = if handlers::are_disabled() {
-        &[]
-    } else {
-        handlers::NAMES
-    };
-    names.iter().map(|name| (*name).to_owned()).collect()
 }
 
 /// A seed that nobody can guess, for UUIDs.

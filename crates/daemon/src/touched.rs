@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::report::{Event, Level};
 use lockstep_io::shard::ResourceId;
+
+use crate::generations::{Generations, plain};
 
 /// What cores touched since it was last looked at.
 pub(crate) struct Touched {
@@ -14,6 +16,7 @@ pub(crate) struct Touched {
     wake: SyncSender<()>,
     /// All resources of the node.
     names: Mutex<BTreeMap<(usize, ResourceId), String>>,
+    generations: Arc<Generations>,
 }
 
 impl Touched {
@@ -23,7 +26,13 @@ impl Touched {
             set: Mutex::default(),
             wake,
             names: Mutex::default(),
+            generations: Arc::default(),
         }
+    }
+
+    /// The generations that the cores make.
+    pub(crate) fn generations(&self) -> Arc<Generations> {
+        self.generations.clone()
     }
 
     /// Names of the resources that were touched since the last call.
@@ -76,6 +85,9 @@ impl Touched {
                 Level::Debug => tracing::debug!(resource, peer, volume, "{text}"),
             }
             return;
+        }
+        if let Event::NewGeneration { from, to, .. } = event {
+            return self.generations.made(plain(from.0), plain(to.0));
         }
         if lock(&self.set).insert((shard, id)) {
             // Full means that it is going to look anyway.

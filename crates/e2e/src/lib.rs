@@ -4,6 +4,7 @@
 //! network namespace of its own on a bridge with the others. `LOCKSTEP_BIN` names the binary;
 //! without it the one beside the tests' build is taken.
 
+pub mod hold;
 pub mod load;
 pub mod net;
 pub mod postgres;

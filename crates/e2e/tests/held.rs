@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use lockstep_e2e::hold::Record;
 use lockstep_e2e::{Cluster, PATIENCE, Setup, can_mount, has_program, machine_has, run};
 
 /// How long a device waits for its daemon in these tests.
@@ -97,14 +98,58 @@ impl Prober {
 /// How often the Primary's daemon is killed in one test.
 const KILLS: usize = 20;
 
+/// Kills that do not wait until the daemon before has brought the I/O back.
+const QUICK_KILLS: u64 = 10;
+/// The longest time between two of them, from the end of `drbdadm up` on.
+const QUICK_MS: u64 = 1200;
+
 #[test]
 fn twenty_kills_of_the_daemon_lose_no_write_and_fail_none() -> Result<()> {
+    under_load(41, |cluster, prober| {
+        let mut stalls = Vec::new();
+        for _ in 0..KILLS {
+            prober.wait_for_progress()?;
+            prober.longest_us.store(0, Ordering::Relaxed);
+            kill_and_start(cluster)?;
+            prober.wait_for_progress()?;
+            stalls.push(Duration::from_micros(
+                prober.longest_us.load(Ordering::Relaxed),
+            ));
+            ensure!(cluster.status(0)?["role"] == "Primary", "not Primary again");
+        }
+        stalls.sort();
+        eprintln!("waits over {KILLS} kills: {stalls:?}");
+        Ok(())
+    })
+}
+
+#[test]
+fn kills_in_quick_succession_lose_no_write_and_fail_none() -> Result<()> {
+    under_load(45, |cluster, prober| {
+        prober.wait_for_progress()?;
+        for kill in 0..QUICK_KILLS {
+            // In any step of the recovery; some after it.
+            std::thread::sleep(Duration::from_millis(kill * 7919 % QUICK_MS));
+            kill_and_start(cluster)?;
+        }
+        prober.wait_for_progress()
+    })
+}
+
+fn kill_and_start(cluster: &mut Cluster) -> Result<()> {
+    cluster.kill(0)?;
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "r0"]).map(drop)
+}
+
+/// A file system with two loads on the Primary's device, and what is done to it.
+fn under_load(test: u8, story: impl FnOnce(&mut Cluster, &Prober) -> Result<()>) -> Result<()> {
     if !can_hold() || !has_program("mkfs.ext4") || !has_program("fio") {
         return Ok(());
     }
-    let mut cluster = Cluster::new(&setup(41))?;
+    let mut cluster = Cluster::new(&setup(test))?;
     cluster.first_primary(0)?;
-    let device = cluster.device(0, 41, 0)?;
+    let device = cluster.device(0, test, 0)?;
     run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
     let mount = cluster.mount(&device)?;
     let prober = Prober::start(&mount.join("lines"))?;
@@ -123,24 +168,11 @@ fn twenty_kills_of_the_daemon_lose_no_write_and_fail_none() -> Result<()> {
         .stdout(Stdio::null())
         .spawn()
         .context("sh and fio")?;
-    let mut stalls = Vec::new();
-    for _ in 0..KILLS {
-        prober.wait_for_progress()?;
-        prober.longest_us.store(0, Ordering::Relaxed);
-        cluster.kill(0)?;
-        cluster.start(0)?;
-        cluster.adm(0, &["up", "r0"])?;
-        prober.wait_for_progress()?;
-        stalls.push(Duration::from_micros(
-            prober.longest_us.load(Ordering::Relaxed),
-        ));
-        ensure!(cluster.status(0)?["role"] == "Primary", "not Primary again");
-    }
+    story(&mut cluster, &prober)?;
     fs::write(&stop, "")?;
     ensure!(load.wait()?.success(), "fio found a fault");
     let durable = prober.end()?;
-    stalls.sort();
-    eprintln!("{durable} lines durable; waits over {KILLS} kills: {stalls:?}");
+    eprintln!("{durable} lines durable");
     let lines = fs::read_to_string(mount.join("lines"))?;
     let expected: Vec<String> = (1..=durable).map(|n| n.to_string()).collect();
     ensure!(
@@ -148,7 +180,7 @@ fn twenty_kills_of_the_daemon_lose_no_write_and_fail_none() -> Result<()> {
         "the lines are not what was written"
     );
     ensure!(
-        cluster.device(0, 41, 0)? == device,
+        cluster.device(0, test, 0)? == device,
         "the device is another one"
     );
     cluster.wait_in_sync()?;
@@ -239,4 +271,66 @@ fn the_only_node_waits_for_its_peer_or_its_operator() -> Result<()> {
         );
     }
     Ok(())
+}
+
+#[test]
+fn a_generation_that_the_holder_has_not_heard_of_keeps_the_device() -> Result<()> {
+    if !can_hold() {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(44))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 44, 0)?;
+    let file = fs::File::options().write(true).open(&device)?;
+    file.write_all_at(&[1; 4096], 0)?;
+    file.sync_all()?;
+    let record = |c: &Cluster| Record::read(c.node_dir(0), "r0/0");
+    cluster.wait("the holder knows the device", |c| Ok(record(c).is_ok()))?;
+    let old = record(&cluster)?;
+    // Without the peer the next write is one of a new generation.
+    cluster.kill(1)?;
+    let connected = |c: &Cluster| c.connection_is(0, 1, "Connected");
+    cluster.wait("the loss is noticed", |c| Ok(!connected(c)?))?;
+    file.write_all_at(&[2; 4096], 4096)?;
+    file.sync_all()?;
+    cluster.wait("the new generation is known", |c| {
+        Ok(record(c)?.generation()? != old.generation()?)
+    })?;
+    cluster.kill(0)?;
+    // As if the daemon had been killed before it told.
+    old.put_back(cluster.node_dir(0))?;
+    let waiting = std::thread::spawn(move || -> std::io::Result<fs::File> {
+        file.write_all_at(&[3; 4096], 8192)?;
+        file.sync_all()?;
+        Ok(file)
+    });
+    for node in [0, 1] {
+        cluster.start(node)?;
+        cluster.adm(node, &["up", "r0"])?;
+    }
+    let begin = Instant::now();
+    while !waiting.is_finished() {
+        ensure!(begin.elapsed() < PATIENCE, "the write waits for ever");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let file = waiting.join().map_err(|_| anyhow!("a panic"))??;
+    // What the daemon of before has made counts for the next one, too: killed again at once, it has
+    // told the holder nothing but what it found.
+    cluster.kill(0)?;
+    old.put_back(cluster.node_dir(0))?;
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "r0"])?;
+    file.write_all_at(&[4; 4096], 12288)?;
+    file.sync_all()?;
+    drop(file);
+    cluster.wait_in_sync()?;
+    let image = fs::read(cluster.image(0, 0))?;
+    for (block, byte) in [1, 2, 3, 4].into_iter().enumerate() {
+        ensure!(
+            image[block * 4096..][..4096] == [byte; 4096],
+            "block {block}"
+        );
+    }
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 92)
 }

@@ -10,7 +10,7 @@ use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::al::encode_initialised;
 use lockstep_format::disk::layout::{BitmapBlock, Geometry, Layout, Placement};
 use lockstep_format::disk::v09::SuperBlock;
-use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::{ConnState, Digest, DiskState, Packet, ReplState};
 
@@ -183,6 +183,8 @@ struct World {
     /// Handlers that run: node, name, tag.
     handlers: Vec<(usize, &'static str, Tag)>,
     log: Vec<String>,
+    /// Generations that a Primary announced to its driver: node, of which, the new one.
+    announced: Vec<(usize, Uuid, Uuid)>,
 }
 
 /// Stands for every algorithm: as many bytes, made of a sum over the payload.
@@ -275,6 +277,7 @@ impl World {
             answers: BTreeMap::new(),
             handlers: Vec::new(),
             log: Vec::new(),
+            announced: Vec::new(),
         }
     }
 
@@ -485,6 +488,10 @@ impl World {
             Output::Event(Event::Log { text, level, .. }) => {
                 self.log.push(alloc::format!("{index} {level:?} {text}"));
             }
+            Output::Event(Event::NewGeneration { from, to, .. }) => {
+                assert!(!self.is_known(to), "nobody may know it before its driver");
+                self.announced.push((index, from, to));
+            }
             Output::Answer { id, result } => {
                 let known = self.answers.insert(id.0, result.clone());
                 assert_eq!(known, None, "answered once");
@@ -531,6 +538,22 @@ impl World {
     }
 
     /// Cuts every link; both ends notice.
+    /// Whether a generation is on a disk, or on its way to one or to a peer.
+    fn is_known(&self, uuid: Uuid) -> bool {
+        let has = |bytes: &[u8]| bytes.windows(8).any(|w| w == uuid.0.to_be_bytes());
+        let mut packets = self.wires.values().flatten();
+        let to_disk = |todo: &Todo| match todo {
+            Todo::Meta(_, _, MetaOp::Write { bytes, .. }) => has(bytes),
+            _ => false,
+        };
+        self.nodes.iter().any(|n| has(&n.meta))
+            || self.todo.iter().any(to_disk)
+            || packets.any(|(_, packet, _)| match packet {
+                Packet::Uuids110(set) => set.current.same_generation(uuid),
+                _ => false,
+            })
+    }
+
     fn cut_links(&mut self) {
         for (link, (a, b)) in core::mem::take(&mut self.links) {
             for (index, peer) in [(a, b), (b, a)] {

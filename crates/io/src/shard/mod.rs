@@ -572,7 +572,7 @@ impl<E: Engine> Shard<E> {
             Event::Resource | Event::Device(_) | Event::PeerDevice(..) => true,
             // A peer may have become Primary.
             Event::Connection(_) | Event::Created(_) | Event::Destroyed(_) => true,
-            Event::Log { .. } => false,
+            Event::Log { .. } | Event::NewGeneration { .. } => false,
         };
         if let Some(slot) = self.resources.get_mut(key)
             && changes

@@ -263,3 +263,24 @@ fn a_node_that_starts_alone_is_consistent_until_the_peer_is_fenced() {
     assert!(w.answers[&id].is_ok(), "{:#?}", w.log);
     assert_eq!(w.disk_state(1), DiskState::UpToDate);
 }
+
+/// A device that waits for a killed daemon is known by its generation, so its keeper has to know of
+/// a new one before anybody can have it.
+#[test]
+fn a_new_generation_is_announced_before_it_is_on_disk_or_at_a_peer() {
+    let mut w = world(Fencing::DontCare);
+    let before = current(&w, 0);
+    w.announced.clear();
+    let id = w.write(0, 0, 4096, 1);
+    lose_link(&mut w);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, id), "{:#?}", w.log);
+    assert!(!current(&w, 0).same_generation(before), "a new generation");
+    assert_eq!(w.announced, [(0, before, current(&w, 0))]);
+    assert!(
+        w.is_known(current(&w, 0)),
+        "on the disk, where it is looked for"
+    );
+    mend(&mut w);
+    w.check_same_data();
+}
