@@ -35,7 +35,6 @@ enum Edit {
     PauseMaxParallel(VolumeNr, NodeId, bool),
     ResyncActive(VolumeNr, NodeId, bool),
     Replication(VolumeNr, NodeId, bool),
-    PeerReplication(VolumeNr, NodeId, bool),
     SuspUser(bool),
     SuspNod(bool),
     SuspQuorum(bool),
@@ -88,9 +87,6 @@ edits! {
     resync_active(volume: VolumeNr, peer: NodeId, on: bool) => Edit::ResyncActive(volume, peer, on);
     /// Data may be sent to an Inconsistent peer.
     replication(volume: VolumeNr, peer: NodeId, on: bool) => Edit::Replication(volume, peer, on);
-    /// The peer may send data to this Inconsistent node.
-    peer_replication(volume: VolumeNr, peer: NodeId, on: bool)
-        => Edit::PeerReplication(volume, peer, on);
     /// Suspended by the operator.
     susp_user(on: bool) => Edit::SuspUser(on);
     /// Suspended for lack of data.
@@ -178,9 +174,6 @@ impl Change {
                 }
                 Edit::Replication(volume, peer, on) => {
                     with(state, volume, peer, |p| p.replication = on);
-                }
-                Edit::PeerReplication(volume, peer, on) => {
-                    with(state, volume, peer, |p| p.peer_replication = on);
                 }
                 Edit::SuspUser(on) => state.susp_user = on,
                 Edit::SuspNod(on) => state.susp_nod = on,

@@ -32,8 +32,12 @@ pub const FEATURES: Features = Features::TRIM
     .union(Features::WZEROES)
     .union(Features::RESYNC_DAGTAG)
     .union(Features::TWOPC_V2)
+    .union(Features::RESYNC_WITHOUT_REPLICATION)
     .union(Features::BM_BLOCK_SHIFT)
     .union(Features::LOCKSTEP);
+
+/// First protocol with the flush before the end of a resync (semantics.md, 19.6).
+pub(crate) const WITH_FLUSH: u32 = 123;
 
 /// A connection to one peer node.
 #[derive(Debug)]
@@ -409,6 +413,10 @@ impl Resource {
         let mut features = offered.map_or(FEATURES, |l| l.offered) & theirs.features;
         if legacy {
             features &= crate::legacy::FEATURES;
+        }
+        if protocol < WITH_FLUSH {
+            // The end of a resync without replication needs it.
+            features.remove(Features::RESYNC_WITHOUT_REPLICATION);
         }
         if crate::legacy::is_old(protocol) {
             // They came with 8.4.4; whoever speaks less has none of them.

@@ -212,6 +212,13 @@ pub struct PeerDevice {
     pub joined_behind: bool,
     /// This node sent its part of the handshake on this link.
     pub sent_handshake: bool,
+    /// This node asked the peer on this connection for marks instead of writes while it is copied to.
+    pub asked_marks: bool,
+    /// What the peer asked for: writes go to it while this node is the source of its resync, and
+    /// while it is Inconsistent and others are.
+    pub replicates_to_target: bool,
+    /// See `replicates_to_target`.
+    pub replicates_now: bool,
     /// This node's disk state as sent with it: the comparison goes by what both know.
     pub sent_disk: lockstep_format::wire::DiskState,
     /// What was said of a volume that was added to this connection.
@@ -334,6 +341,9 @@ impl PeerDevice {
             quorate: false,
             joined_behind: false,
             sent_handshake: false,
+            asked_marks: false,
+            replicates_to_target: true,
+            replicates_now: true,
             sent_disk: lockstep_format::wire::DiskState::Diskless,
             presented: None,
             negotiation: None,

@@ -198,7 +198,11 @@ impl Resource {
             .features(peer)
             .contains(Features::RESYNC_WITHOUT_REPLICATION)
         {
-            let packet = Packet::EnableReplicationNext(EnableReplication { enable: true });
+            let enable = self.wants_replication(peer, volume);
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.asked_marks = !enable;
+            }
+            let packet = Packet::EnableReplicationNext(EnableReplication { enable });
             self.send(peer, Stream::Data, volume, packet);
         }
         self.send_sizes(peer, volume);
@@ -370,9 +374,17 @@ impl Resource {
             Packet::Sizes(sizes) => self.sizes_received(peer, volume, sizes),
             Packet::Uuids110(uuids) => self.uuids_received(peer, volume, &uuids),
             Packet::CurrentUuid(uuid) => self.current_uuid_received(peer, volume, uuid),
-            Packet::EnableReplicationNext(_) => {}
-            Packet::EnableReplication(enable) => {
-                self.hard_change(Change::new().replication(volume, peer, enable.enable));
+            Packet::EnableReplicationNext(next) => {
+                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                    pd.replicates_to_target = next.enable;
+                    pd.replicates_now = next.enable;
+                }
+            }
+            Packet::EnableReplication(now) => {
+                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                    pd.replicates_now = now.enable;
+                }
+                self.hard_change(Change::new().replication(volume, peer, now.enable));
             }
             Packet::State(state) => self.state_received(peer, volume, state),
             other => return Some(other),

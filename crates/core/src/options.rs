@@ -284,6 +284,9 @@ pub struct PeerDeviceOptions {
     pub bitmap: bool,
     /// `peer-tiebreaker`, default yes.
     pub peer_tiebreaker: bool,
+    /// `resync-without-replication`, default yes: while this node is copied to, it is told of
+    /// writes only, and copies them, too (semantics.md, 19.3).
+    pub resync_without_replication: bool,
 }
 
 impl Default for PeerDeviceOptions {
@@ -297,6 +300,7 @@ impl Default for PeerDeviceOptions {
             c_min_rate_kib_s: 250,
             bitmap: true,
             peer_tiebreaker: true,
+            resync_without_replication: true,
         }
     }
 }

@@ -75,6 +75,8 @@ registry! {
         "A Primary that loses a peer does not note that a new current UUID is due.";
     DisklessKeepsGeneration "diskless-keeps-generation"
         "A Primary that lost its disk writes on under the old generation.";
+    WritesAskedForWithoutFlush "writes-asked-for-without-flush"
+        "A resync asks for writes again, and not for the marks that are under way.";
     PlannedUuidNotNoted "planned-uuid-not-noted"
         "A planned UUID is told to followers before it is noted as an ancestor.";
     WrongRowBitmapSelf "wrong-row-bitmap-self"

@@ -378,6 +378,18 @@ impl Resource {
             if before.disk == DiskState::Inconsistent && p.disk != DiskState::Inconsistent {
                 p.replication = true;
             }
+            let asked = self.devices.get(&volume).and_then(|d| d.peers.get(peer));
+            let Some(asked) = asked.filter(|_| p.repl >= ReplState::Established) else {
+                continue;
+            };
+            let was = before.repl >= ReplState::Established;
+            if p.repl.is_sync_source() && !before.repl.is_sync_source() {
+                p.replication = asked.replicates_to_target;
+            } else if p.disk == DiskState::Inconsistent
+                && !(was && before.disk == DiskState::Inconsistent)
+            {
+                p.replication = asked.replicates_now;
+            }
         }
     }
 

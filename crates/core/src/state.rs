@@ -76,8 +76,6 @@ pub struct PeerDeviceState {
     pub resync_active: bool,
     /// Data may be sent to this Inconsistent peer (the peer said so).
     pub replication: bool,
-    /// The peer may send data although this node is Inconsistent.
-    pub peer_replication: bool,
 }
 
 impl Default for ConnectionState {
@@ -102,7 +100,6 @@ impl Default for PeerDeviceState {
             susp_max_parallel: false,
             resync_active: false,
             replication: true,
-            peer_replication: true,
         }
     }
 }

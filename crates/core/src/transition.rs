@@ -264,6 +264,9 @@ impl Resource {
                         pd.peer_was_target = false;
                         pd.quorate = false;
                         pd.sent_handshake = false;
+                        pd.asked_marks = false;
+                        pd.replicates_to_target = true;
+                        pd.replicates_now = true;
                         pd.presented = None;
                         pd.negotiation = None;
                         pd.finished_early = None;

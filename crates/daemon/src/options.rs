@@ -240,6 +240,7 @@ pub fn peer_device(texts: &OptionTexts) -> Result<core::PeerDeviceOptions, Optio
         c_min_rate_kib_s: t.c_min_rate_kib_s,
         bitmap: t.bitmap,
         peer_tiebreaker: t.peer_tiebreaker,
+        resync_without_replication: t.resync_without_replication,
     })
 }
 

@@ -98,6 +98,10 @@ pub const MARKS: &[(&str, &str)] = &[
         "packet-peers-in-sync",
         "third nodes were told what is in sync",
     ),
+    (
+        "packet-enable-replication",
+        "a resync without replication asked for the writes again",
+    ),
     ("packet-peer-ack", "nodes were told who has which writes"),
     (
         "packet-peer-dagtag",
@@ -382,6 +386,7 @@ pub(crate) fn see_packet(marks: &mut Marks, packet: &Packet) {
         Packet::RsNegAck(_) => sometimes!(marks, "packet-rs-neg-ack"),
         Packet::OutOfSync(_) => sometimes!(marks, "packet-out-of-sync"),
         Packet::PeersInSync(_) => sometimes!(marks, "packet-peers-in-sync"),
+        Packet::EnableReplication(_) => sometimes!(marks, "packet-enable-replication"),
         Packet::PeerAck(_) => sometimes!(marks, "packet-peer-ack"),
         Packet::PeerDagtag(_) => sometimes!(marks, "packet-peer-dagtag"),
         Packet::CurrentUuid(_) => sometimes!(marks, "packet-current-uuid"),

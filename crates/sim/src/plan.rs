@@ -422,6 +422,7 @@ fn shape(seed: u64, orders: &Orders, mut topology: Rng, mut rng: Rng) -> (Config
         settings.net.ping_int_s = 3;
         settings.net.connect_int_s = 3;
     }
+    settings.peer.resync_without_replication = config.seed % 4 != 1;
     settings.connect_first = rng.permille(300);
     settings.net.max_epoch_size = rng.pick(&[20, 2048]);
     settings.net.use_rle = rng.permille(700);

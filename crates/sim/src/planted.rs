@@ -85,6 +85,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DemotionWithoutFlush
         | P::MarkedAtEndForgotten
         | P::ResyncRequestIgnoresDagtag
+        | P::WritesAskedForWithoutFlush
         | P::SlotNotFenced
         | P::ConflictsNotSeen
         | P::ConflictRuleReversed

@@ -146,6 +146,7 @@ fn draw(
         settings.net.ping_int_s = 3;
         settings.net.connect_int_s = 3;
     }
+    settings.peer.resync_without_replication = config.seed % 4 != 1;
     settings.connect_first = rng.permille(300);
     if let Some(newest) = limits.protocol_max {
         settings.resource.protocol_max = newest;

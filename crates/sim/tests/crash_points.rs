@@ -35,7 +35,7 @@ fn the_recovery_from_a_crash_recovers_from_a_crash_in_every_write() {
 
 #[test]
 fn a_resync_target_recovers_from_a_crash_in_every_write() {
-    all_recover(&cut_once(story("resync"), B, Lose::Unflushed), 30);
+    all_recover(&cut_once(story("resync"), B, Lose::Unflushed), 25);
     all_recover(&cut_twice(story("resync"), B, Lose::InFlight, 2), 100);
 }
 

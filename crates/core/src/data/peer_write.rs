@@ -61,6 +61,11 @@ enum Stage {
 }
 
 impl PeerWrite {
+    /// Its place in the sender's order.
+    pub(crate) fn dagtag(&self) -> Dagtag {
+        self.dagtag
+    }
+
     /// It is not acked yet.
     pub(crate) fn is_active(&self) -> bool {
         matches!(self.stage, Stage::Active | Stage::Written)
@@ -755,6 +760,11 @@ impl Resource {
     // What is owed until the peer ack (semantics.md, 18.3).
 
     pub(crate) fn peer_ack(&mut self, peer: NodeId, dagtag: Dagtag, mask: NodeMask) {
+        self.settle_acked(peer, dagtag, mask);
+        self.settle_flush_requests();
+    }
+
+    fn settle_acked(&mut self, peer: NodeId, dagtag: Dagtag, mask: NodeMask) {
         loop {
             let Some(conn) = self.connections.get_mut(&peer) else {
                 return;
@@ -974,6 +984,7 @@ impl Resource {
         conn.io.first_write += conn.io.writes.len() as u64;
         conn.io.writes.clear();
         self.connection_drained(peer);
+        self.settle_flush_requests();
     }
 
     // Marks and their opposite.

@@ -28,6 +28,7 @@ use crate::timers::Timer;
 
 mod csum;
 mod flush;
+mod replication;
 mod thin;
 
 /// The part of what is in flight that is worth a flush of its own.
@@ -76,6 +77,10 @@ pub(crate) struct TargetSync {
     flush_waits: Vec<(NodeId, NodeMask)>,
     flush_sequence: u64,
     flush_asked: Instant,
+    /// All peers send their writes, or were asked to.
+    replicating: bool,
+    /// Marks that were left at the end of the last pass without replication.
+    left_bits: u64,
 }
 
 #[derive(Debug)]
@@ -167,8 +172,12 @@ impl Resource {
                 sync.hash_flushing = old.hash_flushing;
                 sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
             }
+            sync.left_bits = total.unwrap_or(0);
             io.target = Some(sync);
-            self.request_flushes(volume, peer);
+            self.replication_ended_for_others(volume, peer);
+            if self.begins_with_replication(volume, peer) {
+                self.request_flushes(volume, peer);
+            }
             self.request_flushes_of_others(volume, peer);
             self.timers.set(Timer::ResyncStep(volume, peer), now);
         }
@@ -451,6 +460,10 @@ impl Resource {
             return;
         }
         let left = count.unwrap_or(0);
+        if !sync.replicating {
+            self.end_pass_of_marks(volume, peer, left);
+            return;
+        }
         if left > sync.pass_failed {
             sync.cursor = 0;
             sync.pass_failed = 0;

@@ -19,7 +19,7 @@ use crate::event::{
     ALL_ZERO, BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output,
     Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
 };
-use crate::options::{DiskOptions, NetOptions, Protocol, ResourceOptions};
+use crate::options::{DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions};
 use crate::report::Event;
 use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
@@ -39,6 +39,7 @@ mod old_versions;
 mod opening;
 mod options;
 mod ordering;
+mod replicating;
 mod resizing;
 mod stalling;
 mod thinning;
@@ -130,6 +131,7 @@ struct Setup {
     size: u64,
     net: NetOptions,
     disk: DiskOptions,
+    peer: PeerDeviceOptions,
     options: ResourceOptions,
     /// Every node says that it is the one that it takes the peer for.
     same_ids: bool,
@@ -149,6 +151,7 @@ impl Default for Setup {
                 max_buffers: 256,
                 ..NetOptions::default()
             },
+            peer: PeerDeviceOptions::default(),
             disk: DiskOptions {
                 al_extents: 67,
                 ..DiskOptions::default()
@@ -328,6 +331,18 @@ impl World {
             let net = self.setup.net.clone();
             let peer = node_id(peer);
             self.command(index, Command::NewPeer { peer, net });
+            let options = self.setup.peer.clone();
+            if options != PeerDeviceOptions::default() {
+                let volume = VOLUME;
+                self.command(
+                    index,
+                    Command::PeerDeviceOptions {
+                        peer,
+                        volume,
+                        options,
+                    },
+                );
+            }
         }
     }
 
@@ -923,6 +938,17 @@ impl World {
         self.pass(Duration::from_secs(1));
     }
 
+    /// One node copies all it has from another one.
+    fn invalidate_from(&mut self, node: usize, from: usize) {
+        let command = Command::Invalidate {
+            volume: VOLUME,
+            from: Some(node_id(from)),
+            reset_bitmap: true,
+        };
+        self.command(node, command);
+        self.pass(Duration::from_millis(100));
+    }
+
     fn synced(seed: u64, count: usize) -> World {
         let mut world = World::new(seed, count, Setup::default());
         world.pass(Duration::from_secs(3));
@@ -949,6 +975,7 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::OutOfSync(_) => "out of sync",
         Packet::DataRequest(_) => "data request",
         Packet::ConfirmStable(_) => "confirm stable",
+        Packet::EnableReplication(_) => "enable replication",
         _ => "other",
     }
 }

@@ -102,10 +102,12 @@ pub(crate) enum Ack {
 }
 
 /// A `P_FLUSH_REQUESTS` that waits until the writes before it are settled.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct FlushDue {
     pub(crate) sequence: u64,
     pub(crate) dagtag: Dagtag,
+    /// Last received writes of others whose peer acks are still to come: they may bring marks.
+    pub(crate) received: Vec<(NodeId, Dagtag)>,
 }
 
 impl AppRequest {
@@ -1075,15 +1077,21 @@ impl Resource {
     pub(crate) fn flush_requested(&mut self, peer: NodeId, sequence: u64) {
         let dagtag = self.io.dagtag;
         self.close_epoch();
+        let others = self.connections.values().filter(|c| c.peer != peer);
+        let received = others
+            .filter_map(|c| Some((c.peer, c.io.writes.back()?.dagtag())))
+            .collect();
         if let Some(conn) = self.connections.get_mut(&peer) {
-            conn.io
-                .flush_requests
-                .push_back(FlushDue { sequence, dagtag });
+            conn.io.flush_requests.push_back(FlushDue {
+                sequence,
+                dagtag,
+                received,
+            });
         }
         self.settle_flush_requests();
     }
 
-    fn settle_flush_requests(&mut self) {
+    pub(super) fn settle_flush_requests(&mut self) {
         if self
             .connections
             .values()
@@ -1100,12 +1108,23 @@ impl Resource {
         let peers: Vec<NodeId> = self.connections.keys().copied().collect();
         for peer in peers {
             while let Some(conn) = self.connections.get_mut(&peer) {
-                let Some(due) = conn.io.flush_requests.front().copied() else {
+                let Some(due) = conn.io.flush_requests.front().cloned() else {
                     break;
                 };
                 if oldest.is_some_and(|oldest| !oldest.is_newer_than(due.dagtag)) {
                     break;
                 }
+                let owes = |(node, dagtag): &(NodeId, Dagtag)| {
+                    let first = self.connections.get(node);
+                    let first = first.and_then(|c| Some(c.io.writes.front()?.dagtag()));
+                    first.is_some_and(|first| !first.is_newer_than(*dagtag))
+                };
+                if due.received.iter().any(owes) {
+                    break;
+                }
+                let Some(conn) = self.connections.get_mut(&peer) else {
+                    break;
+                };
                 conn.io.flush_requests.pop_front();
                 self.queue_peer_ack();
                 for other in self.established() {
