@@ -449,6 +449,9 @@ impl Resource {
         for (at, bytes) in core::mem::take(&mut step.bitmap) {
             disk.io.bitmap.load(at, &bytes);
         }
+        let slots = 0..disk.io.bitmap.shape().slots();
+        let unmarked: Vec<bool> = slots.map(|s| disk.io.bitmap.count(s) == 0).collect();
+        let mut of_log = Vec::new();
         let al_area = core::mem::take(&mut step.al);
         // Nobody wrote: then other programs that know v08 empty the log unread, and so must this,
         // as a kernel leaves it behind at a clean end, too.
@@ -527,12 +530,22 @@ impl Resource {
                     .contains(PeerFlags::FULL_SYNC)
             {
                 disk.io.bitmap.fill(slot, true);
+            } else if let Some(slot) = index
+                && unmarked.get(usize::from(slot)) == Some(&true)
+            {
+                of_log.push(peer);
             }
         }
         if superblock_calls_for_all(&disk.generations) {
             // A move of the metadata was cut; also what no node has a slot for is not known.
             for slot in 0..disk.io.bitmap.shape().slots() {
                 disk.io.bitmap.fill(slot, true);
+            }
+            of_log.clear();
+        }
+        if let Some(device) = self.devices.get_mut(&volume) {
+            for (peer, pd) in &mut device.peers {
+                pd.marks_of_log = of_log.contains(peer);
             }
         }
         self.write_recovered(volume)

@@ -249,6 +249,8 @@ pub struct PeerDevice {
     pub finished_early: Option<lockstep_format::wire::DiskState>,
     /// UUID of a resync from an 8.4 source that came before this node was ready for it.
     pub early_sync_uuid: Option<Uuid>,
+    /// Its slot was empty before a crash: what is marked is what the activity log covered then.
+    pub marks_of_log: bool,
     /// A handler is asked whether a resync may start.
     pub(crate) resync_gate: Option<(crate::before_resync::ResyncGate, crate::event::Tag)>,
     /// It agreed before this node answered the source's bitmap.
@@ -359,6 +361,7 @@ impl PeerDevice {
             reconcile: Reconcile::No,
             finished_early: None,
             early_sync_uuid: None,
+            marks_of_log: false,
             resync_gate: None,
             resync_agreed: false,
             io: PeerIo::default(),

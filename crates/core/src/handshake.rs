@@ -836,6 +836,12 @@ impl Resource {
             // half copied. So nothing is cleared, and at worst blocks are copied that are equal.
             _ => {}
         }
+        if strategy.direction().is_some()
+            && let Some(pd) = self.peer_device_mut(volume, peer)
+        {
+            // They are copied; what is marked later has other reasons.
+            pd.marks_of_log = false;
+        }
         if strategy.direction() == Some(compare::Direction::Target) {
             self.inherit_marks(volume, peer);
         }

@@ -468,7 +468,10 @@ impl Resource {
         self.with_slot(volume, peer, |bitmap, slot| bitmap.fill(slot, true));
     }
 
-    /// Equal without a resync: the slot names nothing any more (semantics.md, 5.2 point 2).
+    /// Equal without a resync: the slot names nothing any more (semantics.md, 5.2 point 2). Beside an
+    /// 8.4, what a verify marked, or a write whose fate is not known, does differ and stays marked, as
+    /// it does there ("No resync, but N bits in bitmap!"): the next resync copies it. Where a crash
+    /// left marks of the log alone, a kernel's Secondary would have none. A kernel 9 forgets.
     pub(crate) fn forget_differences(&mut self, volume: VolumeNr, peer: NodeId, connects: bool) {
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
         let stayed = connects && self.both_stayed(volume, peer);
@@ -487,7 +490,11 @@ impl Resource {
         if !self.slot_uuid(volume, peer).is_zero() {
             self.retire_slot_uuid(volume, peer);
         }
-        if !lockstep || stayed {
+        let of_log = self
+            .peer_device_mut(volume, peer)
+            .is_some_and(|pd| core::mem::take(&mut pd.marks_of_log));
+        let keeps = lockstep || self.is_legacy(peer);
+        if of_log || stayed || !keeps {
             self.clear_slot(volume, peer);
         }
     }

@@ -1,11 +1,15 @@
 //! One Lockstep node and one kernel DRBD 8.4 node: what is rarer than a resync. A Primary that
-//! loses its disk and gets it back, resyncs of discarded areas, and each policy for a split brain; all
-//! in both role assignments.
+//! loses its disk and gets it back, resyncs of discarded areas, a verify between two Secondaries, and
+//! each policy for a split brain; all in both role assignments.
 
-use anyhow::Result;
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Result, ensure};
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::can_emulate;
-use lockstep_e2e::guest_drbd::{DRBD_LIMIT, wait_state};
+use lockstep_e2e::guest_drbd::{DRBD_LIMIT, drbd_state, wait_state};
 use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup};
 use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
 
@@ -122,12 +126,59 @@ fn policies(pair: &mut Mixed84) -> Result<()> {
     Ok(())
 }
 
+/// Changes a node's disk behind its back: three blocks.
+fn rot(image: &Path) -> Result<()> {
+    let file = fs::File::options().write(true).open(image)?;
+    for block in [5u64, 300, 301] {
+        file.write_all_at(&[0x77; 4096], block * 4096)?;
+    }
+    Ok(file.sync_all()?)
+}
+
+const ROT_KIB: u64 = 12;
+
+/// What a verify between two Secondaries found is still marked on both after a reconnect, and is
+/// copied from the one that the operator means.
+fn secondaries_verify(pair: &Mixed84) -> Result<()> {
+    for own in [true, false] {
+        rot(&pair.disk(if own { "alfa" } else { "bravo" }, 0))?;
+        if own {
+            pair.adm(&["verify", "r0/0"])?;
+        } else {
+            pair.kernel.sh("drbdadm verify r0/0")?;
+        }
+        pair.wait("marks on both", |pair| {
+            let kernel = drbd_state(&pair.kernel, 0)?;
+            Ok(pair.out_of_sync_kib(0)? == ROT_KIB
+                && pair.state(0)?[3] == "Established"
+                && kernel.out_of_sync_kib == ROT_KIB
+                && kernel.connection == "Connected")
+        })?;
+        pair.adm(&["disconnect", "r0"])?;
+        pair.adm(&["connect", "r0"])?;
+        pair.wait_connected()?;
+        let (kernel, here) = (drbd_state(&pair.kernel, 0)?, pair.out_of_sync_kib(0)?);
+        ensure!(
+            (kernel.out_of_sync_kib, here) == (ROT_KIB, ROT_KIB),
+            "forgotten: {here} KiB here, {kernel:?}"
+        );
+        ensure!(kernel.disks == "UpToDate/UpToDate", "{kernel:?}");
+        if own {
+            pair.adm(&["invalidate", "r0/0"])?;
+        } else {
+            pair.kernel.sh("drbdadm invalidate r0/0")?;
+        }
+        pair.wait_in_sync()?;
+    }
+    Ok(())
+}
+
 #[test]
 fn a_kernel_84_peer_agrees_in_rare_states_too() -> Result<()> {
     if !can_emulate() || !can_mount() {
         return Ok(());
     }
-    let net = format!("protocol C; {PACE}");
+    let net = format!("protocol C; verify-alg crc32c; {PACE}");
     let mut pair = Mixed84::start(MixedSetup {
         disk: "rs-discard-granularity 65536;".into(),
         ..MixedSetup::new(&net, 8450)
@@ -138,6 +189,7 @@ fn a_kernel_84_peer_agrees_in_rare_states_too() -> Result<()> {
     pair.wait_in_sync()?;
     discarded(&pair)?;
     without_a_disk(&pair)?;
+    secondaries_verify(&pair)?;
     policies(&mut pair)?;
-    pair.check_end(&[])
+    pair.check_end(&["Out of sync: start=", "Online verify found 3 4k block"])
 }

@@ -747,6 +747,9 @@ impl Resource {
         {
             io.bitmap.set_range(slot, sector, size_bytes);
         }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.marks_of_log = false;
+        }
         if let Some(verify) = self.verify(volume, peer) {
             verify.found = true;
         }

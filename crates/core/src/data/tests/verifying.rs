@@ -75,6 +75,39 @@ fn planted_differences_are_marked_on_both_nodes_and_the_next_connect_copies_them
     assert_eq!(w.nodes[1].data.block(77), [0; 4096]);
 }
 
+/// As in a kernel: equal generations need no resync, but what is known to differ stays known, over
+/// reconnects and restarts, until a resync copies it.
+#[test]
+fn what_a_verify_between_two_secondaries_of_84_marked_is_not_forgotten() {
+    let mut setup = setup();
+    setup.options.protocol_max = 101;
+    let mut w = clean(2, 2, setup);
+    w.command(0, Command::Secondary { force: false });
+    w.pass(Duration::from_secs(1));
+    for block in [0, 1, 77] {
+        spoil(&mut w, 1, block);
+    }
+    verify(&mut w, 1, 0, None, None);
+    ends(&mut w);
+    assert_eq!((w.bits(0, 1), w.bits(1, 0)), (3, 3));
+    w.cut_links();
+    w.pass(Duration::from_secs(30));
+    assert_eq!((w.repl(0, 1), w.bits(0, 1)), (ReplState::Established, 3));
+    assert_eq!((w.repl(1, 0), w.bits(1, 0)), (ReplState::Established, 3));
+    w.command(
+        1,
+        Command::Invalidate {
+            volume: VOLUME,
+            from: None,
+            reset_bitmap: true,
+        },
+    );
+    w.pass_until("resync", 60, |w| w.in_sync() && w.bits(0, 1) == 0);
+    w.pass(Duration::from_secs(1));
+    w.check_same_data();
+    assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0));
+}
+
 #[test]
 fn start_and_stop_bound_what_is_compared() {
     let mut w = clean(3, 2, setup());
