@@ -14,8 +14,15 @@ use crate::core::identity::Peer;
 use crate::core::message::{Ack, Attach, Hello, HelloAck, Open, Stats};
 use crate::core::plugin::{CODEC_COUNT, Plugin};
 use crate::core::shaper::Schedule;
+use crate::core::stats::Took;
 use crate::core::time::Instant;
 use crate::core::{CarrierId, CarrierKind, Input, LinkId, LocalId, Output, SpillRef};
+
+/// What every codec job is said to have taken.
+const TOOK: Took = Took {
+    wall: Duration::from_micros(9),
+    cpu: Duration::from_micros(9),
+};
 
 /// The frame parser, once in one piece and once in small ones: both must say the same.
 pub fn frames(data: &[u8]) {
@@ -286,7 +293,7 @@ impl Pair {
                 ..
             } => {
                 let coded = codec::encode(&spec, &raw, &prefix);
-                self.feed(node, Input::Encoded(job, coded, Duration::from_micros(9)));
+                self.feed(node, Input::Encoded(job, coded, TOOK));
             }
             Output::Decode {
                 job,
@@ -297,7 +304,7 @@ impl Pair {
                 prefix,
             } => {
                 let raw = codec::decode(codec, raw_len as usize, crc, &payload, &prefix);
-                self.feed(node, Input::Decoded(job, raw, Duration::from_micros(9)));
+                self.feed(node, Input::Decoded(job, raw, TOOK));
             }
             Output::SpillWrite { job, .. } => {
                 self.feed(node, Input::SpillWritten(job, Err("no disk".into())));

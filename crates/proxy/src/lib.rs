@@ -15,6 +15,7 @@ mod net;
 pub mod plan;
 mod service;
 mod spill;
+mod threads;
 mod tls;
 mod wall;
 mod workers;

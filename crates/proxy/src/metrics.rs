@@ -82,7 +82,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             .map(|link| (labels(link, &[]), value(link)))
             .collect()
     };
-    let gauges: [Column; 14] = [
+    let gauges: [Column; 16] = [
         (
             "connected",
             "1 if DRBD's sockets are connected through.",
@@ -101,6 +101,16 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         ("buffered_memory_bytes", "Memory that they take.", |l| {
             l.buffered_memory_bytes as f64
         }),
+        (
+            "buffered_encoded_bytes",
+            "The part of the memory that is coded.",
+            |l| l.buffered_encoded_bytes as f64,
+        ),
+        (
+            "control_latency_max_seconds",
+            "Longest control latency since the start.",
+            |l| l.control_max_us as f64 / 1e6,
+        ),
         ("spilled_bytes", "Bytes of this connection on disk.", |l| {
             l.spilled_bytes as f64
         }),
@@ -151,7 +161,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
     for (name, help, value) in gauges {
         metric(name, "gauge", help, each(&value));
     }
-    let counters: [Column; 18] = [
+    let counters: [Column; 19] = [
         ("raw_in_bytes_total", "Bytes read from DRBD.", |l| {
             l.counters.raw_in_bytes as f64
         }),
@@ -181,6 +191,11 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         ("carriers_lost_total", "Carriers lost.", |l| {
             l.counters.carriers_lost as f64
         }),
+        (
+            "carriers_up_total",
+            "Carriers that came up, at first or again.",
+            |l| l.counters.carriers_up as f64,
+        ),
         ("streams_reset_total", "DRBD sockets reset.", |l| {
             l.counters.streams_reset as f64
         }),
@@ -229,10 +244,14 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
     let mut waited = Vec::new();
     let mut cpu = Vec::new();
     for link in &snapshot.connections {
-        for (codec, count) in CODEC_NAMES.iter().zip(link.counters.chunks_by_codec) {
-            chunks.push((labels(link, &[("codec", codec)]), count as f64));
-        }
         let c = &link.counters;
+        let counts = c.chunks_by_codec.into_iter().zip(c.received_by_codec);
+        for (codec, (sent, received)) in CODEC_NAMES.iter().zip(counts) {
+            for (direction, count) in [("send", sent), ("receive", received)] {
+                let labels = labels(link, &[("codec", codec), ("direction", direction)]);
+                chunks.push((labels, count as f64));
+            }
+        }
         for (reason, ms) in [
             ("memory", c.blocked_memory_ms),
             ("pool", c.blocked_pool_ms),
@@ -243,10 +262,13 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         for (reason, us) in c.send_blocked.each() {
             waited.push((labels(link, &[("reason", reason)]), us as f64 / 1e6));
         }
-        for (what, ms) in [("encode", c.encode_cpu_ms), ("decode", c.decode_cpu_ms)] {
-            cpu.push((labels(link, &[("work", what)]), ms as f64 / 1000.0));
+        for (work, class, codec, us) in c.codec_cpu_us.each() {
+            let labels = labels(link, &[("work", work), ("class", class), ("codec", codec)]);
+            cpu.push((labels, us as f64 / 1e6));
         }
     }
+    traffic(snapshot, &mut metric);
+    choices(snapshot, &mut metric);
     let mut latency = Vec::new();
     for link in &snapshot.connections {
         let times = &link.counters.control_latency;
@@ -283,25 +305,136 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
     metric(
         "codec_seconds_total",
         "counter",
-        "Time of codec workers.",
+        "Processor time of codec workers, by codec and class.",
         cpu,
     );
     out
 }
 
-/// One `name.key=value` line per number.
-pub(crate) fn key_values(snapshot: &Snapshot) -> String {
-    let mut out = format!(
-        "version={}\nuptime_ms={}\nmemory_max_bytes={}\nmemory_used_bytes={}\n\
-         spill_limit_bytes={}\nspill_used_bytes={}\ncodec_jobs={}\n",
-        snapshot.version,
-        snapshot.uptime_ms,
-        snapshot.memory_max_bytes,
-        snapshot.memory_used_bytes,
-        snapshot.spill_limit_bytes,
-        snapshot.spill_used_bytes,
-        snapshot.codec_jobs
+/// Writes one metric: name, kind, help, and a value for each set of labels.
+type Writer<'a> = dyn FnMut(&str, &str, &str, Vec<(String, f64)>) + 'a;
+
+/// The states, bytes by direction and class, and the threads.
+fn traffic(snapshot: &Snapshot, metric: &mut Writer<'_>) {
+    const STATES: [&str; 4] = ["Connecting", "ProxyConnected", "Connected", "Suspended"];
+    let (mut states, mut raw, mut wire) = (Vec::new(), Vec::new(), Vec::new());
+    for link in &snapshot.connections {
+        for state in STATES {
+            let is = f64::from(u8::from(link.state == state));
+            states.push((labels(link, &[("state", state)]), is));
+        }
+        let c = &link.counters;
+        let both = |to: &mut Vec<_>, direction, all: u64, control: u64| {
+            for (class, bytes) in [("data", all - control.min(all)), ("control", control)] {
+                let labels = labels(link, &[("direction", direction), ("class", class)]);
+                to.push((labels, bytes as f64));
+            }
+        };
+        both(&mut raw, "send", c.raw_in_bytes, c.control_raw_in_bytes);
+        both(
+            &mut raw,
+            "receive",
+            c.raw_out_bytes,
+            c.control_raw_out_bytes,
+        );
+        both(
+            &mut wire,
+            "send",
+            c.wire_out_bytes,
+            c.control_wire_out_bytes,
+        );
+        both(
+            &mut wire,
+            "receive",
+            c.wire_in_bytes,
+            c.control_wire_in_bytes,
+        );
+    }
+    metric("state", "gauge", "1 for the state that it has.", states);
+    metric(
+        "raw_bytes_total",
+        "counter",
+        "DRBD's bytes, to and from the peer.",
+        raw,
     );
+    metric(
+        "wire_bytes_total",
+        "counter",
+        "Bytes on the line, to and from the peer.",
+        wire,
+    );
+    let threads = snapshot.thread_cpu_us.iter();
+    let threads = threads.map(|(name, us)| (format!("{{thread=\"{name}\"}}"), *us as f64 / 1e6));
+    metric(
+        "thread_cpu_seconds_total",
+        "counter",
+        "Processor time of the proxy's threads.",
+        threads.collect(),
+    );
+}
+
+/// The codec in use, and what the automatic choice knows.
+fn choices(snapshot: &Snapshot, metric: &mut Writer<'_>) {
+    let (mut codec, mut ratio, mut speed) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut effective, mut chunks, mut probes) = (Vec::new(), Vec::new(), Vec::new());
+    for link in &snapshot.connections {
+        codec.push((labels(link, &[("codec", &link.codec)]), 1.0));
+        for rung in &link.rungs {
+            let measured = if rung.measured { "yes" } else { "no" };
+            let own = labels(link, &[("codec", &rung.codec), ("measured", measured)]);
+            ratio.push((own.clone(), rung.ratio));
+            speed.push((own.clone(), rung.speed as f64));
+            effective.push((own, rung.effective as f64));
+            let own = labels(link, &[("codec", &rung.codec)]);
+            chunks.push((own.clone(), rung.chunks as f64));
+            probes.push((own, rung.probes as f64));
+        }
+    }
+    for (name, kind, help, values) in [
+        ("codec", "gauge", "The codec of the next chunk.", codec),
+        (
+            "rung_ratio",
+            "gauge",
+            "Automatic choice: ratio that a codec gives.",
+            ratio,
+        ),
+        (
+            "rung_bytes_per_second",
+            "gauge",
+            "Automatic choice: raw bytes that all cores code with it.",
+            speed,
+        ),
+        (
+            "rung_effective_bytes_per_second",
+            "gauge",
+            "Automatic choice: raw bytes that would get through with it; 0 is unknown.",
+            effective,
+        ),
+        (
+            "rung_chunks_total",
+            "counter",
+            "Automatic choice: chunks that were coded with it.",
+            chunks,
+        ),
+        (
+            "rung_probes_total",
+            "counter",
+            "Automatic choice: trials among them.",
+            probes,
+        ),
+    ] {
+        metric(name, kind, help, values);
+    }
+}
+
+/// One `key=value` line per number of the daemon, `name.key=value` per number of a connection.
+pub(crate) fn key_values(snapshot: &Snapshot) -> String {
+    let mut out = String::new();
+    if let Ok(serde_json::Value::Object(map)) = serde_json::to_value(snapshot) {
+        for (key, value) in map.iter().filter(|(key, _)| *key != "connections") {
+            flatten(&mut out, key, value);
+        }
+    }
     for link in &snapshot.connections {
         if let Ok(value) = serde_json::to_value(link) {
             flatten(&mut out, &link.name, &value);

@@ -4,12 +4,13 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::codec::{decode, encode, looks_compressible};
 use crate::core::frame::Bytes;
 use crate::core::history::Prefix;
 use crate::core::plugin::CodecSpec;
+use crate::core::stats::Took;
 use crate::core::{Input, JobId};
 use crate::mail::Post;
 
@@ -102,7 +103,11 @@ fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
             }
         };
         drop(held);
-        let begun = Instant::now();
+        let (begun, cpu) = (Instant::now(), thread_cpu());
+        let took = || Took {
+            wall: begun.elapsed(),
+            cpu: thread_cpu().saturating_sub(cpu),
+        };
         let answer = match work {
             Work::Encode {
                 job,
@@ -114,7 +119,7 @@ fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
                 let hopeless = sample && spec != CodecSpec::None && !looks_compressible(&raw);
                 let spec = if hopeless { CodecSpec::None } else { spec };
                 let coded = encode(&spec, &raw, &prefix);
-                Input::Encoded(job, coded, begun.elapsed())
+                Input::Encoded(job, coded, took())
             }
             Work::Decode {
                 job,
@@ -125,9 +130,15 @@ fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
                 prefix,
             } => {
                 let result = decode(codec, raw_len as usize, crc, &payload, &prefix);
-                Input::Decoded(job, result, begun.elapsed())
+                Input::Decoded(job, result, took())
             }
         };
         post.input(answer);
     }
+}
+
+/// Processor time of this thread.
+fn thread_cpu() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
 }

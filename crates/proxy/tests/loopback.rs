@@ -11,6 +11,8 @@ use lockstep_proxy::{Daemon, Options, Security, SharedSecret};
 
 #[path = "loopback/limits.rs"]
 mod limits;
+#[path = "loopback/statistics.rs"]
+mod statistics;
 
 const DATA: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf2\0\0";
 const META: [u8; 8] = *b"\x83\x74\x02\x67\xff\xf1\0\0";

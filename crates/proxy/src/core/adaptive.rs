@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::plugin::{CodecSpec, Lzma, Policy};
 use super::time::Instant;
 
@@ -34,6 +36,25 @@ struct Rung {
     speed: f64,
     ratio: f64,
     seen: bool,
+    /// Chunks that were coded on it, and the trials among them.
+    chunks: u64,
+    probes: u64,
+}
+
+/// What is known of a rung, for the operator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct RungSnapshot {
+    pub(crate) codec: String,
+    /// Whether it was measured; else it is inferred from the nearest that was.
+    pub(crate) measured: bool,
+    pub(crate) chunks: u64,
+    pub(crate) probes: u64,
+    /// Raw bytes over wire bytes.
+    pub(crate) ratio: f64,
+    /// Raw bytes per second that all cores of both ends code.
+    pub(crate) speed: u64,
+    /// Raw bytes per second that get through; 0 while the line is not known.
+    pub(crate) effective: u64,
 }
 
 /// The state of one connection's choice.
@@ -73,6 +94,8 @@ impl Default for Adaptive {
             speed: speed * 1e6,
             ratio,
             seen: false,
+            chunks: 0,
+            probes: 0,
         });
         Adaptive {
             rungs,
@@ -117,6 +140,35 @@ impl Adaptive {
             slot.speed += (speed - slot.speed) * weight;
         }
         slot.seen = true;
+        slot.chunks += 1;
+    }
+
+    /// The same for a trial.
+    pub(crate) fn observe_probe(
+        &mut self,
+        rung: usize,
+        raw_len: usize,
+        wire_len: usize,
+        took: Duration,
+    ) {
+        self.observe(rung, raw_len, wire_len, took);
+        self.rungs[rung].probes += 1;
+    }
+
+    /// What the next decision would know.
+    pub(crate) fn snapshot(&self, at: &Conditions) -> Vec<RungSnapshot> {
+        let known = |rung: usize| RungSnapshot {
+            codec: Adaptive::spec(rung).to_string(),
+            measured: self.rungs[rung].seen,
+            chunks: self.rungs[rung].chunks,
+            probes: self.rungs[rung].probes,
+            ratio: self.ratio(rung),
+            speed: self.speed(rung, at) as u64,
+            effective: at
+                .wire_rate
+                .map_or(0, |rate| self.effective(rung, rate, at) as u64),
+        };
+        (0..=top(at.max_level)).map(known).collect()
     }
 
     /// Whether this chunk should also be tried with another rung, and which.
@@ -347,6 +399,37 @@ mod tests {
             assert!(choice.current() <= before.max(1), "a slower one was chosen");
         }
         assert_eq!(choice.current(), 0);
+    }
+
+    #[test]
+    fn what_was_measured_and_tried_is_shown() {
+        let mut choice = Adaptive::default();
+        let ms = Duration::from_millis;
+        choice.observe(1, 1_000_000, 500_000, ms(2));
+        choice.observe_probe(2, 1_000_000, 250_000, ms(4));
+        let shown = choice.snapshot(&at(100.0));
+        let names: Vec<&str> = shown.iter().map(|rung| rung.codec.as_str()).collect();
+        assert_eq!(names[..4], ["none", "lz4", "zstd level -1", "zstd level 1"]);
+        let lz4 = &shown[1];
+        assert_eq!((lz4.measured, lz4.chunks, lz4.probes), (true, 1, 0));
+        assert_eq!(
+            (lz4.ratio, lz4.speed, lz4.effective),
+            (2.0, 1_000_000_000, 200_000_000)
+        );
+        let zstd = &shown[2];
+        assert_eq!((zstd.measured, zstd.chunks, zstd.probes), (true, 1, 1));
+        assert_eq!(
+            (zstd.ratio, zstd.speed, zstd.effective),
+            (4.0, 500_000_000, 400_000_000)
+        );
+        assert!(!shown[3].measured && shown[3].speed < zstd.speed);
+        let unknown = Conditions {
+            wire_rate: None,
+            decode_rate: Some(7e6),
+            ..at(100.0)
+        };
+        let shown = choice.snapshot(&unknown);
+        assert_eq!((shown[2].speed, shown[2].effective), (7_000_000, 0));
     }
 
     #[test]

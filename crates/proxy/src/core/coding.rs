@@ -11,6 +11,7 @@ use super::frame::{Bytes, CHUNK_MAX, FLAG_BEGIN, FLAG_FIN, Frame, Header, Kind};
 use super::history::{HISTORY_MIN, Prefix, granted};
 use super::link::{CARRIER_QUEUE, Link, StreamPhase};
 use super::plugin::{CODEC_NONE, Choice, CodecSpec};
+use super::stats::{CodecWork, Took};
 use super::stream::{Body, Class, Coded, Stub};
 use super::time::Instant;
 use super::{CarrierId, JobId, Level, LinkId, Output, SpillRef};
@@ -89,7 +90,13 @@ impl Engine {
                     payload: raw,
                 };
                 stream.tx.set_body(seq, Body::Ready(coded));
+                if let Some(link) = self.links.get_mut(&id) {
+                    link.counters.chunks_by_codec[usize::from(CODEC_NONE)] += 1;
+                }
             }
+            let Some(stream) = self.stream_mut(id, stream_id) else {
+                return;
+            };
             let is_fin = stream
                 .tx
                 .chunk(seq)
@@ -254,6 +261,7 @@ impl Engine {
             stream: stream_id,
             seq,
             rung,
+            codec: spec.code(),
         });
         let Some(link) = self.links.get_mut(&id) else {
             return false;
@@ -302,14 +310,16 @@ impl Engine {
             return;
         }
         self.running += 1;
+        let spec = Adaptive::spec(rung);
         let job = self.new_job(Job::Probe {
             link: id,
             rung,
+            codec: spec.code(),
             raw_len: raw.len(),
         });
         self.out.push_back(Output::Encode {
             job,
-            spec: Adaptive::spec(rung),
+            spec,
             raw: Arc::clone(raw),
             sample: false,
             prefix: Prefix::new(),
@@ -341,27 +351,29 @@ impl Engine {
         }
     }
 
-    pub(crate) fn encoded(&mut self, now: Instant, job: JobId, coded: Encoded, took: Duration) {
+    pub(crate) fn encoded(&mut self, now: Instant, job: JobId, coded: Encoded, took: Took) {
         match self.jobs.remove(&job) {
             Some(Job::Encode {
                 link: id,
                 stream: stream_id,
                 seq,
                 rung,
+                codec,
             }) => {
                 self.running -= 1;
                 if let Some(link) = self.links.get_mut(&id) {
                     link.running_jobs -= 1;
-                    link.counters.encode_cpu_ms += took.as_millis() as u64;
-                    let raw_len = link
-                        .streams
-                        .get(&stream_id)
+                    let stream = link.streams.get(&stream_id);
+                    let class = stream.map_or(Class::Unknown, |stream| stream.class);
+                    let cpu = &mut link.counters.codec_cpu_us;
+                    cpu.add(CodecWork::Encode, class, codec, took.cpu);
+                    let raw_len = stream
                         .and_then(|stream| stream.tx.chunk(seq))
                         .map(|chunk| chunk.raw_len as usize);
                     if let Some(raw_len) = raw_len {
                         if let Some(rung) = rung {
                             let wire_len = coded.payload.len() + super::frame::HEADER_LEN;
-                            link.adaptive.observe(rung, raw_len, wire_len, took);
+                            link.adaptive.observe(rung, raw_len, wire_len, took.wall);
                         }
                         self.store_coded(id, stream_id, seq, raw_len, coded);
                     }
@@ -371,13 +383,16 @@ impl Engine {
             Some(Job::Probe {
                 link: id,
                 rung,
+                codec,
                 raw_len,
             }) => {
                 self.running -= 1;
                 if let Some(link) = self.links.get_mut(&id) {
                     let wire_len = coded.payload.len() + super::frame::HEADER_LEN;
-                    link.adaptive.observe(rung, raw_len, wire_len, took);
-                    link.counters.encode_cpu_ms += took.as_millis() as u64;
+                    let adaptive = &mut link.adaptive;
+                    adaptive.observe_probe(rung, raw_len, wire_len, took.wall);
+                    let cpu = &mut link.counters.codec_cpu_us;
+                    cpu.add(CodecWork::Probe, Class::Bulk, codec, took.cpu);
                 }
             }
             _ => return,
@@ -682,22 +697,28 @@ impl Engine {
             let enough = 2.0 * link.adaptive.current_speed(workers);
             link.wire_rate.raise(2.0, enough);
         }
-        let Choice::Auto { max_level, policy } = link.config.options.choice() else {
-            return;
-        };
-        let unsent = link.unsent_bytes() as f64;
-        let wire_rate = link.wire_rate.get();
-        let low_water = (wire_rate.unwrap_or(0.0) * 0.25).max(2.0 * CHUNK_MAX as f64);
-        let conditions = Conditions {
-            wire_rate,
-            input_rate: link.input_rate.get().unwrap_or(0.0),
-            workers,
-            decode_rate: link.peer_decode_rate,
-            backlog: unsent > low_water,
-            starved,
-            max_level,
-            policy,
-        };
-        link.adaptive.decide(now, &conditions);
+        if let Some(conditions) = conditions(link, workers, starved) {
+            link.adaptive.decide(now, &conditions);
+        }
     }
+}
+
+/// What the automatic choice goes by; `None` with another plugin.
+pub(crate) fn conditions(link: &Link, workers: usize, starved: bool) -> Option<Conditions> {
+    let Choice::Auto { max_level, policy } = link.config.options.choice() else {
+        return None;
+    };
+    let unsent = link.unsent_bytes() as f64;
+    let wire_rate = link.wire_rate.get();
+    let low_water = (wire_rate.unwrap_or(0.0) * 0.25).max(2.0 * CHUNK_MAX as f64);
+    Some(Conditions {
+        wire_rate,
+        input_rate: link.input_rate.get().unwrap_or(0.0),
+        workers,
+        decode_rate: link.peer_decode_rate,
+        backlog: unsent > low_water,
+        starved,
+        max_level,
+        policy,
+    })
 }

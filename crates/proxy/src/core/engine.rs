@@ -8,6 +8,7 @@ use std::time::Duration;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
+use super::coding::conditions;
 use super::config::{ConfigError, DaemonOptions, LinkConfig, LinkOptions};
 use super::frame::{CHUNK_MAX, Frame};
 use super::identity::Peer;
@@ -45,17 +46,20 @@ pub(crate) enum Job {
         stream: u32,
         seq: u64,
         rung: Option<usize>,
+        codec: u8,
     },
     /// Tried only to learn what another rung would give.
     Probe {
         link: LinkId,
         rung: usize,
+        codec: u8,
         raw_len: usize,
     },
     Decode {
         link: LinkId,
         stream: u32,
         offset: u64,
+        codec: u8,
     },
     SpillWrite {
         link: LinkId,
@@ -453,12 +457,19 @@ impl Engine {
                     burst_bytes: session.bucket.burst_bytes(),
                 })
                 .collect(),
+            // The shell knows.
+            thread_cpu_us: BTreeMap::new(),
             connections: self
                 .links
                 .values()
-                .map(|link| snapshot_of(now, link))
+                .map(|link| snapshot_of(now, link, self.workers()))
                 .collect(),
         }
+    }
+
+    /// Codec threads: jobs also wait in the pool's queue.
+    pub(crate) fn workers(&self) -> usize {
+        self.options.jobs_max.div_ceil(2)
     }
 
     /// Raw bytes that this end is ready to hold for one stream.
@@ -783,7 +794,7 @@ pub(crate) fn keyed(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
     mac.finalize().into_bytes().into()
 }
 
-fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
+fn snapshot_of(now: Instant, link: &Link, workers: usize) -> LinkSnapshot {
     let config = &link.config;
     let blocked = link.streams.values().find_map(|stream| stream.paused?.0);
     let drain = link.drain_rate.whole();
@@ -809,9 +820,17 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
             .collect(),
         codec: link.codec().0.to_string(),
         codec_switches: link.adaptive.switches,
+        rungs: conditions(link, workers, link.is_starved())
+            .map(|at| link.adaptive.snapshot(&at))
+            .unwrap_or_default(),
         bulk_carriers: link.bulk.len(),
         buffered_raw_bytes: backlog,
         buffered_memory_bytes: link.tx_held(),
+        buffered_encoded_bytes: link
+            .streams
+            .values()
+            .map(|stream| stream.tx.encoded_bytes())
+            .sum(),
         spilled_bytes: link.spilled_bytes(),
         receive_memory_bytes: link.rx_held(),
         oldest_byte_age_ms: link
@@ -826,6 +845,7 @@ fn snapshot_of(now: Instant, link: &Link) -> LinkSnapshot {
         rtt_us: link.rtt.as_micros() as u64,
         control_p50_us: counters.control_latency.quantile_us(0.5),
         control_p99_us: counters.control_latency.quantile_us(0.99),
+        control_max_us: counters.control_latency.max_us,
         rate_limit: link.bucket.rate(),
         burst_bytes: link.bucket.burst_bytes(),
         blocked_by: match blocked {

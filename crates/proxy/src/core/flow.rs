@@ -12,6 +12,7 @@ use super::message::{Ack, Malformed, Open};
 use super::ping::PingHold;
 use super::plugin::{CODEC_HISTORY, CODEC_NONE, CODEC_ZERO};
 use super::session::Violation;
+use super::stats::{CodecWork, Took};
 use super::stream::{Body, Class, Verdict};
 use super::time::Instant;
 use super::{Close, JobId, Level, LinkId, LocalId, Output, SpillRef};
@@ -109,6 +110,7 @@ impl Engine {
         {
             link.counters.raw_in_bytes += data.len() as u64;
             if stream.class == Class::Control {
+                link.counters.control_raw_in_bytes += data.len() as u64;
                 link.share.charge(data.len());
             }
             link.smooth.charge(data.len());
@@ -359,6 +361,9 @@ impl Engine {
         stream.uncounted -= skip;
         stream.rx.written((bytes - skip) as u64);
         link.counters.raw_out_bytes += (bytes - skip) as u64;
+        if stream.class == Class::Control {
+            link.counters.control_raw_out_bytes += (bytes - skip) as u64;
+        }
         self.deliver(now, id, stream_id);
         self.settle(now, id);
     }
@@ -395,6 +400,13 @@ impl Engine {
         }
         link.ack_at.get_or_insert(now.after(ACK_DELAY));
         if header.raw_len > 0 {
+            if let Some(count) = link
+                .counters
+                .received_by_codec
+                .get_mut(usize::from(header.code))
+            {
+                *count += 1;
+            }
             if header.flags & FLAG_BEGIN != 0 {
                 stream.rx.begin_history(header.offset);
             }
@@ -419,6 +431,7 @@ impl Engine {
                 link: id,
                 stream: header.stream,
                 offset: header.offset,
+                codec: header.code,
             };
             let job = self.new_job(job);
             self.out.push_back(Output::Decode {
@@ -438,23 +451,27 @@ impl Engine {
         now: Instant,
         job: JobId,
         result: Result<Bytes, DecodeError>,
-        took: Duration,
+        took: Took,
     ) {
         let Some(Job::Decode {
             link: id,
             stream,
             offset,
+            codec,
         }) = self.jobs.remove(&job)
         else {
             return;
         };
         if let Some(link) = self.links.get_mut(&id) {
-            link.counters.decode_cpu_ms += took.as_millis() as u64;
+            let class = link.streams.get(&stream).map(|stream| stream.class);
+            let cpu = &mut link.counters.codec_cpu_us;
+            let class = class.unwrap_or(Class::Unknown);
+            cpu.add(CodecWork::Decode, class, codec, took.cpu);
             if let Ok(raw) = &result
                 && raw.len() >= ACK_BYTES as usize
             {
                 link.decode_rate
-                    .sample(raw.len() as u64, took.max(Duration::from_micros(1)));
+                    .sample(raw.len() as u64, took.wall.max(Duration::from_micros(1)));
             }
         }
         self.fill(now, id, stream, offset, result);
@@ -521,6 +538,7 @@ impl Engine {
             link: id,
             stream: stream_id,
             offset: due.offset,
+            codec: CODEC_HISTORY,
         });
         self.out.push_back(Output::Decode {
             job,

@@ -33,6 +33,7 @@ use frame::{Bytes, Frame};
 use history::Prefix;
 use identity::Peer;
 use plugin::CodecSpec;
+use stats::Took;
 
 /// A configured connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -114,12 +115,8 @@ pub(crate) enum Input {
     CarrierSent(CarrierId, usize),
     /// The carrier failed or could not be connected; it is closed already.
     CarrierDown(CarrierId, String),
-    Encoded(JobId, crate::codec::Encoded, std::time::Duration),
-    Decoded(
-        JobId,
-        Result<Bytes, crate::codec::DecodeError>,
-        std::time::Duration,
-    ),
+    Encoded(JobId, crate::codec::Encoded, Took),
+    Decoded(JobId, Result<Bytes, crate::codec::DecodeError>, Took),
     SpillWritten(JobId, Result<SpillRef, String>),
     SpillRead(JobId, Result<Vec<u8>, String>),
     /// The wall clock: minute of the week, Monday 00:00 first.

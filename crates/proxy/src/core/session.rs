@@ -165,6 +165,7 @@ impl Engine {
                 link.attach_number += 1;
                 let number = link.attach_number;
                 link.bulk.push(carrier);
+                link.counters.carriers_up += 1;
                 link.bulk_missing_since = None;
                 entry.number = number;
                 let proof = attach_proof(&session.key, number, &binding);
@@ -377,6 +378,7 @@ impl Engine {
         let link = self.links.get_mut(&id).expect("the link is still there");
         let session = link.session.expect("set above");
         link.control = Some(carrier);
+        link.counters.carriers_up += 1;
         let ack = HelloAck {
             protocol: PROTOCOL,
             resumed,
@@ -464,6 +466,7 @@ impl Engine {
         };
         link.dialing = None;
         link.control = Some(carrier);
+        link.counters.carriers_up += 1;
         link.session_dialer |= !resumed;
         link.session = Some(SessionKey {
             id: ack.session,
@@ -594,6 +597,7 @@ impl Engine {
         }
         link.attach_number = attach.number;
         link.bulk.push(carrier);
+        link.counters.carriers_up += 1;
         link.bulk_missing_since = None;
         if let Some(entry) = self.carriers.get_mut(&carrier) {
             entry.link = Some(id);
@@ -655,8 +659,12 @@ impl Engine {
         };
         entry.received_bytes += bytes as u64;
         entry.last_received = now;
+        let kind = entry.kind;
         if let Some(link) = entry.link.and_then(|id| self.links.get_mut(&id)) {
             link.counters.wire_in_bytes += bytes as u64;
+            if kind == CarrierKind::Control {
+                link.counters.control_wire_in_bytes += bytes as u64;
+            }
         }
     }
 
@@ -675,6 +683,9 @@ impl Engine {
         let Some(id) = link else { return };
         if let Some(link) = self.links.get_mut(&id) {
             link.counters.wire_out_bytes += bytes as u64;
+            if kind == CarrierKind::Control {
+                link.counters.control_wire_out_bytes += bytes as u64;
+            }
         }
         if kind == CarrierKind::Bulk {
             self.count_served(id, bytes);
@@ -879,8 +890,7 @@ impl Engine {
 
     /// Measures rates and tells the peer what was received.
     pub(crate) fn measure(&mut self, now: Instant, id: LinkId) {
-        // Jobs also wait in the pool's queue; this many are worked on at once.
-        let workers = self.options.jobs_max.div_ceil(2);
+        let workers = self.workers();
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };

@@ -13,6 +13,7 @@ use super::handover::HandedEngine;
 use super::identity::Peer;
 use super::plugin::Plugin;
 use super::rng::Rng;
+use super::stats::Took;
 use super::stream::Body;
 use super::time::Instant;
 use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output, SpillRef};
@@ -467,7 +468,10 @@ impl World {
             } => {
                 let coded = codec::encode(&spec, &raw, &prefix);
                 let took = Duration::from_micros(10 + raw.len() as u64 / 100);
-                self.later(30, Event::Input(node, Input::Encoded(job, coded, took)));
+                self.later(
+                    30,
+                    Event::Input(node, Input::Encoded(job, coded, Took::alone(took))),
+                );
             }
             Output::Decode {
                 job,
@@ -479,7 +483,10 @@ impl World {
             } => {
                 let result = codec::decode(codec, raw_len as usize, crc, &payload, &prefix);
                 let took = Duration::from_micros(10);
-                self.later(10, Event::Input(node, Input::Decoded(job, result, took)));
+                self.later(
+                    10,
+                    Event::Input(node, Input::Decoded(job, result, Took::alone(took))),
+                );
             }
             Output::SpillWrite { job, payload } => self.spill(node, job, &payload),
             Output::SpillRead { job, from } => {

@@ -1,13 +1,74 @@
 //! What the operator sees: counters of a connection and the snapshot that all outputs (text, JSON,
 //! Prometheus, live view) are made from.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::adaptive::RungSnapshot;
 use super::latency::Latency;
-use super::plugin::CODEC_COUNT;
+use super::plugin::{CODEC_COUNT, CODEC_NAMES};
+use super::stream::Class;
 use super::waits::Waits;
+
+/// What a piece of work took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Took {
+    /// By the clock on the wall: what a decision must reckon with.
+    pub(crate) wall: Duration,
+    /// Of the processor.
+    pub(crate) cpu: Duration,
+}
+
+impl Took {
+    /// On a processor of its own.
+    #[cfg(test)]
+    pub(crate) fn alone(time: Duration) -> Took {
+        Took {
+            wall: time,
+            cpu: time,
+        }
+    }
+}
+
+/// What a codec worked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CodecWork {
+    Encode,
+    Decode,
+    /// A trial for the automatic choice.
+    Probe,
+}
+
+/// Processor time of codecs in microseconds: by work, class of the stream, and codec.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct CpuTimes(BTreeMap<String, BTreeMap<String, BTreeMap<String, u64>>>);
+
+impl CpuTimes {
+    pub(crate) fn add(&mut self, work: CodecWork, class: Class, codec: u8, time: Duration) {
+        let work = match work {
+            CodecWork::Encode => "encode",
+            CodecWork::Decode => "decode",
+            CodecWork::Probe => "probe",
+        };
+        let codec = CODEC_NAMES.get(usize::from(codec)).copied();
+        let classes = self.0.entry(work.into()).or_default();
+        let codecs = classes.entry(class.name().into()).or_default();
+        *codecs.entry(codec.unwrap_or("unknown").into()).or_default() += time.as_micros() as u64;
+    }
+
+    /// Work, class, codec and time of each.
+    pub(crate) fn each(&self) -> impl Iterator<Item = (&str, &str, &str, u64)> {
+        self.0.iter().flat_map(|(work, classes)| {
+            classes.iter().flat_map(move |(class, codecs)| {
+                let each = codecs.iter();
+                each.map(move |(codec, us)| (work.as_str(), class.as_str(), codec.as_str(), *us))
+            })
+        })
+    }
+}
 
 /// Counts that only grow.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -18,15 +79,30 @@ pub(crate) struct Counters {
     /// Frame bytes given to the WAN, and taken from it.
     pub(crate) wire_out_bytes: u64,
     pub(crate) wire_in_bytes: u64,
+    /// The part of each that is DRBD's control traffic, or the control carrier's.
+    #[serde(default)]
+    pub(crate) control_raw_in_bytes: u64,
+    #[serde(default)]
+    pub(crate) control_raw_out_bytes: u64,
+    #[serde(default)]
+    pub(crate) control_wire_out_bytes: u64,
+    #[serde(default)]
+    pub(crate) control_wire_in_bytes: u64,
     /// Payload bytes of coded chunks (without headers), and the raw bytes they stand for.
     pub(crate) coded_raw_bytes: u64,
     pub(crate) coded_wire_bytes: u64,
     pub(crate) chunks_by_codec: [u64; CODEC_COUNT],
+    /// The same of what came.
+    #[serde(default)]
+    pub(crate) received_by_codec: [u64; CODEC_COUNT],
     pub(crate) sessions: u64,
     pub(crate) resumes: u64,
     pub(crate) resent_bytes: u64,
     pub(crate) sessions_dropped: u64,
     pub(crate) carriers_lost: u64,
+    /// Carriers that came up, the first ones and those after a loss.
+    #[serde(default)]
+    pub(crate) carriers_up: u64,
     pub(crate) streams_opened: u64,
     pub(crate) streams_reset: u64,
     pub(crate) opens_refused: u64,
@@ -45,9 +121,8 @@ pub(crate) struct Counters {
     /// Time in which sending to the peer was held back, by reason.
     #[serde(default)]
     pub(crate) send_blocked: Waits,
-    /// Time of codec workers.
-    pub(crate) encode_cpu_ms: u64,
-    pub(crate) decode_cpu_ms: u64,
+    #[serde(default)]
+    pub(crate) codec_cpu_us: CpuTimes,
     /// From reading on a control socket here to the write at the peer.
     pub(crate) control_latency: Latency,
 }
@@ -68,11 +143,15 @@ pub(crate) struct LinkSnapshot {
     /// Codec of the next chunk.
     pub(crate) codec: String,
     pub(crate) codec_switches: u64,
+    /// What the automatic choice knows; empty with another plugin.
+    pub(crate) rungs: Vec<RungSnapshot>,
     pub(crate) bulk_carriers: usize,
     /// Raw bytes that the peer's DRBD has not got yet.
     pub(crate) buffered_raw_bytes: u64,
     /// Memory that they take here.
     pub(crate) buffered_memory_bytes: u64,
+    /// The part of it that is coded.
+    pub(crate) buffered_encoded_bytes: u64,
     pub(crate) spilled_bytes: u64,
     /// Memory of data on the way to the local DRBD.
     pub(crate) receive_memory_bytes: u64,
@@ -91,6 +170,7 @@ pub(crate) struct LinkSnapshot {
     /// One way of DRBD's control traffic, proxy to proxy; 0 is unknown.
     pub(crate) control_p50_us: u64,
     pub(crate) control_p99_us: u64,
+    pub(crate) control_max_us: u64,
     /// Bytes per second and at once that the connection's own limit lets pass; 0 is none.
     pub(crate) rate_limit: u64,
     pub(crate) burst_bytes: u64,
@@ -155,6 +235,8 @@ pub(crate) struct Snapshot {
     pub(crate) burst_bytes: u64,
     /// Limits of all connections with one peer proxy.
     pub(crate) sessions: Vec<SessionSnapshot>,
+    /// Processor time of the proxy's threads in microseconds.
+    pub(crate) thread_cpu_us: BTreeMap<String, u64>,
     pub(crate) connections: Vec<LinkSnapshot>,
 }
 

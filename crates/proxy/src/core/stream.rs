@@ -315,6 +315,15 @@ impl Tx {
         self.next_offset - self.delivered.min(self.next_offset)
     }
 
+    /// Memory of coded chunks; looks at every chunk.
+    pub(crate) fn encoded_bytes(&self) -> u64 {
+        let coded = self.chunks.iter().map(|chunk| match &chunk.body {
+            Body::Ready(coded) | Body::SpillOut(coded) => coded.payload.len() as u64,
+            _ => 0,
+        });
+        coded.sum()
+    }
+
     /// When the oldest byte was read that the peer has not delivered.
     pub(crate) fn oldest(&self) -> Option<Instant> {
         self.chunks.front().map(|chunk| chunk.born)

@@ -229,6 +229,7 @@ impl Reactor {
     /// The state of everything, with what only the sockets know.
     pub(crate) fn snapshot(&self) -> Snapshot {
         let mut snapshot = self.engine.snapshot(self.now());
+        snapshot.thread_cpu_us = crate::threads::cpu_us();
         for (carrier, sock) in &self.carriers {
             let Some(entry) = self.engine.carriers.get(carrier) else {
                 continue;

@@ -1,0 +1,57 @@
+//! How much processor time the proxy's threads have had, by name.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Microseconds by the name of the thread, those of a pool together. Empty where the kernel does
+/// not count.
+pub(crate) fn cpu_us() -> BTreeMap<String, u64> {
+    let mut times = BTreeMap::new();
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    for task in tasks.flatten() {
+        // A thread may end while it is looked at.
+        if let Some((name, us)) = one(&task.path()) {
+            *times.entry(name).or_insert(0) += us;
+        }
+    }
+    times
+}
+
+fn one(task: &Path) -> Option<(String, u64)> {
+    let name = std::fs::read_to_string(task.join("comm")).ok()?;
+    let times = std::fs::read_to_string(task.join("schedstat")).ok()?;
+    let ns: u64 = times.split_whitespace().next()?.parse().ok()?;
+    let name = name.trim().trim_end_matches(|c: char| c.is_ascii_digit());
+    Some((name.trim_end_matches('-').to_string(), ns / 1000))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_of_a_pool_are_counted_together() {
+        let (ready, wait) = std::sync::mpsc::channel();
+        let (end, ends): (Vec<_>, Vec<_>) =
+            (0..2).map(|_| std::sync::mpsc::channel::<()>()).unzip();
+        let threads: Vec<_> = ends
+            .into_iter()
+            .enumerate()
+            .map(|(number, end)| {
+                let ready = ready.clone();
+                let work = move || {
+                    ready.send(()).unwrap();
+                    let _ = end.recv();
+                };
+                let thread = std::thread::Builder::new().name(format!("some-pool-{number}"));
+                thread.spawn(work).unwrap()
+            })
+            .collect();
+        (0..2).for_each(|_| wait.recv().unwrap());
+        assert!(cpu_us().contains_key("some-pool"), "{:?}", cpu_us());
+        drop(end);
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
+    }
+}
