@@ -55,6 +55,8 @@ pub struct ScaleRow {
 }
 
 const DISK_BYTES: u64 = 4 << 20;
+/// Files that a daemon has open besides.
+const OTHER_FILES: u64 = 100;
 /// Below the ports that clients get.
 const FIRST_PORT: u32 = 10_000;
 const ADDRESSES: [&str; 2] = ["127.0.0.1", "127.0.0.2"];
@@ -70,12 +72,18 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<ScaleR
             1 => "idle, without a peer",
             _ => "idle, connected",
         };
-        progress(&format!("{path}: making {} disks", plan.resources));
+        let resources = plan.resources.min(most_resources(nodes));
+        if resources < plan.resources {
+            progress(&format!(
+                "{path}: this shell's limit of open files (ulimit -n) allows {resources} resources"
+            ));
+        }
+        progress(&format!("{path}: making {resources} disks"));
         let directories: Vec<PathBuf> = (0..nodes)
             .map(|node| scratch.path.join(format!("{nodes}-{node}")))
             .collect();
         for (node, directory) in directories.iter().enumerate() {
-            make_disks(directory, node, plan.resources)?;
+            make_disks(directory, node, resources)?;
         }
         progress(&format!("{path}: starting"));
         let mut daemons = Vec::new();
@@ -84,13 +92,13 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<ScaleR
         for (node, directory) in directories.iter().enumerate().rev() {
             let begin = Instant::now();
             let mut daemon = Daemon::start(directory)?;
-            daemon.configure(node, nodes, plan.resources)?;
+            daemon.configure(node, nodes, resources)?;
             daemons.push((daemon, begin));
         }
         let Some((mut daemon, begin)) = daemons.pop() else {
             return Err(io::Error::other("there is one node at least"));
         };
-        let status = daemon.wait_until_settled(nodes - 1, plan.resources)?;
+        let status = daemon.wait_until_settled(nodes - 1, resources)?;
         let start = begin.elapsed();
         progress(&format!("{path}: idle"));
         // What the start has left to do is not idleness.
@@ -101,7 +109,7 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<ScaleR
         let idle_cpu = (daemon.cpu()? - cpu) / from.elapsed().as_secs_f64() * 100.0;
         let mut row = ScaleRow {
             path: path.to_owned(),
-            resources: plan.resources,
+            resources,
             start_s: start.as_secs_f64(),
             memory_mib: daemon.status_number("VmRSS")? as f64 / 1024.0,
             threads: daemon.status_number("Threads")?,
@@ -120,6 +128,18 @@ pub fn run(plan: &Plan, mut progress: impl FnMut(&str)) -> io::Result<Vec<ScaleR
         rows.push(row);
     }
     Ok(rows)
+}
+
+/// How many resources a daemon may have with so many nodes: each has a disk, and two streams to a
+/// peer.
+fn most_resources(nodes: usize) -> u32 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let files = limit
+        .maximum
+        .unwrap_or(u64::MAX)
+        .saturating_sub(OTHER_FILES);
+    let each = 1 + 2 * (nodes as u64 - 1);
+    u32::try_from(files / each).unwrap_or(u32::MAX)
 }
 
 /// The rows as a table.

@@ -98,7 +98,10 @@ pub struct ActivityLog<W> {
     geometry: AlGeometry,
     /// On disk is an array of slots, not a ring of transactions.
     in_place: bool,
-    /// Committed extent of each slot.
+    /// Number of slots.
+    count: u16,
+    /// Committed extent of each slot. This and the other tables of slots are empty until the first
+    /// slot is needed: most of a node's volumes may never be written.
     slots: Vec<AlExtent>,
     refs: Vec<u32>,
     last_use: Vec<u64>,
@@ -131,18 +134,17 @@ impl<W: Copy> ActivityLog<W> {
     /// An empty log of `extents` slots, clamped to what the ring on disk can hold.
     pub fn new(extents: u32, geometry: AlGeometry, mode: AlMode) -> Self {
         let most = u32::from(geometry.max_extents());
-        let slots = extents.clamp(MIN_EXTENTS, most.max(MIN_EXTENTS)) as u16;
-        let count = usize::from(slots);
         ActivityLog {
             mode,
             geometry,
             in_place: false,
-            slots: vec![FREE; count],
-            refs: vec![0; count],
-            last_use: vec![0; count],
+            count: extents.clamp(MIN_EXTENTS, most.max(MIN_EXTENTS)) as u16,
+            slots: Vec::new(),
+            refs: Vec::new(),
+            last_use: Vec::new(),
             index: BTreeMap::new(),
             idle: BTreeMap::new(),
-            free: (0..slots).collect(),
+            free: Vec::new(),
             updates: Vec::new(),
             pending: BTreeMap::new(),
             in_flight: false,
@@ -241,7 +243,7 @@ impl<W: Copy> ActivityLog<W> {
     pub fn committed(&mut self, ready: &mut Vec<W>) {
         assert!(self.in_flight, "a transaction in flight is committed once");
         self.number = self.number.wrapping_add(1);
-        self.context_start = next_context_start(self.context_start, self.slots.len() as u16);
+        self.context_start = next_context_start(self.context_start, self.count);
         self.written += 1;
         self.finish(ready);
     }
@@ -264,7 +266,7 @@ impl<W: Copy> ActivityLog<W> {
 
     /// Half of the log stays for writes of peers, or none of it.
     pub fn keep_room_for_peers(&mut self, keep: bool) {
-        self.kept_for_peers = if keep { self.slots.len() / 2 } else { 0 };
+        self.kept_for_peers = if keep { usize::from(self.count / 2) } else { 0 };
     }
 
     /// No transaction is in flight.
@@ -277,6 +279,7 @@ impl<W: Copy> ActivityLog<W> {
     /// kept. No transaction may be in flight.
     pub fn rewrite(&mut self) -> Vec<u8> {
         assert!(!self.in_flight, "a log is rewritten between transactions");
+        self.make_tables();
         if self.in_place {
             return pmem::encode_area(self.logged_slots(), self.geometry);
         }
@@ -298,7 +301,7 @@ impl<W: Copy> ActivityLog<W> {
                 AlMode::Unlogged => encode_initialised(out),
             }
             self.number = self.number.wrapping_add(1);
-            self.context_start = next_context_start(self.context_start, self.slots.len() as u16);
+            self.context_start = next_context_start(self.context_start, self.count);
         }
         if self.mode == AlMode::Unlogged {
             self.number = 0;
@@ -321,7 +324,7 @@ impl<W: Copy> ActivityLog<W> {
 
     /// Number of slots.
     pub fn slot_count(&self) -> u32 {
-        self.slots.len() as u32
+        u32::from(self.count)
     }
 
     fn logged_slots(&self) -> &[AlExtent] {
@@ -409,6 +412,7 @@ impl<W: Copy> ActivityLog<W> {
         if self.updates.len() == UPDATES_PER_TRANSACTION {
             return None;
         }
+        self.make_tables();
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None => {
@@ -426,8 +430,21 @@ impl<W: Copy> ActivityLog<W> {
         Some(true)
     }
 
+    fn make_tables(&mut self) {
+        if self.slots.is_empty() {
+            let count = usize::from(self.count);
+            self.slots = vec![FREE; count];
+            self.refs = vec![0; count];
+            self.last_use = vec![0; count];
+            self.free = (0..self.count).collect();
+        }
+    }
+
     /// Slots without references.
     fn unreferenced(&self) -> usize {
+        if self.slots.is_empty() {
+            return usize::from(self.count);
+        }
         self.free.len() + self.idle.len()
     }
 

@@ -1,6 +1,5 @@
 //! A volume: its disk, its metadata, and what is remembered of each peer's.
 
-use alloc::collections::BTreeMap;
 use alloc::collections::VecDeque;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -11,6 +10,7 @@ use lockstep_format::wire::{ReplState, UuidFlags};
 use crate::command::MetaIndex;
 use crate::data::{DeviceIo, DiskIo, PeerIo};
 use crate::event::{CommandId, DiskInfo};
+use crate::few::Few;
 use crate::generation::Generations;
 use crate::options::{DiskOptions, PeerDeviceOptions};
 use crate::uuids::PeerUuids;
@@ -50,7 +50,7 @@ pub struct Device {
     /// Openers for reading and for writing.
     pub openers: Openers,
     /// The volume towards each peer; one entry for every connection.
-    pub peers: BTreeMap<NodeId, PeerDevice>,
+    pub peers: Few<NodeId, PeerDevice>,
     /// A change of the size that is under way or was made.
     pub(crate) growth: crate::resize::Growth,
     /// The data path's part.
@@ -386,7 +386,7 @@ impl Device {
             new_uuid_for_late: false,
             looked_again: 0,
             openers: Openers::default(),
-            peers: BTreeMap::new(),
+            peers: Few::new(),
             growth: crate::resize::Growth::default(),
             io: DeviceIo::default(),
         }

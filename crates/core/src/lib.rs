@@ -29,6 +29,7 @@ mod disk_timeout;
 pub mod event;
 pub mod exposed;
 pub mod fencing;
+pub mod few;
 mod frozen;
 pub mod generation;
 pub mod handshake;

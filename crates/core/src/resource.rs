@@ -1,6 +1,6 @@
 //! A resource: the one owner of everything, and where inputs are handed to the part they concern.
 
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::VecDeque;
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -16,6 +16,7 @@ use crate::device::Device;
 use crate::event::{
     BufId, CommandId, Input, LinkId, MetaOp, Output, Payload, Request, RequestId, Stream, Tag,
 };
+use crate::few::Few;
 use crate::options::ResourceOptions;
 use crate::report::{Event, Level};
 use crate::rng::Rng;
@@ -47,8 +48,8 @@ pub struct Resource {
     /// The time of the input being handled.
     pub(crate) now: Instant,
     pub(crate) state: State,
-    pub(crate) devices: BTreeMap<VolumeNr, Device>,
-    pub(crate) connections: BTreeMap<NodeId, Connection>,
+    pub(crate) devices: Few<VolumeNr, Device>,
+    pub(crate) connections: Few<NodeId, Connection>,
     pub(crate) outputs: VecDeque<Output>,
     pub(crate) timers: Timers,
     pub(crate) tags: Tags<Pending>,
@@ -111,8 +112,8 @@ impl Resource {
             options: config.options,
             now: Instant(0),
             state,
-            devices: BTreeMap::new(),
-            connections: BTreeMap::new(),
+            devices: Few::new(),
+            connections: Few::new(),
             outputs: VecDeque::new(),
             timers: Timers::default(),
             tags: Tags::default(),

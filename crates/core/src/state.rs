@@ -3,10 +3,10 @@
 //! A change clones the value, edits the copy, sanitises and checks it, and puts it in the place of
 //! the old one (`transition.rs`). Nothing here has effects.
 
-use alloc::collections::BTreeMap;
-
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 pub use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
+
+use crate::few::Few;
 
 /// Everything that a state change can change.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,9 +26,9 @@ pub struct State {
     /// Nodes that may be in this node's partition; never misses an online one.
     pub members: NodeMask,
     /// Volumes.
-    pub devices: BTreeMap<VolumeNr, DeviceState>,
+    pub devices: Few<VolumeNr, DeviceState>,
     /// Connections.
-    pub connections: BTreeMap<NodeId, ConnectionState>,
+    pub connections: Few<NodeId, ConnectionState>,
 }
 
 /// State of a volume.
@@ -41,7 +41,7 @@ pub struct DeviceState {
     /// Quorum as counted, whatever is enforced.
     pub quorum: bool,
     /// The volume towards each peer; one entry for every connection.
-    pub peers: BTreeMap<NodeId, PeerDeviceState>,
+    pub peers: Few<NodeId, PeerDeviceState>,
 }
 
 /// State of a connection.
@@ -110,7 +110,7 @@ impl Default for DeviceState {
             disk: DiskState::Diskless,
             have_quorum: true,
             quorum: true,
-            peers: BTreeMap::new(),
+            peers: Few::new(),
         }
     }
 }
@@ -125,8 +125,8 @@ impl Default for State {
             susp_uuid: false,
             fail_io: false,
             members: NodeMask::EMPTY,
-            devices: BTreeMap::new(),
-            connections: BTreeMap::new(),
+            devices: Few::new(),
+            connections: Few::new(),
         }
     }
 }

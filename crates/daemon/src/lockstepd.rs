@@ -15,6 +15,7 @@ use lockstep_front::nbd::{
 use lockstep_io::port::{PortSink, VolumePort};
 use rustix::fs::FlockOperation;
 use rustix::mm::MlockAllFlags;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::devices::Silent;
 use crate::metrics;
@@ -47,6 +48,7 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
     let place = &config.place;
     make_dir(place.dir())?;
     let _lock = take_lock(place)?;
+    allow_files();
     lock_memory();
     serve_write_back();
     let (stop, stopped) = sync_channel(1);
@@ -155,6 +157,30 @@ fn take_lock(place: &Place) -> anyhow::Result<File> {
         .with_context(|| format!("writing {}", path.display()))?;
     Ok(file)
 }
+
+/// A volume needs a file, and each connection two; with devices more. A shell's limit would do for
+/// some hundreds.
+fn allow_files() {
+    let before = getrlimit(Resource::Nofile);
+    let wish = Rlimit {
+        current: Some(before.current.map_or(FILES, |files| files.max(FILES))),
+        maximum: before.maximum.map(|files| files.max(FILES)),
+    };
+    // More than the hard limit needs CAP_SYS_RESOURCE.
+    let most = Rlimit {
+        current: before.maximum,
+        maximum: before.maximum,
+    };
+    if before.current.is_some()
+        && setrlimit(Resource::Nofile, wish).is_err()
+        && let Err(error) = setrlimit(Resource::Nofile, most)
+    {
+        tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+}
+
+/// Open files that are enough for some 16,000 resources with several peers and devices.
+const FILES: u64 = 1 << 20;
 
 /// The daemon may be what write-back waits for, so its memory must not be.
 fn lock_memory() {

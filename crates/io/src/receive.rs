@@ -2,7 +2,8 @@
 //!
 //! The dialect is asked before every packet, because the core may change it with each one. Payload
 //! that arrived together with its header is copied; the rest of a large one is received straight
-//! into its buffer. Memory is bounded: a few KiB for an idle stream, growing with its traffic.
+//! into its buffer. Memory is bounded: a KiB for an idle stream, growing with its traffic, and given
+//! back when the owner says that there is none ([`Receiver::rest`]).
 
 use lockstep_core::event::Stream;
 use lockstep_format::units::VolumeNr;
@@ -11,8 +12,10 @@ use lockstep_format::wire::{self, Dialect, Packet};
 use crate::pool::BufRef;
 use crate::ring::Memory;
 
-/// Receive memory of a new stream in bytes; the largest fixed part of a packet fits.
-const START_BYTES: usize = 8 << 10;
+/// Receive memory of a quiet stream in bytes. A longer packet gets more.
+const QUIET_BYTES: usize = 1 << 10;
+/// How many times as much memory a stream gets whose receives fill what it has.
+const GROWTH: usize = 8;
 /// Receive memory of a busy stream in bytes.
 const BUSY_BYTES: usize = 256 << 10;
 /// Receive memory of a busy control stream in bytes.
@@ -29,7 +32,8 @@ pub struct Receiver {
     start: usize,
     end: usize,
     payload: Option<Incoming>,
-    busy: bool,
+    /// Bytes of the next receive's memory.
+    wanted: usize,
 }
 
 /// A packet whose payload is on its way.
@@ -81,11 +85,11 @@ impl Receiver {
     pub fn new(stream: Stream) -> Receiver {
         Receiver {
             stream,
-            memory: vec![0; START_BYTES],
+            memory: vec![0; QUIET_BYTES],
             start: 0,
             end: 0,
             payload: None,
-            busy: false,
+            wanted: QUIET_BYTES,
         }
     }
 
@@ -105,13 +109,10 @@ impl Receiver {
         self.memory.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
-        let wanted = match (self.busy, self.stream) {
-            (false, _) => START_BYTES,
-            (true, Stream::Data) => BUSY_BYTES,
-            (true, Stream::Control) => BUSY_CONTROL_BYTES,
-        };
-        if self.memory.len() < wanted {
-            self.memory.resize(wanted, 0);
+        if self.memory.len() < self.wanted {
+            self.memory.resize(self.wanted, 0);
+        } else if self.memory.len() > self.wanted && self.end == 0 {
+            self.memory = vec![0; self.wanted];
         }
         let memory = Memory::Bytes(std::mem::take(&mut self.memory));
         let Memory::Bytes(bytes) = &memory else {
@@ -131,8 +132,14 @@ impl Receiver {
             Memory::Bytes(bytes) => {
                 self.memory = bytes;
                 self.end += count;
-                // A full receive says that more was waiting.
-                self.busy |= self.end == self.memory.len();
+                if self.end == self.memory.len() {
+                    // More was waiting.
+                    let most = match self.stream {
+                        Stream::Data => BUSY_BYTES,
+                        Stream::Control => BUSY_CONTROL_BYTES,
+                    };
+                    self.wanted = most.min(self.wanted * GROWTH);
+                }
             }
             Memory::Buf(_) => {
                 if let Some(payload) = &mut self.payload {
@@ -188,6 +195,16 @@ impl Receiver {
             len,
         });
         self.next_of_payload()
+    }
+
+    /// Has more memory than a quiet stream needs, and nothing in it.
+    pub fn may_rest(&self) -> bool {
+        self.wanted > QUIET_BYTES && self.is_between_packets()
+    }
+
+    /// The stream is quiet: the next receive gets as little memory as a new stream's.
+    pub fn rest(&mut self) {
+        self.wanted = QUIET_BYTES;
     }
 
     /// Whether the stream is between two packets.
@@ -370,6 +387,30 @@ mod tests {
     }
 
     #[test]
+    fn a_busy_stream_gets_more_memory_and_a_quiet_one_gives_it_back() {
+        let (bytes, expected) = stream(&[4096; 300]);
+        let mut receiver = Receiver::new(Stream::Data);
+        let (mut got, mut rest, mut largest) = (Vec::new(), &bytes[..], 0);
+        while !rest.is_empty() {
+            let before = rest.len();
+            give(&mut receiver, &mut rest, usize::MAX);
+            largest = largest.max(before - rest.len());
+            take_all(&mut receiver, &mut got);
+        }
+        assert!(got == expected);
+        assert_eq!(largest, super::BUSY_BYTES);
+        assert!(receiver.may_rest());
+        receiver.rest();
+        assert!(!receiver.may_rest());
+        let target = receiver.target();
+        assert_eq!(target.len as usize, super::QUIET_BYTES);
+        let Memory::Bytes(memory) = target.memory else {
+            panic!("no payload is due");
+        };
+        assert_eq!(memory.capacity(), super::QUIET_BYTES);
+    }
+
+    #[test]
     fn a_packet_waits_for_memory_and_nothing_is_lost() {
         let (bytes, expected) = stream(&[4096, 0]);
         let mut receiver = Receiver::new(Stream::Data);
@@ -383,6 +424,10 @@ mod tests {
         }
         let mut got = Vec::new();
         take_all(&mut receiver, &mut got);
+        while !rest.is_empty() {
+            give(&mut receiver, &mut rest, usize::MAX);
+            take_all(&mut receiver, &mut got);
+        }
         assert!(got == expected);
     }
 

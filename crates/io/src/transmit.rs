@@ -79,6 +79,14 @@ impl Transmitter {
         None
     }
 
+    /// Gives back the memory that past packets needed.
+    pub fn rest(&mut self) {
+        self.spare = None;
+        if self.filling.left() == 0 {
+            self.filling = SendList::default();
+        }
+    }
+
     /// The next tag whose bytes have all left.
     pub fn next_sent(&mut self) -> Option<Tag> {
         let (due, tag) = *self.marks.front()?;

@@ -15,7 +15,7 @@ use crate::arena::Key;
 use crate::digest::digest_by;
 use crate::pool::{Claim, IoBuf};
 use crate::receive::{Parsed, Receiver, Target};
-use crate::ring::{Done, Fd, Op, OpKey};
+use crate::ring::{Done, Errno, Fd, Op, OpKey};
 use crate::tcp::{Path, PeerNet, socket};
 use crate::timers::Armed;
 use crate::transmit::Transmitter;
@@ -41,6 +41,10 @@ struct Half {
     receiver: Receiver,
     transmitter: Transmitter,
     receiving: Option<OpKey>,
+    /// When something was received last.
+    received: Instant,
+    /// The receive is being cancelled, to go on with less memory.
+    resting: bool,
     sending: Option<OpKey>,
     /// The peer's side has ended (only while draining).
     ended: bool,
@@ -58,6 +62,8 @@ pub(super) struct Outgoing {
     pub(super) want_sent: Option<Tag>,
 }
 
+/// How long a stream has received nothing when it gives memory back.
+const QUIET_TIME: Duration = Duration::from_secs(5);
 /// How long a closed link may need to get its last packets to the peer.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
 
@@ -68,10 +74,20 @@ impl Half {
             receiver: Receiver::new(stream),
             transmitter: Transmitter::default(),
             receiving: None,
+            received: Instant(0),
+            resting: false,
             sending: None,
             ended: false,
             shut: false,
         }
+    }
+}
+
+impl Half {
+    /// When the stream has been quiet for long enough to give memory back.
+    fn rest_at(&self) -> Option<Instant> {
+        let may = self.receiving.is_some() && !self.resting && self.receiver.may_rest();
+        may.then(|| self.received + QUIET_TIME)
     }
 }
 
@@ -93,6 +109,12 @@ impl Link {
             Some(half.transmitter.waiting_since()? + self.net.stall_time(stream)?)
         });
         stalls.min()
+    }
+
+    /// When to look next.
+    fn next_look(&self) -> Option<Instant> {
+        let rests = [&self.data, &self.control].into_iter();
+        rests.filter_map(Half::rest_at).chain(self.deadline()).min()
     }
 }
 
@@ -325,6 +347,9 @@ impl<E: Engine> Shard<E> {
             len,
         };
         half.receiving = Some(self.ring.push(receive_owner(stream).token(key), op));
+        if let Some(at) = half.rest_at() {
+            self.timers.arm(&mut link.armed, TimerKey::Link(key), at);
+        }
     }
 
     pub(super) fn received(&mut self, owner: Owner, key: Key, done: Done) {
@@ -333,12 +358,19 @@ impl<E: Engine> Shard<E> {
             return;
         };
         let (peer, draining) = (link.peer.0, link.draining.is_some());
+        let now = self.now;
         let half = link.half(stream);
         half.receiving = None;
+        let resting = std::mem::take(&mut half.resting);
         let Op::Recv { into, .. } = done.op else {
             return;
         };
         let count = match done.result {
+            Err(Errno::CANCELED) if resting => {
+                half.receiver.received(into, 0);
+                half.receiver.rest();
+                return self.start_receive(key, stream);
+            }
             Ok(0) => {
                 half.ended = true;
                 if draining {
@@ -357,6 +389,7 @@ impl<E: Engine> Shard<E> {
             half.receiver = Receiver::new(stream);
             return self.start_receive(key, stream);
         }
+        half.received = now;
         half.receiver.received(into, count);
         self.parse(key, stream);
     }
@@ -462,13 +495,25 @@ impl<E: Engine> Shard<E> {
             return;
         }
         match link.deadline() {
-            Some(due) if due <= now && link.draining.is_some() => self.remove_link(key),
+            Some(due) if due <= now && link.draining.is_some() => return self.remove_link(key),
             Some(due) if due <= now => {
                 tracing::warn!(peer = link.peer.0, "the peer takes no bytes any more");
-                self.link_down(key, LinkDownReason::SendTimeout);
+                return self.link_down(key, LinkDownReason::SendTimeout);
             }
-            Some(later) => self.timers.arm(&mut link.armed, TimerKey::Link(key), later),
-            None => {}
+            Some(_) | None => {}
+        }
+        for stream in STREAMS {
+            let half = link.half(stream);
+            if half.rest_at().is_some_and(|at| at <= now)
+                && let Some(receive) = half.receiving
+            {
+                half.resting = true;
+                half.transmitter.rest();
+                self.ring.cancel(receive);
+            }
+        }
+        if let Some(later) = link.next_look() {
+            self.timers.arm(&mut link.armed, TimerKey::Link(key), later);
         }
     }
 

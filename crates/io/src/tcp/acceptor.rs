@@ -6,11 +6,12 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::buffer::spare_capacity;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use socket2::Socket;
 
 use super::socket::{listen, plain_ip};
@@ -53,17 +54,22 @@ struct Owner {
 
 struct Shared {
     state: Mutex<State>,
-    changed: OwnedFd,
+    epoll: OwnedFd,
+    /// Wakes the thread to its end.
+    stop: OwnedFd,
 }
 
 #[derive(Default)]
 struct State {
     listeners: HashMap<SocketAddr, Listener>,
+    /// Their addresses by the number that epoll tells.
+    locals: HashMap<u64, SocketAddr>,
     next: u64,
     stop: bool,
 }
 
 struct Listener {
+    number: u64,
     socket: Arc<Socket>,
     routes: HashMap<IpAddr, (u64, Route)>,
 }
@@ -73,20 +79,28 @@ impl Shared {
         // The tables are changed by single insertions and removals, so they are always whole.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    fn poke(&self) {
-        // A full counter means that the thread has not woken yet but will.
-        let _ = rustix::io::write(&self.changed, &1u64.to_ne_bytes());
-    }
 }
+
+/// What epoll tells of [`Shared::stop`]; listeners have other numbers.
+const STOP: u64 = u64::MAX;
+/// Listeners that are looked at in one turn.
+const EVENTS: usize = 256;
 
 impl Acceptor {
     /// Starts the thread.
     pub fn new() -> io::Result<Acceptor> {
-        let changed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(
+            &epoll,
+            &stop,
+            epoll::EventData::new_u64(STOP),
+            epoll::EventFlags::IN,
+        )?;
         let shared = Arc::new(Shared {
             state: Mutex::default(),
-            changed,
+            epoll,
+            stop,
         });
         let thread = std::thread::Builder::new().name("lockstep-accept".into());
         let thread = thread.spawn({
@@ -123,15 +137,23 @@ impl Acceptor {
         } else {
             let socket = listen(local, send_bytes, receive_bytes)
                 .map_err(|source| ListenError::Listen { local, source })?;
-            let routes = HashMap::from([(peer, (id, route))]);
-            state.listeners.insert(
+            epoll::add(
+                &shared.epoll,
+                &socket,
+                epoll::EventData::new_u64(id),
+                epoll::EventFlags::IN,
+            )
+            .map_err(|error| ListenError::Listen {
                 local,
-                Listener {
-                    socket: Arc::new(socket),
-                    routes,
-                },
-            );
-            shared.poke();
+                source: error.into(),
+            })?;
+            let listener = Listener {
+                number: id,
+                socket: Arc::new(socket),
+                routes: HashMap::from([(peer, (id, route))]),
+            };
+            state.listeners.insert(local, listener);
+            state.locals.insert(id, local);
         }
         drop(state);
         Ok(ListenGuard {
@@ -146,7 +168,8 @@ impl Acceptor {
 impl Drop for Owner {
     fn drop(&mut self) {
         self.shared.lock().stop = true;
-        self.shared.poke();
+        // It is full only if the thread is being woken already.
+        let _ = rustix::io::write(&self.shared.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
@@ -181,52 +204,48 @@ impl Drop for ListenGuard {
         if listener.routes.is_empty() {
             // The thread may still hold the socket; this ends the listening now, so that the
             // address is free at once and peers are refused.
+            let _ = epoll::delete(&shared.epoll, &*listener.socket);
             let _ = listener.socket.shutdown(std::net::Shutdown::Both);
+            let number = listener.number;
             state.listeners.remove(&self.local);
-            shared.poke();
+            state.locals.remove(&number);
         }
     }
 }
 
 fn run(shared: &Shared) {
-    let mut pause = false;
+    let mut events = Vec::with_capacity(EVENTS);
     loop {
-        let (sockets, stop) = {
-            let state = shared.lock();
-            let of =
-                |(local, listener): (&SocketAddr, &Listener)| (*local, listener.socket.clone());
-            (
-                state.listeners.iter().map(of).collect::<Vec<_>>(),
-                state.stop,
-            )
-        };
-        if stop {
-            return;
+        events.clear();
+        // An error means a signal: it looks again.
+        let _ = epoll::wait(&shared.epoll, spare_capacity(&mut events), None);
+        let mut full = Full::No;
+        for event in &events {
+            let found = {
+                let state = shared.lock();
+                if state.stop {
+                    return;
+                }
+                let local = state.locals.get(&event.data.u64());
+                local.and_then(|local| Some((*local, state.listeners.get(local)?.socket.clone())))
+            };
+            // Without one it went while it was being told of.
+            if let Some((local, socket)) = found
+                && accept_all(shared, local, &socket) == Full::Yes
+            {
+                full = Full::Yes;
+            }
         }
-        let fds: Vec<BorrowedFd<'_>> = if pause {
+        if full == Full::Yes {
             // Out of descriptors or memory: ask again later instead of at once.
-            Vec::new()
-        } else {
-            sockets.iter().map(|(_, socket)| socket.as_fd()).collect()
-        };
-        let mut polled = vec![PollFd::new(&shared.changed, PollFlags::IN)];
-        polled.extend(
-            fds.iter()
-                .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)),
-        );
-        let timeout = Timespec {
-            tv_sec: 1,
-            tv_nsec: 0,
-        };
-        let _ = poll(&mut polled, pause.then_some(&timeout));
-        let ready: Vec<bool> = polled[1..]
-            .iter()
-            .map(|fd| !fd.revents().is_empty())
-            .collect();
-        pause = false;
-        let _ = rustix::io::read(&shared.changed, &mut [0u8; 8]);
-        for ((local, socket), _) in sockets.iter().zip(ready).filter(|(_, ready)| *ready) {
-            pause |= accept_all(shared, *local, socket) == Full::Yes;
+            let pause = Timespec {
+                tv_sec: 1,
+                tv_nsec: 0,
+            };
+            let _ = poll(
+                &mut [PollFd::new(&shared.stop, PollFlags::IN)],
+                Some(&pause),
+            );
         }
     }
 }
