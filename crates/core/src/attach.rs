@@ -15,7 +15,7 @@ use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, UuidFlags};
 
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
 use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
@@ -990,13 +990,28 @@ impl Resource {
             .and_then(|d| d.superblock.as_ref())
             .map_or(0, |b| b.effective_size.0);
         let wanted = disk.and_then(|d| d.options.size_sectors).unwrap_or(0);
+        // What a peer has come to already was agreed on with those that this node does not reach,
+        // and may have seen last before their disks grew.
+        let near = |peer: NodeId| self.state.conn(peer) >= ConnState::Connecting;
+        let come_to = device
+            .peers
+            .iter()
+            .filter(|(peer, _)| stored != 0 && near(**peer))
+            .filter_map(|(_, pd)| pd.sizes)
+            .map(|sizes| sizes.current_sectors)
+            .max()
+            .unwrap_or(0);
         let mut size = mine;
         let mut all_known = true;
         let mut wish = wanted;
         for (peer, pd) in &device.peers {
             match pd.sizes {
                 Some(sizes) => {
-                    size = min_nonzero(size, sizes.disk_sectors);
+                    let room = match sizes.disk_sectors {
+                        known if known != 0 && !near(*peer) => known.max(come_to),
+                        known => known,
+                    };
+                    size = min_nonzero(size, room);
                     wish = min_nonzero(wish, sizes.wanted_sectors);
                     if mine == 0 {
                         size = min_nonzero(size, sizes.current_sectors);
@@ -1006,7 +1021,7 @@ impl Resource {
             }
         }
         if !all_known {
-            size = min_nonzero(size, stored);
+            size = min_nonzero(size, stored.max(come_to));
         }
         size = min_nonzero(size, wish);
         (size != 0).then_some(size)
@@ -1017,6 +1032,9 @@ impl Resource {
         let Some(size) = self.new_size(volume) else {
             return Ok(());
         };
+        if let Some(cause) = self.held_back(peer, volume, size) {
+            return Err(cause);
+        }
         let own = self.state.disk(volume);
         let Some(device) = self.devices.get(&volume) else {
             return Ok(());

@@ -221,6 +221,8 @@ pub struct PeerDevice {
     pub replicates_now: bool,
     /// This node's disk state as sent with it: the comparison goes by what both know.
     pub sent_disk: lockstep_format::wire::DiskState,
+    /// Size in sectors that the peer was told last.
+    pub(crate) sent_sectors: u64,
     /// What was said of a volume that was added to this connection.
     pub presented: Option<crate::added::Presented>,
     /// Result of the attach handshake with this peer; none while it is negotiating.
@@ -347,6 +349,7 @@ impl PeerDevice {
             replicates_to_target: true,
             replicates_now: true,
             sent_disk: lockstep_format::wire::DiskState::Diskless,
+            sent_sectors: 0,
             presented: None,
             negotiation: None,
             uuid_flags: UuidFlags::empty(),

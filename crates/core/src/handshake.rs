@@ -294,6 +294,9 @@ impl Resource {
                 .then_some(limits),
         };
         self.send(peer, Stream::Data, volume, Packet::Sizes(packet));
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.sent_sectors = current_sectors;
+        }
     }
 
     /// Sends the UUIDs, or what a diskless node has instead.
@@ -439,6 +442,9 @@ impl Resource {
         let Some(pd) = self.peer_device_mut(volume, peer) else {
             return;
         };
+        // Another try over the same link.
+        pd.refusal
+            .take_if(|refusal| refusal.code == ErrorCode::HANDSHAKE_RETRY);
         let before = pd.sizes;
         pd.sizes = Some(PeerSizes {
             disk_sectors: sizes.d_size.0,
@@ -717,7 +723,7 @@ impl Resource {
                 return Err(refusal);
             }
         }
-        if let Some(refusal) = retry {
+        if let Some(refusal) = retry.or_else(|| self.outgrown(peer)) {
             return Err(refusal);
         }
         let tentative = self

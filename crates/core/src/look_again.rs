@@ -55,7 +55,7 @@ impl Resource {
         let peers: Vec<NodeId> = self
             .established_peers()
             .iter()
-            .filter(|peer| self.is_unequal(volume, *peer))
+            .filter(|peer| self.is_unequal(volume, *peer) || self.is_uncompared(volume, *peer))
             .collect();
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
@@ -84,11 +84,51 @@ impl Resource {
             if primary.is_some_and(|primary| primary != peer) {
                 continue;
             }
-            let state = self.state.clone();
-            self.send_uuids(peer, volume, UuidFlags::RESYNC);
-            self.send_state(peer, volume, &state);
-            self.compare_now(peer, volume);
+            self.tell_and_compare(volume, peer);
         }
+    }
+
+    fn tell_and_compare(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.compared(volume, peer);
+        let state = self.state.clone();
+        self.send_uuids(peer, volume, UuidFlags::RESYNC);
+        self.send_state(peer, volume, &state);
+        self.compare_now(peer, volume);
+    }
+
+    fn compared(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.growth.uncompared = device.growth.uncompared.without(peer);
+        }
+    }
+
+    /// Both volumes have grown, and what is new is marked: a comparison decides who copies it, now
+    /// or when nothing else is under way.
+    pub(crate) fn compare_marks(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.growth.uncompared = device.growth.uncompared.with(peer);
+        }
+        if !self.is_uncompared(volume, peer) {
+            self.compared(volume, peer);
+        } else if self.is_busy(volume) {
+            let at = self.now + PATIENCE;
+            self.timers.set_earliest(Timer::LookAgain(volume), at);
+        } else {
+            self.tell_and_compare(volume, peer);
+        }
+    }
+
+    fn is_uncompared(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        p.repl == ReplState::Established
+            && diskful(self.state.disk(volume))
+            && diskful(p.disk)
+            && self.is_lockstep(peer)
+            && self.out_of_sync_blocks(volume, peer) > 0
+            && self
+                .devices
+                .get(&volume)
+                .is_some_and(|d| d.growth.uncompared.contains(peer))
     }
 
     /// Compares with the peer's last state.

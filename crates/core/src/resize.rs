@@ -118,6 +118,8 @@ pub(crate) struct Growth {
     /// Peers whose requests for the new area are kept until this node is ready to serve them.
     sources_for: NodeMask,
     early: Vec<EarlyRequest>,
+    /// Peers that have grown as well, and were not compared with since.
+    pub(crate) uncompared: NodeMask,
     /// This node's command grew the volume and the 8.4 peer has not followed yet.
     pending: Option<DeviceDescFlags>,
 }
@@ -722,6 +724,9 @@ impl Resource {
         for (peer, side) in sides {
             self.start_new_area(volume, *peer, *side);
         }
+        if tell == Tell::Answer {
+            self.compare_grown(volume, size);
+        }
         if let Some(id) = command {
             self.answer(id, Ok(Answer::Done));
         }
@@ -735,6 +740,85 @@ impl Resource {
         for item in early {
             if self.link(item.peer) == Some(item.link) {
                 self.source_request(item.peer, volume, item.request, item.after, item.wanted);
+            }
+        }
+    }
+
+    /// A handshake in which this node has outgrown what either side told the other: it knew a third
+    /// node's disk, which the peer may not know. It is told in the next one, since a bitmap of
+    /// another length cannot be exchanged.
+    pub(crate) fn outgrown(&self, peer: NodeId) -> Option<Refusal> {
+        if !self.is_lockstep(peer) {
+            return None;
+        }
+        let (volume, device) = self.devices.iter().find(|(_, device)| {
+            device.peers.len() > 1
+                && device.attached().is_some()
+                && device.peers.get(&peer).is_some_and(|pd| {
+                    pd.sizes.is_some_and(|sizes| {
+                        sizes.disk_sectors != 0
+                            && device.size_sectors > sizes.current_sectors.max(pd.sent_sectors)
+                    })
+                })
+        })?;
+        let text = format!(
+            "volume {volume} has grown to {} sectors, which node {peer} does not know yet",
+            device.size_sectors
+        );
+        Some(refusal(ErrorCode::HANDSHAKE_RETRY, text))
+    }
+
+    /// In a handshake with a node that is larger: this node has room as well, and would follow, but
+    /// for what it knows of a third one. That may be old, so the third one is asked, and the
+    /// handshake tried again: bitmaps of two lengths cannot be exchanged.
+    pub(crate) fn held_back(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        size: u64,
+    ) -> Option<Refusal> {
+        if self.state.conn(peer) != ConnState::Connecting || !self.is_lockstep(peer) {
+            return None;
+        }
+        let room = self.own_limit(volume)?;
+        let device = self.devices.get(&volume)?;
+        let wish = device.attached()?.options.size_sectors;
+        let theirs = device.peers.get(&peer)?.sizes?.current_sectors;
+        if size >= theirs || theirs > room.min(wish.unwrap_or(u64::MAX)) {
+            return None;
+        }
+        let by: Vec<NodeId> = device
+            .peers
+            .iter()
+            .filter(|(node, pd)| {
+                let known = pd.sizes.map_or(0, |sizes| sizes.disk_sectors);
+                self.is_established(**node)
+                    && self.is_lockstep(**node)
+                    && (1..theirs).contains(&known)
+            })
+            .map(|(node, _)| *node)
+            .collect();
+        for node in &by {
+            self.send_sizes_with(*node, volume, 0, DeviceDescFlags::empty());
+        }
+        let by = by.first()?;
+        let text = format!("volume {volume}: node {by} has no room for {theirs} sectors");
+        Some(refusal(ErrorCode::HANDSHAKE_RETRY, text))
+    }
+
+    /// This node follows others, or they follow it: with whoever is as large now, the new area is
+    /// compared. What both know from packets alone may be over: one of them may have become target
+    /// of a third node that it met.
+    fn compare_grown(&mut self, volume: VolumeNr, size: u64) {
+        for peer in self.established_peers().iter() {
+            let equal = self
+                .devices
+                .get(&volume)
+                .and_then(|d| d.peers.get(&peer))
+                .and_then(|pd| pd.sizes)
+                .is_some_and(|sizes| sizes.current_sectors == size && sizes.disk_sectors != 0);
+            if equal && self.is_lockstep(peer) {
+                self.compare_marks(volume, peer);
             }
         }
     }
@@ -930,7 +1014,8 @@ impl Resource {
             None => flags,
         };
         let mut sides = Vec::new();
-        if size > current && NewArea::of(flags) == NewArea::Resync {
+        // Lockstep peers compare: each may have changed since the other's last packet.
+        if size > current && NewArea::of(flags) == NewArea::Resync && !self.is_lockstep(peer) {
             sides.extend(
                 self.copies_new_area(volume, peer)
                     .then(|| (peer, self.side_by_roles(peer))),

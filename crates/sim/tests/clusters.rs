@@ -153,3 +153,24 @@ fn what_a_resize_adds_is_copied_whole() {
     holds(2, 0, RESIZES, "1-3,5,14-15", "2");
     holds(2, 7, RESIZES, "2-5", "none");
 }
+
+#[test]
+fn a_node_that_does_not_reach_all_grows_to_what_its_peer_has_grown_to() {
+    holds(3, 2, RESIZES, "2-3,8-9", "none");
+}
+
+/// Two nodes that grew because a third one came back compare what is new: each may have become a
+/// target of the third one meanwhile.
+#[test]
+fn nodes_that_grew_by_a_handshake_with_a_third_compare_what_is_new() {
+    holds(3, 5, RESIZES, "1-2", "none");
+}
+
+/// A node that grows in a handshake says so before bitmaps are exchanged.
+#[test]
+fn bitmaps_are_exchanged_by_nodes_of_one_size() {
+    holds(3, 48, RESIZES, "1-4,7", "none");
+    holds(3, 48, RESIZES, "1-4,7", "73");
+    let requests = "13,34,39,105,107-112,584,586-587,589,594,597,599";
+    holds(3, 108, RESIZES, "0-1,5,8,11,14-16", requests);
+}
