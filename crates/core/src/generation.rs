@@ -188,11 +188,16 @@ impl Generations {
         false
     }
 
+    /// Whether the history names the generation, noted or made.
+    pub(crate) fn history_has(&self, uuid: Uuid) -> bool {
+        self.history.iter().any(|e| e.same_generation(uuid))
+    }
+
     /// Notes a generation that is going to be announced: given up after a follower took it, also
     /// by a crash, it counts as an ancestor of the next one. The mark tells that the follower is
     /// the newer of the two as long as this node has not moved on.
     pub(crate) fn note_planned(&mut self, uuid: Uuid) {
-        let known = self.history.iter().any(|e| e.same_generation(uuid));
+        let known = self.history_has(uuid);
         if known || uuid.same_generation(self.current) {
             return;
         }
@@ -206,7 +211,7 @@ impl Generations {
         let mut news = false;
         for entry in set.history.iter().filter(|e| set.history_notes(**e)) {
             let entry = entry.without_primary_bit();
-            let known = self.history.iter().any(|e| e.same_generation(entry));
+            let known = self.history_has(entry);
             if !known && !entry.same_generation(self.current) {
                 self.history.rotate_right(1);
                 self.history[0] = entry;

@@ -444,7 +444,12 @@ impl Resource {
             let disk = self.devices.get(volume).and_then(|d| d.attached());
             let moved = match &plan.sets {
                 Some((base, _)) => disk.is_none_or(|d| d.generations != *base),
-                None => self.state.disk(*volume) == DiskState::UpToDate,
+                // A disk that came meanwhile noted it as given up: confirmed, it would be taken for
+                // an ancestor of what that disk has.
+                None => {
+                    self.state.disk(*volume) == DiskState::UpToDate
+                        || disk.is_some_and(|d| d.generations.history_has(plan.uuid))
+                }
             };
             moved || self.peer_views(*volume) != plan.views
         });

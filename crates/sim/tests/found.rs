@@ -145,3 +145,8 @@ fn a_disk_that_has_just_refused_a_write_need_not_have_it() {
     // Its refusal overtakes the state that follows from it.
     holds(201423, Size::Any, "0,14-15", "61-62");
 }
+
+#[test]
+fn a_generation_that_is_confirmed_while_the_own_disk_comes_back_is_no_ancestor_there() {
+    holds(600244, Size::Any, "0", "0-2,8-10");
+}
