@@ -40,6 +40,10 @@ pub(crate) const CODEC_MIN: usize = 512;
 thread_local! {
     static ZSTD: RefCell<Option<(i32, zstd::bulk::Compressor<'static>)>> =
         const { RefCell::new(None) };
+    static UNZSTD: RefCell<Option<zstd::bulk::Decompressor<'static>>> =
+        const { RefCell::new(None) };
+    /// Room for what a codec makes of a chunk, before its size is known.
+    static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Codes one chunk. What does not shrink is sent as it is; zeros need no bytes at all. `prefix` is
@@ -101,10 +105,16 @@ pub(crate) fn decode(
             Arc::new(out)
         }
         CODEC_ZSTD => {
-            let mut out = vec![0; raw_len];
-            let len = zstd::bulk::decompress_to_buffer(payload, &mut out)
-                .map_err(|error| damaged(&error))?;
-            out.truncate(len);
+            // Not more than there is room for is written; the length is checked below.
+            let mut out = Vec::with_capacity(raw_len);
+            let done: std::io::Result<usize> = UNZSTD.with_borrow_mut(|slot| {
+                let context = match slot {
+                    Some(context) => context,
+                    None => slot.insert(zstd::bulk::Decompressor::new()?),
+                };
+                context.decompress_to_buffer(payload, &mut out)
+            });
+            done.map_err(|error| damaged(&error))?;
             Arc::new(out)
         }
         CODEC_ZLIB => {
@@ -201,12 +211,12 @@ fn with_history(before: &[u8], coded: &[u8], out: &mut [u8]) -> Result<usize, &'
 fn compress(spec: &CodecSpec, raw: &[u8], prefix: &Prefix) -> Option<Vec<u8>> {
     match spec {
         CodecSpec::None => None,
-        CodecSpec::Lz4 => {
-            let mut out = vec![0; lz4_flex::block::get_maximum_output_size(raw.len())];
-            let len = lz4_flex::block::compress_into(raw, &mut out).ok()?;
-            out.truncate(len);
-            Some(out)
-        }
+        CodecSpec::Lz4 => ROOM.with_borrow_mut(|room| {
+            let most = lz4_flex::block::get_maximum_output_size(raw.len());
+            room.resize(most.max(room.len()), 0);
+            let len = lz4_flex::block::compress_into(raw, room).ok()?;
+            (len < raw.len()).then(|| room[..len].to_vec())
+        }),
         CodecSpec::Zstd { level } => ZSTD.with_borrow_mut(|slot| {
             if slot.as_ref().is_none_or(|(held, _)| held != level) {
                 *slot = Some((*level, zstd::bulk::Compressor::new(*level).ok()?));

@@ -47,6 +47,13 @@ const PING_HOLD_S: u64 = crate::core::ping::PING_HOLD_MAX_S;
 const AL_DEFAULT_AREA: u64 = 6433;
 const AL_EXTENTS_MAX: u64 = 65534;
 
+/// Beyond these a figure is a mistake: 10 Tbit/s, a minute, what the options take, and a PiB.
+const BANDWIDTH_MAX: u64 = 10_000_000_000_000;
+const RTT_MAX_MS: u64 = 60_000;
+const LAG_MAX_S: u64 = 864_000;
+const OUTAGE_MAX_S: u64 = 86_400;
+const MEMLIMIT_MAX: u64 = 1 << 50;
+
 impl Plan {
     /// Computes the settings, or says which figure makes no sense.
     pub fn new(link: Link) -> Result<Plan, String> {
@@ -59,6 +66,16 @@ impl Plan {
         if link.max_lag_s == 0 {
             return Err("the lag must be at least one second".into());
         }
+        for (what, value, most, unit) in [
+            ("bandwidth", link.bandwidth_bits, BANDWIDTH_MAX, "bit/s"),
+            ("round trip time", link.rtt_ms, RTT_MAX_MS, "ms"),
+            ("lag", link.max_lag_s, LAG_MAX_S, "seconds"),
+            ("outage", link.outage_s, OUTAGE_MAX_S, "seconds"),
+        ] {
+            if value > most {
+                return Err(format!("the {what} must be at most {most} {unit}"));
+            }
+        }
         let mut warnings = Vec::new();
         let drain = link.drain();
         if link.change_rate > drain {
@@ -69,11 +86,11 @@ impl Plan {
                 drain / 1024,
                 link.ratio
             ));
-        } else if link.change_rate * 10 > drain * 8 {
+        } else if link.change_rate.saturating_mul(10) > drain * 8 {
             warnings.push("The line is loaded above 80 %: bursts drain slowly.".into());
         }
         let wanted = drain.saturating_mul(link.max_lag_s);
-        let memlimit_bytes = wanted.next_multiple_of(MIB).max(16 * MIB);
+        let memlimit_bytes = wanted.min(MEMLIMIT_MAX).next_multiple_of(MIB).max(16 * MIB);
         let stall = link.max_lag_s + link.outage_s + 10;
         let ko_count = (stall * 10).div_ceil(TIMEOUT);
         let ko_count = if ko_count > 200 { 0 } else { ko_count.max(7) };
@@ -319,6 +336,28 @@ mod tests {
         assert!(plan.text().contains("WARNING: A lag of 3600 s"));
         assert!(Plan::new(link("1kbit", 20)).is_err());
         assert!(Plan::new(link("20mbit", 0)).is_err());
+    }
+
+    #[test]
+    fn figures_that_make_no_sense_are_named() {
+        let wrong = |change: &dyn Fn(&mut Link)| {
+            let mut odd = link("20mbit", 20);
+            change(&mut odd);
+            Plan::new(odd).unwrap_err()
+        };
+        for (error, name) in [
+            (wrong(&|l| l.bandwidth_bits = u64::MAX), "bandwidth"),
+            (wrong(&|l| l.rtt_ms = u64::MAX), "round trip time"),
+            (wrong(&|l| l.max_lag_s = u64::MAX), "lag"),
+            (wrong(&|l| l.outage_s = u64::MAX), "outage"),
+            (wrong(&|l| l.ratio = f64::NAN), "ratio"),
+        ] {
+            assert!(error.contains(name), "{error}");
+        }
+        let mut most = link("10000gbit", LAG_MAX_S);
+        (most.rtt_ms, most.outage_s) = (RTT_MAX_MS, OUTAGE_MAX_S);
+        (most.ratio, most.change_rate) = (100.0, u64::MAX);
+        assert!(Plan::new(most).unwrap().text().contains("al-extents 65534"));
     }
 
     #[test]

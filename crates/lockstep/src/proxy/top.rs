@@ -71,6 +71,10 @@ fn watch(args: &[String]) -> Result<(), String> {
             return Ok(());
         }
         // Home, page, clear the rest.
+        let page = match rustix::termios::tcgetwinsize(std::io::stdout()) {
+            Ok(size) => fit(&page, size.ws_col.into(), size.ws_row.into()),
+            Err(_) => page,
+        };
         print!("\x1b[H\x1b[2J{page}");
         let _ = std::io::Write::flush(&mut std::io::stdout());
         std::thread::sleep(Duration::from_secs_f64(every));
@@ -156,6 +160,22 @@ fn draw(state: &Value, histories: &mut BTreeMap<String, History>) -> String {
     out
 }
 
+/// Cuts a page to a terminal's size; a line says how much is missing below. 0 is unknown.
+fn fit(page: &str, columns: usize, rows: usize) -> String {
+    let cut = |line: &str| match columns {
+        0 => line.to_string(),
+        _ => line.chars().take(columns).collect(),
+    };
+    let lines: Vec<String> = page.lines().map(cut).collect();
+    // The cursor stands on the row below the last line.
+    if rows < 3 || lines.len() < rows {
+        return lines.join("\n") + "\n";
+    }
+    let shown = rows - 2;
+    let more = format!("... {} more lines", lines.len() - shown);
+    lines[..shown].join("\n") + "\n" + &cut(&more) + "\n"
+}
+
 fn graph(values: &VecDeque<f64>, full: Option<f64>) -> String {
     let most = full.unwrap_or_else(|| values.iter().copied().fold(0.0, f64::max));
     values
@@ -174,6 +194,16 @@ fn graph(values: &VecDeque<f64>, full: Option<f64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_page_fits_a_small_terminal() {
+        let page = "one line\n▅▅▅▅\nthree\nfour\nfive\n";
+        assert_eq!(fit(page, 0, 0), page);
+        assert_eq!(fit(page, 80, 24), page);
+        assert_eq!(fit(page, 3, 24), "one\n▅▅▅\nthr\nfou\nfiv\n");
+        assert_eq!(fit(page, 80, 4), "one line\n▅▅▅▅\n... 3 more lines\n");
+        assert_eq!(fit(page, 80, 5).lines().count(), 4);
+    }
 
     #[test]
     fn a_page_shows_each_connection_with_its_history() {

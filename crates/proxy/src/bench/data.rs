@@ -110,25 +110,25 @@ impl Flow {
         let (sample, total) = (Arc::clone(&self.sample), self.total);
         let got = Arc::clone(&self.got);
         spawn(move || {
-            let (mut want, mut room) = (Vec::with_capacity(BLOCK), vec![0; BLOCK]);
+            let mut room = vec![0; BLOCK];
             let mut at = 0;
             while at < total {
-                fill(&sample, at, total, &mut want);
+                let len = (total - at).min(BLOCK as u64) as usize;
                 let mut done = 0;
-                while done < want.len() {
-                    let len = socket
-                        .read(&mut room[done..want.len()])
+                while done < len {
+                    let count = socket
+                        .read(&mut room[done..len])
                         .map_err(|error| format!("after {at} bytes: {error}"))?;
-                    if len == 0 {
+                    if count == 0 {
                         return Err(format!("only {} of {total} bytes came", at + done as u64));
                     }
-                    done += len;
-                    got.fetch_add(len as u64, Ordering::Relaxed);
+                    done += count;
+                    got.fetch_add(count as u64, Ordering::Relaxed);
                 }
-                if room[..want.len()] != want {
+                if !is_block(&sample, at, &room[..len]) {
                     return Err(format!("wrong bytes after {at}"));
                 }
-                at += want.len() as u64;
+                at += len as u64;
             }
             Ok(Instant::now())
         })
@@ -148,6 +148,59 @@ fn fill(sample: &[u8], at: u64, total: u64, block: &mut Vec<u8>) {
     for (number, page) in block.chunks_mut(PAGE).enumerate() {
         if let Some(head) = page.first_chunk_mut::<8>() {
             *head = (at + (number * PAGE) as u64).to_le_bytes();
+        }
+    }
+}
+
+/// Whether these are all bytes of the block that begins at `at`; nothing is copied for it.
+fn is_block(sample: &[u8], at: u64, block: &[u8]) -> bool {
+    let begin = (at as usize / BLOCK * BLOCK) % sample.len().max(1);
+    let same = |from: usize, bytes: &[u8]| {
+        // The sample begins anew at its end.
+        let mut from = from % sample.len();
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let take = rest.len().min(sample.len() - from);
+            if rest[..take] != sample[from..from + take] {
+                return false;
+            }
+            (rest, from) = (&rest[take..], 0);
+        }
+        true
+    };
+    block.chunks(PAGE).enumerate().all(|(number, page)| {
+        let from = begin + number * PAGE;
+        let stamp = at + (number * PAGE) as u64;
+        match page.split_first_chunk::<8>() {
+            Some((head, rest)) => *head == stamp.to_le_bytes() && same(from + 8, rest),
+            None => same(from, page),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_wrong_byte_of_a_block_is_seen() {
+        for (sample_len, total) in [(PAGE * 3 + 5, BLOCK as u64 + PAGE as u64 + 3), (3, 9000)] {
+            let sample = noise(sample_len);
+            let (mut at, mut block) = (0, Vec::new());
+            while at < total {
+                fill(&sample, at, total, &mut block);
+                assert!(is_block(&sample, at, &block));
+                for wrong in [0, 7, 8, PAGE - 1, PAGE, block.len() - 1] {
+                    let Some(byte) = block.get_mut(wrong) else {
+                        continue;
+                    };
+                    *byte ^= 1;
+                    assert!(!is_block(&sample, at, &block), "{sample_len} {at} {wrong}");
+                    block[wrong] ^= 1;
+                }
+                assert!(!is_block(&sample, at + BLOCK as u64, &block) || block.len() < 8);
+                at += block.len() as u64;
+            }
         }
     }
 }

@@ -195,6 +195,15 @@ impl Frame {
     }
 }
 
+/// What some bytes of a carrier held.
+#[derive(Debug, Default)]
+pub(crate) struct Cut {
+    /// The frames that they completed.
+    pub(crate) frames: Vec<Frame>,
+    /// What came behind them is no frame.
+    pub(crate) error: Option<FrameError>,
+}
+
 /// Cuts the bytes of one carrier into frames.
 #[derive(Debug, Default)]
 pub(crate) struct FrameReader {
@@ -204,6 +213,24 @@ pub(crate) struct FrameReader {
 }
 
 impl FrameReader {
+    /// Takes all of `input`, up to the first error.
+    pub(crate) fn cut(&mut self, mut input: &[u8]) -> Cut {
+        let mut cut = Cut::default();
+        while !input.is_empty() {
+            match self.push(input) {
+                Ok((used, frame)) => {
+                    input = &input[used..];
+                    cut.frames.extend(frame);
+                }
+                Err(error) => {
+                    cut.error = Some(error);
+                    break;
+                }
+            }
+        }
+        cut
+    }
+
     /// Takes some bytes from the front of `input` and returns how many, with the frame that they
     /// completed. After an error the carrier is of no more use and the same error is returned.
     pub(crate) fn push(&mut self, input: &[u8]) -> Result<(usize, Option<Frame>), FrameError> {
@@ -232,9 +259,15 @@ impl FrameReader {
         if let Some((header, payload)) = &mut self.current {
             let want = header.payload_len as usize;
             let take = (want - payload.len()).min(input.len() - used);
-            if payload.capacity() == 0 {
-                // Memory follows the bytes that came, not the length that the peer claims.
-                payload.reserve_exact(want.min(take.max(64 << 10)));
+            if payload.len() + take > payload.capacity() {
+                // Memory follows the bytes that came, not the length that the peer claims. Once
+                // there are some, all of the frame's comes at once: growing would copy them again
+                // and again.
+                let room = match payload.is_empty() {
+                    true => want.min(take.max(64 << 10)),
+                    false => want,
+                };
+                payload.reserve_exact(room - payload.len());
             }
             payload.extend_from_slice(&input[used..used + take]);
             used += take;
@@ -276,18 +309,40 @@ mod tests {
         let mut reader = FrameReader::default();
         let mut frames = Vec::new();
         for piece in bytes.chunks(step) {
-            let mut at = 0;
-            loop {
-                let (used, frame) = reader.push(&piece[at..])?;
-                at += used;
-                match frame {
-                    Some(frame) => frames.push(frame),
-                    None if at == piece.len() => break,
-                    None => {}
-                }
+            let cut = reader.cut(piece);
+            frames.extend(cut.frames);
+            if let Some(error) = cut.error {
+                return Err(error);
             }
         }
         Ok(frames)
+    }
+
+    #[test]
+    fn frames_before_a_damaged_one_are_found() {
+        let good = sample(300);
+        let mut bytes = good.header.encode().to_vec();
+        bytes.extend_from_slice(&good.payload);
+        let mut twice = [bytes.clone(), bytes].concat();
+        let end = twice.len();
+        twice[end - 300 - 1] ^= 1;
+        let cut = FrameReader::default().cut(&twice);
+        assert_eq!(cut.frames, [good]);
+        assert_eq!(cut.error, Some(FrameError::HeaderCrc));
+    }
+
+    #[test]
+    fn a_large_payload_grows_once_and_only_after_some_of_it_came() {
+        let frame = sample(CHUNK_MAX);
+        let mut reader = FrameReader::default();
+        reader.cut(&frame.header.encode());
+        reader.cut(&frame.payload[..1000]);
+        let room = |reader: &FrameReader| reader.current.as_ref().unwrap().1.capacity();
+        assert!(room(&reader) <= 64 << 10);
+        reader.cut(&frame.payload[1000..80_000]);
+        assert_eq!(room(&reader), CHUNK_MAX);
+        let cut = reader.cut(&frame.payload[80_000..]);
+        assert_eq!(cut.frames, [frame]);
     }
 
     #[test]

@@ -15,6 +15,8 @@ use super::{CarrierId, SpillRef};
 const PARTS_MAX: usize = 64 << 10;
 /// Memory that a chunk takes beside its bytes.
 const CHUNK_OVERHEAD: u64 = 160;
+/// From this length on a growing chunk is expected to become a full one.
+const GROWING: usize = 64 << 10;
 
 /// What kind of socket a stream carries, from its first eight bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -226,6 +228,10 @@ impl Tx {
         }) = self.chunks.back_mut()
             && raw.len() + len <= limit.min(CHUNK_MAX)
         {
+            if raw.len() + len >= GROWING {
+                // A large chunk grows once more at most: each growth copies it.
+                raw.reserve_exact(limit.min(CHUNK_MAX) - raw.len());
+            }
             raw.extend_from_slice(&data);
             *raw_len += len as u32;
             self.held_bytes += len as u64;

@@ -2,7 +2,7 @@
 //! the bandwidth limits allow. At most a few TLS records are ever ahead of the kernel.
 
 use std::collections::VecDeque;
-use std::io::{Read, Write};
+use std::io::{BufRead, IoSlice, Read, Write};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant as Clock};
 
@@ -12,7 +12,7 @@ use socket2::{Socket, TcpKeepalive};
 use super::{Reactor, Source, TURN_BYTES, connect};
 use crate::core::config::{LinkConfig, LinkOptions};
 use crate::core::dscp::Dscp;
-use crate::core::frame::{Frame, FrameReader, HEADER_LEN, Kind};
+use crate::core::frame::{Cut, Frame, FrameReader, HEADER_LEN, Kind};
 use crate::core::identity::Peer;
 use crate::core::stats::{CarrierSnapshot, Snapshot};
 use crate::core::{CarrierId, CarrierKind, Input, LinkId};
@@ -317,8 +317,8 @@ impl Reactor {
                 return;
             };
             if sock.tls.is_none() {
-                let plain = self.scratch[..len].to_vec();
-                if !self.carrier_bytes(carrier, &plain) {
+                let cut = sock.reader.cut(&self.scratch[..len]);
+                if !self.carrier_came(carrier, len, cut) {
                     return;
                 }
                 continue;
@@ -373,7 +373,6 @@ impl Reactor {
 
     /// Takes the plain bytes that TLS has; false when the carrier is gone.
     fn carrier_take(&mut self, carrier: CarrierId) -> bool {
-        let mut plain = [0; RECORD_BYTES];
         loop {
             let Some(sock) = self.carriers.get_mut(&carrier) else {
                 return false;
@@ -381,13 +380,19 @@ impl Reactor {
             let Some(tls) = &mut sock.tls else {
                 return true;
             };
-            match tls.reader().read(&mut plain) {
-                Ok(0) => {
+            let mut plain = tls.reader();
+            let came = plain.fill_buf().map(|bytes| {
+                let (len, cut) = (bytes.len(), sock.reader.cut(bytes));
+                (len, cut)
+            });
+            match came {
+                Ok((0, _)) => {
                     self.carrier_lost(carrier, "the peer closed the connection");
                     return false;
                 }
-                Ok(len) => {
-                    if !self.carrier_bytes(carrier, &plain[..len]) {
+                Ok((len, cut)) => {
+                    plain.consume(len);
+                    if !self.carrier_came(carrier, len, cut) {
                         return false;
                     }
                 }
@@ -400,38 +405,29 @@ impl Reactor {
         }
     }
 
-    /// Cuts plain bytes into frames; false when the carrier is gone.
-    fn carrier_bytes(&mut self, carrier: CarrierId, mut rest: &[u8]) -> bool {
+    /// Tells the engine what came; false when the carrier is gone.
+    fn carrier_came(&mut self, carrier: CarrierId, len: usize, cut: Cut) -> bool {
         let now = self.now();
         self.engine
-            .handle(now, Input::CarrierReceived(carrier, rest.len()));
-        loop {
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
+            .handle(now, Input::CarrierReceived(carrier, len));
+        for frame in cut.frames {
+            if !self.carriers.contains_key(&carrier) {
                 return false;
-            };
-            match sock.reader.push(rest) {
-                Ok((used, frame)) => {
-                    rest = &rest[used..];
-                    match frame {
-                        Some(frame) => {
-                            let begins = matches!(frame.header.kind, Kind::Hello | Kind::Attach);
-                            self.engine.handle(now, Input::CarrierFrame(carrier, frame));
-                            // The engine may have closed this carrier because of the frame.
-                            self.perform();
-                            if begins {
-                                self.retune(carrier);
-                            }
-                        }
-                        None if rest.is_empty() => return true,
-                        None => {}
-                    }
-                }
-                Err(error) => {
-                    self.carrier_lost(carrier, &error.to_string());
-                    return false;
-                }
+            }
+            let begins = matches!(frame.header.kind, Kind::Hello | Kind::Attach);
+            self.engine.handle(now, Input::CarrierFrame(carrier, frame));
+            // The engine may have closed this carrier because of the frame.
+            self.perform();
+            if begins {
+                self.retune(carrier);
             }
         }
+        if let Some(error) = cut.error
+            && self.carriers.contains_key(&carrier)
+        {
+            self.carrier_lost(carrier, &error.to_string());
+        }
+        self.carriers.contains_key(&carrier)
     }
 
     pub(super) fn carrier_send(&mut self, carrier: CarrierId, frame: Frame) {
@@ -605,24 +601,20 @@ impl CarrierSock {
         let Some(out) = self.queue.front_mut() else {
             return Ok(0);
         };
-        let small = out.done == 0 && out.frame.payload.len() <= RECORD_BYTES - HEADER_LEN;
-        let joined;
-        let rest: &[u8] = if small {
-            // One record, one system call for header and payload.
-            joined = [&out.header, out.frame.payload.as_slice()].concat();
-            &joined
-        } else if out.done < HEADER_LEN {
-            &out.header[out.done..]
-        } else {
-            &out.frame.payload[out.done - HEADER_LEN..]
+        let limit = match self.tls {
+            Some(_) => allowed.min(4 * RECORD_BYTES),
+            None => allowed,
         };
-        let rest = &rest[..rest.len().min(allowed)];
+        // Header and payload go together, so that they share records and system calls.
+        let head = &out.header[out.done.min(HEADER_LEN)..];
+        let head = &head[..head.len().min(limit)];
+        let body = &out.frame.payload[out.done.saturating_sub(HEADER_LEN)..];
+        let body = &body[..body.len().min(limit - head.len())];
+        let parts = [IoSlice::new(head), IoSlice::new(body)];
         let count = match &mut self.tls {
-            Some(tls) => tls
-                .writer()
-                .write(&rest[..rest.len().min(4 * RECORD_BYTES)])?,
+            Some(tls) => tls.writer().write_vectored(&parts)?,
             None => loop {
-                match (&self.socket).write(rest) {
+                match (&self.socket).write_vectored(&parts) {
                     Ok(count) => break count,
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                         self.full = true;

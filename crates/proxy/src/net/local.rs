@@ -2,10 +2,11 @@
 //! ways to end (FIN, orderly close, reset).
 
 use std::collections::VecDeque;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
+use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
 use socket2::Socket;
 
@@ -153,28 +154,13 @@ impl Reactor {
                 sock.want_read = false;
                 break;
             }
-            let (mut len, mut end) = (0, None);
-            while len < allowed {
-                match (&sock.socket).read(&mut self.scratch[len..allowed]) {
-                    Ok(0) => {
-                        end = Some(Ok(()));
-                        break;
-                    }
-                    Ok(count) => len += count,
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                        budget = 0;
-                        break;
-                    }
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    Err(error) => {
-                        end = Some(Err(error));
-                        break;
-                    }
-                }
-            }
-            budget = budget.saturating_sub(len);
-            if len > 0 {
-                let data = self.scratch[..len].to_vec();
+            let (data, end) = read_once(&sock.socket, allowed, &mut self.scratch);
+            budget = match data.len() {
+                // Nothing for now.
+                0 => 0,
+                len => budget.saturating_sub(len),
+            };
+            if !data.is_empty() {
                 self.engine.handle(now, Input::LocalData(local, data));
             }
             match end {
@@ -309,6 +295,33 @@ impl Reactor {
         if let Err(error) = result {
             self.local_lost(local, &error.to_string());
         }
+    }
+}
+
+/// Reads what has come, at most `allowed` bytes, into memory of its own and of its size, which the
+/// queue then keeps. The second is the end of the socket, or its failure.
+fn read_once(
+    socket: &Socket,
+    allowed: usize,
+    scratch: &mut [u8],
+) -> (Vec<u8>, Option<std::io::Result<()>>) {
+    let waiting = rustix::io::ioctl_fionread(socket).unwrap_or(0);
+    let len = (waiting as usize).min(allowed);
+    let mut data = Vec::with_capacity(len);
+    loop {
+        let read = match len {
+            // Nothing, or the end.
+            0 => rustix::io::read(socket, &mut scratch[..allowed]).inspect(|count| {
+                data.extend_from_slice(&scratch[..*count]);
+            }),
+            _ => rustix::io::read(socket, spare_capacity(&mut data)),
+        };
+        return match read {
+            Ok(0) => (data, Some(Ok(()))),
+            Ok(_) | Err(rustix::io::Errno::AGAIN) => (data, None),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => (data, Some(Err(error.into()))),
+        };
     }
 }
 
