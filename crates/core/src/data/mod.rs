@@ -15,6 +15,7 @@ mod conflict;
 mod dagtag;
 mod disk;
 mod exchange;
+mod flush_due;
 mod last_copy;
 mod peer_ack;
 mod peer_write;
