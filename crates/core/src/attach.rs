@@ -371,7 +371,8 @@ impl Resource {
             disk.options.al_updates,
             disk.options.disk_flushes && !disk.info.write_through,
         );
-        disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY);
+        disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY)
+            && !planted!(self, CrashedPrimaryForgotten);
         disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM);
         disk.restore_quorum = superblock
             .flags

@@ -609,7 +609,7 @@ impl Resource {
         let Some(link) = self.connections.get(&peer).and_then(|c| c.link.as_ref()) else {
             return;
         };
-        if link.ping_outstanding {
+        if link.ping_outstanding && !planted!(self, SilentPeerKept) {
             self.log(
                 Level::Warn,
                 Some(peer),

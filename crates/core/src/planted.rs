@@ -169,4 +169,42 @@ registry! {
         "The wrong end of a connection decides which of two overlapping writes wins.";
     ConflictsIgnoreAcks "conflicts-ignore-acks"
         "A conflict is decided before the acks have come that were sent before the write.";
+    OutOfSyncNotMarked "out-of-sync-not-marked"
+        "A target does not mark what its source says it changed.";
+    AckClearsLaterMark "ack-clears-later-mark"
+        "A received write that is acked in sync clears a mark that came after it.";
+    AckBeforeGeneration "ack-before-generation"
+        "A received write is acked before its generation is durable.";
+    BarrierAckBeforeWrites "barrier-ack-before-writes"
+        "A barrier is acked while writes of its epoch are under way.";
+    CopyOnFailedDiskCounts "copy-on-failed-disk-counts"
+        "A write completes with its only copy on a disk that has failed meanwhile.";
+    LocalFailureNotMarked "local-failure-not-marked"
+        "A write that failed here and reached the peer is not marked.";
+    ParkedNotResent "parked-not-resent"
+        "A write that waited for a lost peer is not sent again when the peer is back.";
+    UnsentNotMarked "unsent-not-marked"
+        "Writes under way that a connecting peer was never sent are not marked.";
+    PeerDiskLossForgetsSent "peer-disk-loss-forgets-sent"
+        "Writes on their way to a peer that loses its disk are not marked.";
+    FlushJoinsRunningOne "flush-joins-running-one"
+        "A flush that is asked for while another runs takes that one's end for its own.";
+    MarkedAgainForgotten "marked-again-forgotten"
+        "A resync request settles a mark that came after it was sent.";
+    ResyncWriteErrorIgnored "resync-write-error-ignored"
+        "A resync write that failed counts as done.";
+    ResyncNegAckClears "resync-neg-ack-clears"
+        "A source clears the mark of a resync write that failed at its target.";
+    VerifyForgetsDifference "verify-forgets-difference"
+        "The driver of a verify does not mark what differs.";
+    CrashedPrimaryForgotten "crashed-primary-forgotten"
+        "A node that crashed as Primary does not say so.";
+    SilentPeerKept "silent-peer-kept"
+        "A peer that answers no ping stays connected.";
+    TwopcBothGiveWay "twopc-both-give-way"
+        "Of two transactions that meet each gives way to the other.";
+    QuorumNeverLost "quorum-never-lost"
+        "A node that sees too few others keeps its quorum.";
+    OldLogCounts "old-log-counts"
+        "A write keeps its place in the activity log of a disk that was replaced.";
 }

@@ -474,8 +474,8 @@ impl Resource {
         }
         let quorum = self.count_quorum(volume, old, new);
         if let Some(state) = new.devices.get_mut(&volume) {
-            state.quorum = quorum.have;
-            state.have_quorum = quorum.have || self.options.quorum == Quorum::Off;
+            state.quorum = quorum.have || planted!(self, QuorumNeverLost);
+            state.have_quorum = state.quorum || self.options.quorum == Quorum::Off;
             let restore = self
                 .devices
                 .get(&volume)

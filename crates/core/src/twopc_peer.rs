@@ -51,7 +51,8 @@ impl Resource {
             let Some(t) = self.twopc.current.as_ref() else {
                 return;
             };
-            let own_gives_way = t.wish.is_some() && head.initiator_node_id < self.node_id;
+            let own_gives_way = t.wish.is_some()
+                && (head.initiator_node_id < self.node_id || planted!(self, TwopcBothGiveWay));
             if own_gives_way {
                 let Some(t) = self.twopc.current.take() else {
                     return;

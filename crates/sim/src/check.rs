@@ -102,8 +102,8 @@ pub fn losses_are_marked(w: &mut World) {
                 let lost: Vec<u64> = volatile
                     .iter()
                     .filter(|(block, old)| {
-                        w.nodes[y].disks[v].content[**block as usize] != **old
-                            && !w.spoiled.contains_key(&(volume, **block))
+                        w.nodes[y].disks[v].content[*block as usize] != *old
+                            && !w.spoiled.contains_key(&(volume, *block))
                     })
                     .map(|(block, _)| *block)
                     .collect();
@@ -165,15 +165,15 @@ pub(crate) fn fua_is_durable(w: &mut World, primary: usize, asked: &Asked) {
 /// A write that is acknowledged lies on a node's stable storage.
 pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: usize) {
     let writer = whose(w, primary, node);
-    let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile();
     let blocks = asked.block..asked.block + asked.count;
+    let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile_in(blocks);
     // Its own data are enough: a later write may have been acknowledged before it.
-    let lost = volatile.range(blocks).find(|(block, old)| {
-        !w.spoiled.contains_key(&(asked.volume, **block))
-            && **old != asked.value_of(**block - asked.block)
+    let lost = volatile.iter().find(|(block, old)| {
+        !w.spoiled.contains_key(&(asked.volume, *block))
+            && *old != asked.value_of(*block - asked.block)
             && !w
                 .history
-                .may_be_durable(asked.volume, **block, **old, w.now + 1, writer)
+                .may_be_durable(asked.volume, *block, *old, w.now + 1, writer)
     });
     if let Some((block, old)) = lost {
         let text = format!(
@@ -395,8 +395,10 @@ fn node_not_converged(w: &World, node: usize, snapshot: &Snapshot) -> Option<Str
             }
             // Bits between two nodes that both follow a third may outlive its resync: the packet
             // that clears them is not sent where the activity log is in use. They are harmless.
-            let bystanders = snapshot.connections.len() > 1;
-            let bits = if bystanders { 0 } else { p.out_of_sync_sectors };
+            // With 8.4 equal generations mean no resync, whatever is marked: what an activity log has
+            // marked at an attach then stays marked until the next resync. The data are compared.
+            let kept = snapshot.connections.len() > 1 || !w.flushes_peers;
+            let bits = if kept { 0 } else { p.out_of_sync_sectors };
             if bits + p.pending + p.unacked > 0 {
                 return Some(format!(
                     "volume {} with node {}: {} sectors out of sync, {} pending, {} unacked",

@@ -407,12 +407,19 @@ impl Disk {
         }
     }
 
-    /// Blocks whose content a power cut may take back, with the oldest content that they may get.
-    pub fn volatile(&self) -> BTreeMap<u64, u64> {
-        let mut oldest = BTreeMap::new();
-        for v in &self.unflushed {
-            oldest.entry(v.block).or_insert(v.old);
-        }
+    /// Blocks whose content a power cut may take back, in order, with the oldest content that they
+    /// may get.
+    pub fn volatile(&self) -> Vec<(u64, u64)> {
+        self.volatile_in(0..u64::MAX)
+    }
+
+    /// The same of a range of blocks.
+    pub fn volatile_in(&self, blocks: std::ops::Range<u64>) -> Vec<(u64, u64)> {
+        let inside = self.unflushed.iter().filter(|v| blocks.contains(&v.block));
+        let mut oldest: Vec<(u64, u64)> = inside.map(|v| (v.block, v.old)).collect();
+        // Stable: of each block's writes the oldest stays first.
+        oldest.sort_by_key(|(block, _)| *block);
+        oldest.dedup_by_key(|(block, _)| *block);
         oldest
     }
 

@@ -32,5 +32,6 @@ pub mod stories;
 pub mod story;
 pub mod swarm;
 pub mod themes;
+pub mod variety;
 pub mod words;
 pub mod world;

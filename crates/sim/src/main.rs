@@ -254,6 +254,7 @@ fn swarm(args: &SwarmArgs) -> anyhow::Result<ExitCode> {
     let seeds = parse_range(args.seeds.as_deref().unwrap_or("0..100"))?;
     let sum = Soak {
         orders,
+        varies: false,
         base: seeds.start,
         worlds: Some(seeds.end.saturating_sub(seeds.start)),
         time: args.seconds.map(Duration::from_secs),
@@ -320,6 +321,7 @@ fn soak(args: &SoakArgs) -> anyhow::Result<ExitCode> {
     );
     let sum = Soak {
         orders: args.orders.orders()?,
+        varies: true,
         base,
         worlds: None,
         time: args.seconds.map(Duration::from_secs),

@@ -468,6 +468,13 @@ impl World {
         }
     }
 
+    /// Something is on its way between nodes.
+    pub fn carries_packets(&self) -> bool {
+        let links = self.links.values().filter(|l| !l.dead);
+        let mut wires = links.flat_map(|l| l.wires.iter().flatten());
+        wires.any(|wire| !wire.queue.is_empty())
+    }
+
     /// Some stream does not move.
     pub fn stands_still(&self) -> bool {
         let wires = self.links.values().flat_map(|l| l.wires.iter().flatten());

@@ -15,7 +15,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use crate::disk::{Lose, Where};
 use crate::rng::Rng;
 use crate::sometimes;
-use crate::world::{Config, MAX_VOLUMES, Weather, World, name};
+use crate::world::{Config, MAX_VOLUMES, SECOND, Weather, World, name};
 
 /// Options that differ between worlds.
 #[derive(Clone, Debug)]
@@ -100,6 +100,8 @@ pub struct Operator {
     takeover: Option<Takeover>,
     /// A Primary that stood still when another node took over.
     frozen: Option<usize>,
+    /// Promotions since a node had a follower.
+    lonely_promotions: u32,
 }
 
 /// Another node is to become Primary as soon as this one is frozen.
@@ -140,6 +142,7 @@ impl Operator {
             calm: false,
             takeover: None,
             frozen: None,
+            lonely_promotions: 0,
         }
     }
 
@@ -203,6 +206,19 @@ impl Operator {
                 self.frozen = None;
             }
             Some(_) => {}
+        }
+    }
+
+    /// A Primary that refuses a connection, because it would have to take over the peer's data
+    /// under its users, waits for somebody who demotes it.
+    fn demote_refused(&mut self, w: &mut World) {
+        let Some(primary) = self.primary.filter(|p| self.is_up(*p)) else {
+            return;
+        };
+        let log = w.nodes[primary].log.iter().rev();
+        let mut recent = log.take_while(|line| line.at + 3 * SECOND > w.now);
+        if recent.any(|line| line.text.contains("sync-target-primary-disconnect")) {
+            self.demote(w);
         }
     }
 
@@ -496,8 +512,11 @@ impl Operator {
             {
                 self.seen = view.holders;
                 for (volume, holders) in self.holders.iter_mut().enumerate() {
-                    if view.holders[volume] != 0 {
-                        *holders = view.holders[volume];
+                    // A peer that went shortly before the last disk is no heir.
+                    match (view.holders[volume], w.seen.last_holders(primary, volume)) {
+                        (0, 0) => {}
+                        (0, last) => *holders = last,
+                        (now, _) => *holders = now,
                     }
                 }
             }
@@ -551,6 +570,9 @@ impl Operator {
         if !force && !self.heirs().contains(&node) && w.has_disk(node) {
             return false;
         }
+        if !force && self.would_forget_ancestor(w, node) {
+            return false;
+        }
         let may_lack = w.bad_node == Some(node) || !w.has_disk(node);
         if !force && may_lack && !self.sees_heir_data(w, node) {
             return false;
@@ -558,6 +580,23 @@ impl Operator {
         let command = w.command(node, Command::Primary { force });
         self.promoting = Some((node, command));
         true
+    }
+
+    /// With 8.4 each promotion without a follower makes a generation, and the peer is told of the
+    /// last two ancestors only. One more, and a peer whose resync was cut off would take this data
+    /// for unrelated: the operator lets the peer come back first.
+    fn would_forget_ancestor(&mut self, w: &mut World, node: usize) -> bool {
+        if self.settings.resource.protocol_max > 101 || w.config.weather != Weather::ByPlace {
+            return false;
+        }
+        let is_followed =
+            (0..self.heirs.len()).all(|volume| mutual_holders(w, node, volume).count_ones() > 1);
+        if is_followed {
+            self.lonely_promotions = 0;
+        }
+        let forgets = self.lonely_promotions >= ANCESTORS_84;
+        self.lonely_promotions += u32::from(!forgets);
+        forgets
     }
 
     /// The node's own disks are UpToDate, or those of peers that have all data. A node without
@@ -881,6 +920,7 @@ impl Operator {
         }
         self.detached.clear();
         self.demote_frozen(w);
+        self.demote_refused(w);
         for node in 0..w.nodes.len() {
             if self.is_up(node) {
                 self.replace_bad_disks(w, node);
@@ -903,6 +943,9 @@ fn resize_to(w: &mut World, node: usize, volume: u16, size_sectors: u64) {
         },
     );
 }
+
+/// Ancestors that nodes of 8.4 tell each other.
+const ANCESTORS_84: u32 = 2;
 
 /// Blocks by which a volume's disks grow at most.
 const GROWN_MOST_BLOCKS: u64 = 4096;

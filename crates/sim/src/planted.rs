@@ -14,6 +14,7 @@ use crate::drive::{self, Trace};
 use crate::extras::Extra;
 use crate::plan::Orders;
 use crate::swarm::{Limits, run};
+use crate::variety;
 
 thread_local! {
     /// The bug of the worlds that this thread runs.
@@ -89,12 +90,28 @@ fn shows(bug: Planted) -> Shows {
         | P::SlotNotFenced
         | P::ConflictsNotSeen
         | P::ConflictRuleReversed
-        | P::ConflictsIgnoreAcks => Shows::Data,
+        | P::ConflictsIgnoreAcks
+        | P::AckClearsLaterMark
+        | P::BarrierAckBeforeWrites
+        | P::CopyOnFailedDiskCounts
+        | P::LocalFailureNotMarked
+        | P::ParkedNotResent
+        | P::UnsentNotMarked
+        | P::PeerDiskLossForgetsSent
+        | P::FlushJoinsRunningOne
+        | P::MarkedAgainForgotten
+        | P::ResyncWriteErrorIgnored
+        | P::ResyncNegAckClears
+        | P::VerifyForgetsDifference
+        | P::CrashedPrimaryForgotten
+        | P::QuorumNeverLost
+        | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
         | P::NoNewUuidOnLoss
         | P::DisklessKeepsGeneration
         | P::PlannedUuidNotNoted
+        | P::AckBeforeGeneration
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -104,6 +121,9 @@ fn shows(bug: Planted) -> Shows {
         | P::PingTimerNotRearmed
         | P::ResyncTimerNotRearmed
         | P::LostBuffer
+        | P::OutOfSyncNotMarked
+        | P::SilentPeerKept
+        | P::TwopcBothGiveWay
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -154,8 +174,8 @@ fn core_time(start: Instant) -> Duration {
         .map_or_else(|| start.elapsed(), Duration::from_nanos)
 }
 
-/// Runs a world of either kind: the planned ones, and those of the first design, have the seeds in
-/// turn. Gives what went wrong.
+/// Runs a world of either kind: the planned ones, as `soak` runs them, and those of the first design
+/// have the seeds in turn. Gives what went wrong.
 pub fn world(seed: u64, trace: Trace) -> Option<String> {
     if seed.is_multiple_of(2) {
         let limits = Limits {
@@ -164,7 +184,7 @@ pub fn world(seed: u64, trace: Trace) -> Option<String> {
         };
         run(seed / 2, &limits).violation
     } else {
-        drive::run(seed / 2, &Orders::default(), trace).violation
+        drive::run(seed / 2, &variety::orders(seed / 2), trace).violation
     }
 }
 
@@ -302,6 +322,21 @@ const RARE: &[Planted] = &[
     Planted::MarkedAtEndForgotten,
     Planted::ResyncRequestIgnoresDagtag,
     Planted::ConflictsIgnoreAcks,
+    Planted::AckClearsLaterMark,
+    Planted::AckBeforeGeneration,
+    Planted::CopyOnFailedDiskCounts,
+    Planted::LocalFailureNotMarked,
+    Planted::ParkedNotResent,
+    Planted::UnsentNotMarked,
+    Planted::PeerDiskLossForgetsSent,
+    Planted::MarkedAgainForgotten,
+    Planted::ResyncWriteErrorIgnored,
+    Planted::ResyncNegAckClears,
+    Planted::VerifyForgetsDifference,
+    Planted::CrashedPrimaryForgotten,
+    Planted::TwopcBothGiveWay,
+    Planted::QuorumNeverLost,
+    Planted::OldLogCounts,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -20,6 +20,8 @@ struct Relied {
     lone: [Option<(usize, u64)>; MAX_VOLUMES],
     /// It was demoted when so many writes had reached its disk, and its metadata do not say so yet.
     demoted: [Option<u64>; MAX_VOLUMES],
+    /// While it was Primary: who had all data the last time that anybody had them.
+    holders: [u32; MAX_VOLUMES],
 }
 
 /// What the checkers saw last.
@@ -37,6 +39,11 @@ impl Seen {
             relied: vec![Relied::default(); nodes],
             stale: BTreeMap::new(),
         }
+    }
+
+    /// Who had all data of a volume when a Primary, as it sees it, last had any; 0 if it is unknown.
+    pub(crate) fn last_holders(&self, primary: usize, volume: usize) -> u32 {
+        self.relied[primary].holders[volume]
     }
 
     /// The node is not up any more.
@@ -68,6 +75,9 @@ pub(crate) fn states_changed(w: &mut World) {
             }
             if view.role == Role::Primary {
                 relied.demoted[volume] = None;
+                if view.holders[volume] != 0 {
+                    relied.holders[volume] = view.holders[volume];
+                }
             } else if relied.is_primary && would_crash {
                 relied.demoted[volume] = Some(sequence);
             }

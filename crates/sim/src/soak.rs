@@ -14,12 +14,15 @@ use crate::marks::{MARKS, Marks};
 use crate::plan::Orders;
 use crate::shrink::{Shrunk, kind, shrink};
 use crate::story::LEGEND;
+use crate::variety;
 
 /// What to run.
 #[derive(Clone, Debug)]
 pub struct Soak {
     /// What the command line fixes of each world.
     pub orders: Orders,
+    /// Where it fixes nothing, other kinds of worlds come in turn (`variety`).
+    pub varies: bool,
     /// The first seed; the others follow.
     pub base: u64,
     /// Worlds; none is without end.
@@ -80,7 +83,7 @@ impl Soak {
                         if end.is_some_and(|end| seed >= end) {
                             return;
                         }
-                        let result = run(seed, &self.orders, Trace::Off);
+                        let result = run(seed, &self.orders_of(seed), Trace::Off);
                         if send.send(result).is_err() {
                             return;
                         }
@@ -117,6 +120,13 @@ impl Soak {
         sum
     }
 
+    fn orders_of(&self, seed: u64) -> Orders {
+        match self.varies && variety::is_open(&self.orders) {
+            true => variety::orders(seed),
+            false => self.orders.clone(),
+        }
+    }
+
     fn take(&self, sum: &mut Sum, result: &Played) {
         sum.worlds += 1;
         sum.steps += result.steps;
@@ -136,7 +146,7 @@ impl Soak {
         if entry.0 > 1 {
             println!(
                 "FAILED again: {violation}\n  {}",
-                self.orders.command(result.seed)
+                self.orders_of(result.seed).command(result.seed)
             );
             return;
         }
@@ -147,7 +157,7 @@ impl Soak {
         } else {
             0
         };
-        let small = shrink(result.seed, &self.orders, result, budget);
+        let small = shrink(result.seed, &self.orders_of(result.seed), result, budget);
         let text = report(result, &small, self.lines);
         println!("{text}");
         if let Some(path) = &self.record {

@@ -150,3 +150,35 @@ fn a_disk_that_has_just_refused_a_write_need_not_have_it() {
 fn a_generation_that_is_confirmed_while_the_own_disk_comes_back_is_no_ancestor_there() {
     holds(600244, Size::Any, "0", "0-2,8-10");
 }
+
+#[test]
+fn an_84_peer_hears_of_each_generation_that_the_first_promotion_makes() {
+    // A late state from before the initial sync was skipped made one more.
+    holds(300705, Size::Any, "0", "0");
+}
+
+#[test]
+fn a_crashed_84_primary_keeps_its_peers_generation_among_the_ancestors() {
+    holds(400102, Size::Any, "0-1,9-10", "1-2,21-23,25-57,59-64,67-74");
+}
+
+#[test]
+fn marks_of_an_84_disk_that_was_detached_alone_stay() {
+    holds(410037, Size::Any, "6-7,10,15-16", "8");
+}
+
+#[test]
+fn who_was_lost_just_before_the_primarys_disk_is_no_heir() {
+    holds(401436, Size::Any, "0-1,3", "1,24");
+}
+
+#[test]
+fn disks_fail_under_protocol_c_only() {
+    // Under protocol A the write was on the failed disk alone.
+    holds(401724, Size::Any, "6-7,9", "26,28");
+}
+
+#[test]
+fn the_operator_demotes_a_primary_that_refuses_the_data_of_a_crashed_one() {
+    first_design_holds(7294);
+}

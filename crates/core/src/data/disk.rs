@@ -586,6 +586,7 @@ impl Resource {
     /// Flushes the data device for `waiter`; one flush serves all who asked before it started.
     pub(crate) fn flush_disk(&mut self, volume: VolumeNr, waiter: FlushWaiter) {
         let skips = planted!(self, FlushSkipsLocalDisk) && matches!(waiter, FlushWaiter::App(_));
+        let joins = planted!(self, FlushJoinsRunningOne);
         let needed = self.disk_io(volume).map(|io| io.flushes && !skips);
         match needed {
             Some(true) => {}
@@ -605,6 +606,10 @@ impl Resource {
         let Some(io) = self.disk_io(volume) else {
             return;
         };
+        if joins && let Some(running) = io.flushing.as_mut() {
+            running.push(waiter);
+            return;
+        }
         io.flush_next.push(waiter);
         if io.flushing.is_none() {
             self.start_flush(volume);

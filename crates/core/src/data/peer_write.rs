@@ -416,7 +416,7 @@ impl Resource {
             write.stage = Stage::Written;
         }
         // The ack says that the generation is here, too.
-        if self.meta_is_durable(volume) {
+        if self.meta_is_durable(volume) || planted!(self, AckBeforeGeneration) {
             self.peer_write_acked(volume, peer, number);
         } else if let Some(device) = self.devices.get_mut(&volume) {
             device.io.gated_acks.push((peer, number));
@@ -548,11 +548,9 @@ impl Resource {
         if conn.io.flushing.is_some() || conn.io.draining {
             return;
         }
-        let done = conn
-            .io
-            .epochs
-            .iter()
-            .take_while(|e| e.barrier.is_some() && e.active == 0);
+        let done = conn.io.epochs.iter().take_while(|e| {
+            e.barrier.is_some() && (e.active == 0 || planted!(self, BarrierAckBeforeWrites))
+        });
         let mut volumes: Vec<VolumeNr> = Vec::new();
         let mut epochs = 0;
         for epoch in done {
@@ -1003,6 +1001,9 @@ impl Resource {
         let (start, end) = (desc.sector, desc.sector.end_of(desc.size_bytes));
         if let Some(conn) = self.connections.get_mut(&peer) {
             for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
+                if planted!(self, AckClearsLaterMark) {
+                    break;
+                }
                 if write.sector < end && start < write.sector.end_of(write.size_bytes) {
                     write.flags.remove(DataFlags::MAY_SET_IN_SYNC);
                 }
@@ -1010,6 +1011,9 @@ impl Resource {
         }
         self.overtake_peer_writes(volume, desc.sector, desc.size_bytes, Some(peer));
         self.target_marked_again(volume, peer, desc.sector, desc.size_bytes);
+        if planted!(self, OutOfSyncNotMarked) {
+            return;
+        }
         self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
         self.target_kick(volume, peer);
     }

@@ -340,7 +340,7 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
             return;
         };
-        if ok {
+        if ok || planted!(self, ResyncNegAckClears) {
             self.source_in_sync(volume, peer, &request);
         } else {
             let block = self

@@ -735,7 +735,7 @@ impl Resource {
         key: Key,
         result: Result<(), DiskError>,
     ) {
-        if result.is_err() {
+        if result.is_err() && !planted!(self, ResyncWriteErrorIgnored) {
             self.disk_failed(volume, DiskFault::Data);
             self.target_failed(volume, peer, key);
             return;
@@ -920,7 +920,8 @@ impl Resource {
         sector: Sector,
         size_bytes: u32,
     ) {
-        let Some(sync) = self.target(volume, peer) else {
+        let forgets = planted!(self, MarkedAgainForgotten);
+        let Some(sync) = self.target(volume, peer).filter(|_| !forgets) else {
             return;
         };
         let end = sector.end_of(size_bytes);

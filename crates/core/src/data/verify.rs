@@ -634,7 +634,7 @@ impl Resource {
             self.verify_cancel(volume, peer, &request);
             return;
         }
-        if result == OvResultCode::OutOfSync {
+        if result == OvResultCode::OutOfSync && !planted!(self, VerifyForgetsDifference) {
             self.verify_mark(volume, peer, block.sector, block.size_bytes);
         }
         self.verify_count(volume, peer, block.size_bytes, result);

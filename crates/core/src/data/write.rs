@@ -182,7 +182,7 @@ impl Resource {
         };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let serial = self.al_serial(volume);
-        let hot = req.al == Some(serial);
+        let hot = req.al == Some(serial) || req.al.is_some() && planted!(self, OldLogCounts);
         if hot || !self.takes_writes(volume) || self.al_get(volume, sector, size, Owner::App(key)) {
             self.app_write_hot(volume, key);
         }
@@ -569,7 +569,8 @@ impl Resource {
             return;
         }
         // A copy on a disk that is gone is none: whoever serves the data now has to get the write.
-        let lost_copy = self.state.disk(volume) <= DiskState::Failed;
+        let lost_copy =
+            self.state.disk(volume) <= DiskState::Failed && !planted!(self, CopyOnFailedDiskCounts);
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
@@ -672,7 +673,9 @@ impl Resource {
         let mut news = NodeMask::EMPTY;
         // Whoever has it differs from this disk if it failed here.
         let (have, in_sync) = match req.local {
-            Local::Failed => (NodeMask::EMPTY, NodeMask::EMPTY),
+            Local::Failed if !planted!(self, LocalFailureNotMarked) => {
+                (NodeMask::EMPTY, NodeMask::EMPTY)
+            }
             _ => (req.ok, req.in_sync),
         };
         let forgets = planted!(self, BitsNotSetWhileAway);
@@ -778,6 +781,7 @@ impl Resource {
             .iter()
             .filter_map(|key| self.io.requests.get(*key))
             .filter(|req| req.volume == volume && !req.sent.contains(peer))
+            .filter(|_| !planted!(self, UnsentNotMarked))
             .map(|req| (req.sector, req.size_bytes))
             .collect();
         for (sector, size_bytes) in unsent {
@@ -1007,7 +1011,7 @@ impl Resource {
                 if lost {
                     self.redo_on_target(key, peer);
                 }
-                if resends {
+                if resends && !planted!(self, ParkedNotResent) {
                     // The epoch may be over since long: its barrier follows.
                     self.io.barriers_due = true;
                     self.send_write(peer, key);
@@ -1035,6 +1039,7 @@ impl Resource {
             .iter()
             .filter_map(|key| self.io.requests.get(*key))
             .filter(|req| req.volume == volume)
+            .filter(|_| !planted!(self, PeerDiskLossForgetsSent))
             .map(|req| (req.sector, req.size_bytes))
             .collect();
         for (sector, size_bytes) in ranges {
