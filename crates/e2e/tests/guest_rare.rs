@@ -126,6 +126,41 @@ fn policies(pair: &mut Mixed84) -> Result<()> {
     Ok(())
 }
 
+/// One side stays Primary, and wrote more. The policies for that case discard the other's changes.
+fn policies_with_a_primary(pair: &mut Mixed84) -> Result<()> {
+    for policy in ["consensus", "call-pri-lost-after-sb"] {
+        pair.down()?;
+        let net = format!(
+            "protocol C; after-sb-0pri discard-least-changes; after-sb-1pri {policy}; {PACE}"
+        );
+        pair.set_net(&net, &net)?;
+        pair.up()?;
+        pair.wait_in_sync()?;
+        for kernel_stays in [true, false] {
+            pair.adm(&["disconnect", "r0"])?;
+            pair.kernel
+                .sh("drbdadm disconnect r0 && drbdadm primary r0")?;
+            pair.adm(&["primary", "r0"])?;
+            let device = pair.device(0)?;
+            if kernel_stays {
+                scribble_in_kernel(&pair.kernel, 0)?;
+                host_sh(&write_two("$0"), &device)?;
+                pair.adm(&["secondary", "r0"])?;
+            } else {
+                scribble(&device)?;
+                pair.kernel.sh(&write_two("/dev/drbd0"))?;
+                pair.kernel.sh("drbdadm secondary r0")?;
+            }
+            pair.kernel.sh("drbdadm connect r0")?;
+            pair.adm(&["connect", "r0"])?;
+            pair.wait_in_sync()?;
+            pair.kernel.sh("drbdadm secondary r0")?;
+            pair.adm(&["secondary", "r0"])?;
+        }
+    }
+    Ok(())
+}
+
 /// Changes a node's disk behind its back: three blocks.
 fn rot(image: &Path) -> Result<()> {
     let file = fs::File::options().write(true).open(image)?;
@@ -191,5 +226,6 @@ fn a_kernel_84_peer_agrees_in_rare_states_too() -> Result<()> {
     without_a_disk(&pair)?;
     secondaries_verify(&pair)?;
     policies(&mut pair)?;
+    policies_with_a_primary(&mut pair)?;
     pair.check_end(&["Out of sync: start=", "Online verify found 3 4k block"])
 }

@@ -69,6 +69,36 @@ fn verify(pair: &Mixed84) -> Result<()> {
     pair.wait_in_sync()
 }
 
+/// A bitmap resync in either direction that either side pauses.
+fn paused(pair: &Mixed84, kernel_is_source: bool, own: bool) -> Result<()> {
+    let (here, there) = if kernel_is_source {
+        ("PausedSyncT", "PausedSyncS")
+    } else {
+        ("PausedSyncS", "PausedSyncT")
+    };
+    pair.kernel.sh("drbdadm disconnect r0")?;
+    if kernel_is_source {
+        scribble_in_kernel(&pair.kernel, 0)?;
+    } else {
+        scribble(&pair.device(0)?)?;
+    }
+    let pause = |verb: &str| {
+        if own {
+            pair.adm(&[verb, "r0"])
+        } else {
+            pair.kernel.sh(&format!("drbdadm {verb} r0")).map(drop)
+        }
+    };
+    pause("pause-sync")?;
+    pair.kernel.sh("drbdadm connect r0")?;
+    pair.wait("a paused resync", |pair| Ok(pair.state(0)?[3] == here))?;
+    wait_state(&pair.kernel, "a paused resync", DRBD_LIMIT, |s| {
+        s.connection == there
+    })?;
+    pause("resume-sync")?;
+    pair.wait_in_sync()
+}
+
 #[test]
 fn two_volumes_go_through_syncs_verifies_trims_and_pauses_in_both_directions() -> Result<()> {
     if !can_emulate() || !can_mount() {
@@ -97,32 +127,14 @@ fn two_volumes_go_through_syncs_verifies_trims_and_pauses_in_both_directions() -
         .sh("blkdiscard -o 8388608 -l 4194304 /dev/drbd0")?;
     scribble_in_kernel(&pair.kernel, 0)?;
 
-    // Bitmap resyncs that are paused by either side.
-    for own in [true, false] {
-        pair.kernel.sh("drbdadm disconnect r0")?;
-        scribble_in_kernel(&pair.kernel, 0)?;
-        if own {
-            pair.adm(&["pause-sync", "r0"])?;
-        } else {
-            pair.kernel.sh("drbdadm pause-sync r0")?;
-        }
-        pair.kernel.sh("drbdadm connect r0")?;
-        pair.wait("a paused resync", |pair| {
-            Ok(pair.state(0)?[3] == "PausedSyncT")
-        })?;
-        wait_state(&pair.kernel, "a paused resync", DRBD_LIMIT, |s| {
-            s.connection == "PausedSyncS"
-        })?;
-        if own {
-            pair.adm(&["resume-sync", "r0"])?;
-        } else {
-            pair.kernel.sh("drbdadm resume-sync r0")?;
-        }
-        pair.wait_in_sync()?;
-    }
+    paused(&pair, true, true)?;
+    paused(&pair, true, false)?;
+    pair.hand_to_lockstep()?;
+    paused(&pair, false, true)?;
+    paused(&pair, false, false)?;
+    pair.adm(&["secondary", "r0"])?;
 
     // Protocol B, both as Primary.
-    pair.kernel.sh("drbdadm secondary r0")?;
     pair.down()?;
     let net = format!("protocol B; verify-alg crc32c; {PACE}");
     pair.set_net(&net, &net)?;

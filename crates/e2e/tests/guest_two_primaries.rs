@@ -21,6 +21,10 @@ fn verified(from_mib: u32, mib: u32) -> String {
     )
 }
 
+/// Random writes to the same few blocks, from four threads.
+const SAME: &str = "--name=same --rw=randwrite --direct=1 --bs=4k --ioengine=psync --thread \
+     --numjobs=4 --size=64k --randrepeat=0 --time_based --runtime=5";
+
 fn here(device: &Path, fio: &str) -> Result<Child> {
     Command::new("fio")
         .args(fio.split_whitespace())
@@ -37,6 +41,33 @@ fn at_once(pair: &Mixed84, own: &str, kernel: &str) -> Result<()> {
     let ended = here(&pair.device(0)?, own)?.wait()?;
     pair.kernel.finish_job("fio", LIMIT)?;
     ensure!(ended.success(), "fio found a fault");
+    Ok(())
+}
+
+/// More of them are for hours when nobody waits: kernels drop the connection now and then.
+fn rounds_of_overlap() -> u32 {
+    let rounds = std::env::var("LOCKSTEP_OVERLAP_ROUNDS").ok();
+    rounds.and_then(|r| r.parse().ok()).unwrap_or(0)
+}
+
+/// Both write the same blocks at the same time. Who wins is open, but both agree on it.
+fn overlapping(pair: &Mixed84) -> Result<()> {
+    // The emulated fio takes long to start: it may end when this one has begun.
+    let done = pair.notes().join("done");
+    let job = format!("chroot /host fio {SAME} --filename=/dev/drbd0");
+    pair.kernel.start_job("fio", &job)?;
+    let device = pair.device(0)?;
+    let script = format!(
+        "while [ ! -e {} ]; do fio {SAME} --filename={} > /dev/null || exit 1; done",
+        done.display(),
+        device.display()
+    );
+    let mut own = Command::new("sh").args(["-c", &script]).spawn()?;
+    let ended = pair.kernel.finish_job("fio", LIMIT);
+    std::fs::write(done, "")?;
+    let own = own.wait()?;
+    ended?;
+    ensure!(own.success(), "a write failed here");
     Ok(())
 }
 
@@ -101,6 +132,11 @@ fn a_kernel_84_peer_may_be_primary_as_well() -> Result<()> {
     in_turn(&pair)?;
     at_once(&pair, &verified(0, 4), &verified(16, 1))?;
     pair.wait_in_sync()?;
+    for round in 0..rounds_of_overlap() {
+        overlapping(&pair).with_context(|| format!("round {round}"))?;
+        // Blocks of which the kernel does not say that they are stable are marked here.
+        pair.wait_connected()?;
+    }
     pair.kernel.sh("drbdadm secondary r0")?;
     pair.adm(&["secondary", "r0"])?;
     pair.check_same_data()

@@ -384,6 +384,8 @@ fn drbd84_lost_link() {
         "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(19320)",
     ];
     replay("84", "24-link-loss", 1, &lost);
+    // The writer goes on while the link is dead, unseen.
+    replay_until("84", "24-link-loss", 0, Some("(host: tap t02 down"), &[]);
 }
 
 #[test]
@@ -406,6 +408,8 @@ fn drbd84_two_primaries() {
     // began before it was on the wire, and ended unseen.
     replay_until("84", "22-dual-primary", 0, Some("(wl randw"), &[]);
     replay_until("84", "22-dual-primary", 1, Some("(wl randw"), &[]);
+    let few = "29-dual-primary-few-conflicts";
+    replay_until("84", few, 0, Some("(wl randw"), &[]);
 }
 
 #[test]
@@ -447,4 +451,12 @@ fn drbd84_failing_disk_of_the_secondary() {
         "extra at the end of the connection: Data CompressedBitmap(CompressedBitmap { first_run: Set",
     ];
     replay("84", "28-disk-error", 1, &log);
+    // Whether a write left before or after the news of the failed disk was read is not in a capture.
+    replay_until(
+        "84",
+        "28-disk-error",
+        0,
+        Some("printf \"0 67584 error"),
+        &[],
+    );
 }
