@@ -408,18 +408,19 @@ impl Worker {
         let explicit = lock(&self.explicit).contains(&key.0);
         let session = served.device.gate().and_then(|gate| gate.session());
         let writes = session.is_some_and(|session| session.access == Some(Access::Write));
-        let wanted = report.role == Role::Primary && (explicit || writes);
-        if wanted {
-            let promotion = if explicit {
-                Promotion::Explicit
-            } else {
-                Promotion::Automatic
-            };
-            self.holding.keep(key, &served.device, uuid, promotion);
-        } else if served.held {
-            self.holding.forget(key);
+        let promotion = match report.role == Role::Primary {
+            true if explicit => Some(Promotion::Explicit),
+            true if writes => Some(Promotion::Automatic),
+            // Without the holder nothing would end its wait for a daemon that never comes.
+            _ if served.device.waits_by_itself() => Some(Promotion::Never),
+            _ => None,
+        };
+        match promotion {
+            Some(promotion) => self.holding.keep(key, &served.device, uuid, promotion),
+            None if served.held => self.holding.forget(key),
+            None => {}
         }
-        served.held = wanted;
+        served.held = promotion.is_some();
     }
 
     /// Finds out how open devices are used.
@@ -472,6 +473,8 @@ impl Worker {
 
     /// Closes a volume whose device nobody uses, and opens one for writing whose device is claimed.
     fn checked(&mut self, key: &Key, uses: u64, usage: Usage) {
+        let report = self.board.report(&key.0);
+        let fails = report.is_some_and(|report| report.force_io_failures);
         let Some(served) = self.devices.get_mut(key) else {
             return;
         };
@@ -484,6 +487,16 @@ impl Worker {
         match usage {
             Usage::Unused => {
                 gate.close(uses);
+            }
+            // After a demotion by force everything fails until the last user has gone.
+            Usage::Unwritten if fails => {
+                gate.close(uses);
+            }
+            Usage::Unwritten => {
+                tracing::warn!(
+                    device = %served.device.path().display(),
+                    "what was written last has failed, and its volume stays open"
+                );
             }
             Usage::Claimed if access == Some(Access::Read) => {
                 // It may take `auto-promote-timeout`, and a refusal meets the next write as well.
@@ -641,11 +654,20 @@ impl Worker {
     }
 
     fn release(&mut self, resource: &str, volume: Option<u16>, force: bool) -> Result<(), String> {
-        self.released.insert((resource.to_owned(), volume));
         let is_meant = |key: &Key| key.0 == resource && volume.is_none_or(|v| v == key.1);
         for key in self.holding.keys().iter().filter(|key| is_meant(key)) {
             self.give_up(key, "the resource is made Secondary");
         }
+        // What the operator has suspended is answered by nobody, not even with an error.
+        let report = self.board.report(resource);
+        if force && !report.is_some_and(|r| r.suspended.iter().any(|reason| reason == "user")) {
+            tracing::warn!(
+                resource,
+                "Secondary by force: all I/O of a device in use fails until its last user has gone"
+            );
+            return Ok(());
+        }
+        self.released.insert((resource.to_owned(), volume));
         let keys = self.devices.keys().filter(|key| is_meant(key));
         let keys: Vec<Key> = keys.cloned().collect();
         for key in keys {
@@ -729,8 +751,8 @@ impl Worker {
     }
 }
 
-/// Finds out how a device is used. If nobody uses it, all that was written is durable then, and
-/// nothing that was read is remembered.
+/// Finds out how a device is used. If nobody uses it, all that was written is durable then, or has
+/// failed, and nothing that was read is remembered.
 fn find_usage(number: BlockNumber) -> Usage {
     let found = match number.visible_usage() {
         Ok(Some(visible)) => Ok(visible),

@@ -39,6 +39,9 @@ pub(crate) struct Left {
 /// How a resource became Primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Promotion {
+    /// It is not: the next daemon begins anew. The holder has to know of the device all the same,
+    /// to end its wait.
+    Never,
     /// By command.
     Explicit,
     /// By its device's use; it is demoted when that ends.
@@ -105,6 +108,8 @@ impl Holding {
             }
             let parsed = patience.and_then(|_| parse(&held.key, &held.state));
             match parsed {
+                // It is taken away with all that dead daemons left.
+                Some((_, _, _, Promotion::Never)) => client.remove(&held.key)?,
                 Some((key, state, uuid, promotion)) => {
                     let descriptor = held.descriptor;
                     holding.left.insert(
@@ -180,10 +185,15 @@ impl Holding {
     ) {
         let Some(client) = &self.client else { return };
         let word = match promotion {
+            Promotion::Never => NEVER,
             Promotion::Explicit => EXPLICIT,
             Promotion::Automatic => AUTOMATIC,
         };
         let line = device.state().to_line();
+        let uuid = match promotion {
+            Promotion::Never => 0,
+            Promotion::Explicit | Promotion::Automatic => uuid,
+        };
         let text = format!("{line};{:016x};{word}", plain(uuid));
         if self.told.get(key) == Some(&text) {
             return;
@@ -231,6 +241,7 @@ fn name(key: &Key) -> String {
 
 /// What the holder keeps their memory as; devices have a slash.
 const GENERATIONS: &str = "generations";
+const NEVER: &str = "never";
 const EXPLICIT: &str = "explicit";
 const AUTOMATIC: &str = "automatic";
 
@@ -239,6 +250,7 @@ fn parse(key: &str, state: &str) -> Option<(Key, BlockState, u64, Promotion)> {
     let (line, rest) = state.split_once(';')?;
     let (uuid, word) = rest.split_once(';')?;
     let promotion = match word {
+        NEVER => Promotion::Never,
         EXPLICIT => Promotion::Explicit,
         AUTOMATIC => Promotion::Automatic,
         _ => return None,

@@ -178,3 +178,46 @@ fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
     wait_closed(&cluster, 0)?;
     cluster.check_same_data(0, 46)
 }
+
+#[test]
+fn a_forced_demotion_fails_the_io_of_a_mounted_device_until_it_is_unmounted() -> Result<()> {
+    if !can_mount() || !has_program("mkfs.ext4") {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(47))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 47, 0)?;
+    run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
+    let mount = cluster.mount(&device)?;
+    let kept = fs::File::create(mount.join("kept"))?;
+    kept.write_all_at(b"kept", 0)?;
+    kept.sync_all()?;
+    let forced = cluster.setup_raw(0, &["secondary", "r0", "--force"])?;
+    ensure!(forced.status.success(), "{forced:?}");
+    ensure!(cluster.device(0, 47, 0)? == device, "the device has gone");
+    let lost = kept.write_all_at(b"lost", 0).and_then(|()| kept.sync_all());
+    ensure!(lost.is_err(), "a write on a Secondary");
+    ensure!(cluster.log(0)?.contains("Secondary by force"), "no word");
+    // The other node takes over, although the old users are still there.
+    cluster.adm(1, &["primary", "r0"])?;
+    let other = cluster.device(1, 47, 0)?;
+    let at_other = cluster.mount(&other)?;
+    ensure!(fs::read(at_other.join("kept"))? == b"kept");
+    fs::write(at_other.join("other"), "other")?;
+    cluster.unmount(&at_other)?;
+    cluster.adm(1, &["secondary", "r0"])?;
+    let early = cluster.adm_raw(0, &["primary", "r0"])?;
+    ensure!(!early.status.success(), "Primary under the old mount");
+    drop(kept);
+    run(Command::new("umount").arg(&mount))?;
+    cluster.wait("the end of the use", |c| {
+        Ok(c.adm_raw(0, &["primary", "r0"])?.status.success())
+    })?;
+    let device = cluster.device(0, 47, 0)?;
+    let mount = cluster.mount(&device)?;
+    ensure!(fs::read(mount.join("kept"))? == b"kept");
+    ensure!(fs::read(mount.join("other"))? == b"other");
+    cluster.unmount(&mount)?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 44)
+}

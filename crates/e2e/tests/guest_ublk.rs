@@ -13,6 +13,11 @@ use lockstep_e2e::{binary, has_program, run};
 /// SIGKILLs of the Primary's daemon; `LOCKSTEP_UBLK_KILLS` asks for more.
 const KILLS: usize = 3;
 
+/// Kills that do not wait until the daemon before has brought the I/O back, and the longest time
+/// between two of them.
+const QUICK_KILLS: u64 = 3;
+const QUICK_US: u64 = 6_000_000;
+
 /// One round of fio in an emulated machine.
 const ROUND_LIMIT: Duration = Duration::from_secs(300);
 
@@ -27,7 +32,8 @@ const CONFIGURATION: &str = "resource r0 {
 }
 ";
 
-/// `adm NODE WORDS`, `setup NODE WORDS`, `start NODE` and `stop NODE`.
+/// `adm NODE WORDS`, `setup NODE WORDS`, `start NODE [OPTIONS]`, `killed NODE` and `probe`; `again NODE`
+/// starts a killed node once more. `try NODE` writes to its device, `disk NODE` names that.
 const HELPERS: &str = r#"
 node() { chroot /host env LOCKSTEP_DIR=/run/$1 /run/bin/$2 $3 $4 $5 $6 $7 2>&1; }
 adm() { n=$1; shift; node $n drbdadm "$@"; }
@@ -35,10 +41,29 @@ setup() { n=$1; shift; node $n drbdsetup "$@"; }
 start() {
     rm -f /run/$1/control.sock
     chroot /host env LOCKSTEP_DIR=/run/$1 setsid /run/bin/lockstepd --device ublk --shards 1 \
-        --pool-mib 32 --hold 300 < /dev/null >> /run/$1/log 2>&1 &
+        --pool-mib 32 ${2---hold 300} < /dev/null >> /run/$1/log 2>&1 &
     while [ ! -S /run/$1/control.sock ]; do usleep 20000; done
 }
 killed() { kill -9 $(cat /run/$1/lockstepd.pid); }
+ended() {
+    adm $1 down r0
+    p=$(cat /run/$1/lockstepd.pid)
+    kill $p
+    while kill -0 $p 2> /dev/null; do usleep 20000; done
+}
+primary() { until adm $1 primary r0; do usleep 100000; done; }
+again() { start $1 "$2" && adm $1 up r0; }
+disk() { readlink /run/$1/dev/drbd$([ $1 = alfa ] && echo 0 || echo 1); }
+try() { chroot /host /bin/dd if=/dev/zero of=$1 bs=4k count=1 oflag=direct conv=nocreat 2>&1; }
+# One durable write after the other, with the time of each: begin and end in seconds.
+probe() {
+    while [ ! -e /run/stop-load ]; do
+        read begin rest < /proc/uptime
+        echo $begin | dd of=/host/mnt/probe bs=512 conv=fsync,notrunc 2> /dev/null || exit 1
+        read end rest < /proc/uptime
+        echo $begin $end
+    done
+}
 "#;
 
 struct Nodes {
@@ -213,6 +238,7 @@ fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
         "load",
         &format!("while :; do chroot /host {fio} || exit 1; [ -e /run/stop-load ] && exit 0; done"),
     )?;
+    guest.start_job("probe", ". /run/helpers; probe > /run/probed")?;
     for kill in 0..kills {
         let before = nodes.sectors_written()?;
         let more = guest.wait("more writes", ROUND_LIMIT, |guest| {
@@ -231,7 +257,21 @@ fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
         nodes.wait_status("alfa", "Primary again", "role:Primary")?;
         nodes.wait_in_sync()?;
     }
+    let longest =
+        guest.sh("awk '{ print $2 - $1 }' /run/probed | sort -rn | head -n 30 | tr '\\n' ' '")?;
+    eprintln!("longest waits for a durable write in seconds, {kills} kills: {longest}");
+    for quick in 0..QUICK_KILLS {
+        // In any step of the recovery; some after it.
+        nodes.sh(&format!(
+            "killed alfa; start alfa; adm alfa up r0; usleep {}",
+            quick * 7_919_000 % QUICK_US
+        ))?;
+    }
+    nodes.wait_status("alfa", "Primary again", "role:Primary")?;
     guest.sh("touch /run/stop-load")?;
+    if let Err(error) = guest.finish_job("probe", ROUND_LIMIT) {
+        return Err(error.context(nodes.report()?));
+    }
     if let Err(error) = guest.finish_job("load", ROUND_LIMIT) {
         return Err(error.context(nodes.report()?));
     }
@@ -260,6 +300,36 @@ fn a_ublk_device_outlives_its_daemon() -> Result<()> {
         Ok(()) => Ok(()),
         Err(error) => Err(error.context(nodes.report()?)),
     }
+}
+
+#[test]
+fn ublk_devices_without_a_next_daemon_end_and_come_back() -> Result<()> {
+    if !can_emulate() || !has_program("strip") {
+        return Ok(());
+    }
+    let nodes = Nodes::start()?;
+    match ends(&nodes) {
+        Ok(()) => Ok(()),
+        Err(error) => Err(error.context(nodes.report()?)),
+    }
+}
+
+fn ends(nodes: &Nodes) -> Result<()> {
+    // Nobody comes back to a Secondary: its holder ends what waits.
+    nodes.sh("ended bravo; again bravo '--hold 2'")?;
+    nodes.wait_in_sync()?;
+    nodes.sh("d=$(disk bravo); killed bravo; ! try $d && [ ! -e $d ]")?;
+    // The next daemon makes another device. Without a holder it ends at once.
+    nodes.sh("again bravo '' && d=$(disk bravo); killed bravo; ! try $d
+         again bravo && [ -e $(disk bravo) ]")?;
+    nodes.wait_in_sync()?;
+    // A Primary's, which the holder was to keep.
+    nodes.sh(
+        "ended alfa; again alfa '--hold 2' && primary alfa && d=$(disk alfa)
+         try $d && killed alfa; ! try $d && [ ! -e $d ] || exit 1
+         again alfa && primary alfa && try $(disk alfa)",
+    )?;
+    nodes.wait_in_sync()
 }
 
 fn story(nodes: &Nodes, kills: usize) -> Result<()> {

@@ -130,6 +130,15 @@ impl BlockDevice {
         }
     }
 
+    /// Whether its I/O waits when its server dies although no holder has a descriptor: then only a
+    /// server or a holder that knows of it can end that.
+    pub fn waits_by_itself(&self) -> bool {
+        match self {
+            BlockDevice::Loop(_) => false,
+            BlockDevice::Ublk(device) => device.lifetime() == Lifetime::BeyondServer,
+        }
+    }
+
     /// A descriptor for the holder. That of a ublk device stands for nothing: the kernel itself keeps
     /// the device.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {

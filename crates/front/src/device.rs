@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -229,6 +229,7 @@ impl MountedDevice {
             size_bytes: AtomicU64::new(properties.size_bytes),
             block_bytes: granularity(properties),
             max_write,
+            bound: AtomicBool::new(false),
         });
         let Connection {
             fuse,
@@ -292,6 +293,7 @@ impl MountedDevice {
             size_bytes: AtomicU64::new(spec.properties.size_bytes),
             block_bytes: state.block_bytes,
             max_write: state.max_write,
+            bound: AtomicBool::new(true),
         });
         let stop = Arc::new(Stop::new().map_err(|error| refuse(error.to_string()))?);
         let mut device = MountedDevice {
@@ -459,6 +461,7 @@ impl MountedDevice {
             source,
         })?;
         (self.state.number, self.state.connection) = bound?;
+        self.shape.bound.store(true, Ordering::SeqCst);
         // From here on the loop device keeps the file and its mount alive.
         self.tell_gate();
         let device = self.path();

@@ -15,6 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, recvmsg, sendmsg,
@@ -309,12 +310,10 @@ fn send(socket: &OwnedFd, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> i
     if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)) {
         return Err(ErrorKind::InvalidInput.into());
     }
-    sendmsg(
-        socket,
-        &[IoSlice::new(bytes)],
-        &mut ancillary,
-        SendFlags::NOSIGNAL,
-    )?;
+    // A wait with a time limit is not begun again by the kernel after a signal, and an answer that is
+    // not taken would be taken for that of the next message.
+    let bytes = [IoSlice::new(bytes)];
+    retry_on_intr(|| sendmsg(socket, &bytes, &mut ancillary, SendFlags::NOSIGNAL))?;
     Ok(())
 }
 
@@ -323,12 +322,8 @@ fn receive(socket: &OwnedFd) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC;
-    let received = recvmsg(
-        socket,
-        &mut [IoSliceMut::new(&mut bytes)],
-        &mut ancillary,
-        flags,
-    )?;
+    let mut slices = [IoSliceMut::new(&mut bytes)];
+    let received = retry_on_intr(|| recvmsg(socket, &mut slices, &mut ancillary, flags))?;
     bytes.truncate(received.bytes);
     let mut descriptor = None;
     for message in ancillary.drain() {

@@ -135,3 +135,17 @@ pub(crate) fn leave_open_files() -> std::io::Result<()> {
         Err(std::io::Error::last_os_error())
     }
 }
+
+/// Runs `work` on this thread without the right to administer the system.
+pub(crate) fn without_administration<T>(
+    work: impl FnOnce() -> std::io::Result<T>,
+) -> std::io::Result<T> {
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+    let all = capabilities(None)?;
+    let mut fewer = all;
+    fewer.effective.remove(CapabilitySet::SYS_ADMIN);
+    set_capabilities(None, fewer)?;
+    let result = work();
+    set_capabilities(None, all)?;
+    result
+}

@@ -130,6 +130,8 @@ pub enum Usage {
     Open,
     /// By nobody who can be found.
     Unused,
+    /// By nobody who can be found, and what was written last has failed.
+    Unwritten,
 }
 
 impl BlockNumber {
@@ -174,9 +176,13 @@ impl BlockNumber {
             return Ok(Usage::Claimed);
         }
         let device = self.open()?;
-        device.sync_all()?;
+        let durable = device.sync_all();
+        // What could not be written must not be read again.
         control(&device, NumberRequest::BlockFlushBuffers)?;
-        Ok(Usage::Unused)
+        Ok(match durable {
+            Ok(()) => Usage::Unused,
+            Err(_) => Usage::Unwritten,
+        })
     }
 
     /// As one word, which another process reads: `loop3`, `ublk0`.
@@ -198,11 +204,12 @@ impl BlockNumber {
 }
 
 impl Usage {
-    const WORDS: [(Usage, &str); 4] = [
+    const WORDS: [(Usage, &str); 5] = [
         (Usage::MountedReadOnly, "mounted-read-only"),
         (Usage::Claimed, "claimed"),
         (Usage::Open, "open"),
         (Usage::Unused, "unused"),
+        (Usage::Unwritten, "unwritten"),
     ];
 
     /// As one word, which another process reads.

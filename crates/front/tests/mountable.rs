@@ -377,6 +377,27 @@ fn abandoning_a_device_in_use_gives_errors_and_no_hanging_process() {
     assert!(clean_leftovers(&owner("abandon"), &[]).unwrap().is_empty());
 }
 
+#[test]
+fn a_device_is_made_while_its_volume_answers_nothing() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    volume.hold(Hold::Stopped);
+    let held = volume.clone();
+    let (made, wait) = std::sync::mpsc::sync_channel(1);
+    let maker = std::thread::spawn(move || {
+        let device = create(&held, "held");
+        // Nobody waits any more if it came late.
+        let _ = made.send(());
+        device
+    });
+    let in_time = wait.recv_timeout(Duration::from_secs(10));
+    // A maker that hangs can go on, so that nothing is left.
+    volume.hold(Hold::Running);
+    let device = maker.join().unwrap();
+    detach(device);
+    assert_eq!(in_time, Ok(()), "the kernel waits for the volume");
+}
+
 /// Returns when the kernel waits for a read of the loop device.
 fn wait_for_a_read_in_flight(device: &Path) {
     let name = device.file_name().unwrap().to_str().unwrap();

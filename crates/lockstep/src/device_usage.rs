@@ -8,8 +8,8 @@ use lockstep_front::BlockNumber;
 const USAGE: &str = "\
 Usage: lockstep device-usage loopN|ublkN
 
-Prints how /dev/loopN or /dev/ublkbN is used: mounted-read-only, claimed, open or unused. If unused, everything that
-was written to it is durable. Started by the daemon that serves the device.";
+Prints how /dev/loopN or /dev/ublkbN is used: mounted-read-only, claimed, open, unused or unwritten. If unused,
+everything that was written to it is durable; if unwritten, the last of it has failed. Started by the daemon that serves the device.";
 
 /// Runs `lockstep device-usage ARGS`.
 pub(crate) fn run(args: &[String]) -> ExitCode {

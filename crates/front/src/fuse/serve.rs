@@ -7,7 +7,7 @@
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -41,6 +41,8 @@ pub(crate) struct FileShape {
     pub(crate) block_bytes: u32,
     /// Largest payload of a request.
     pub(crate) max_write: u32,
+    /// A loop device is bound to it.
+    pub(crate) bound: AtomicBool,
 }
 
 /// Tells readers to stop.
@@ -407,6 +409,11 @@ impl Reader {
             }
             // What was written has been flushed before the volume was closed.
             (Some(gate), opcode::FSYNC) if gate.session().is_none() => {
+                return self.shared.reply(unique, 0, &[]);
+            }
+            // Nothing was written yet. The kernel flushes when it binds the loop device, with a lock
+            // held that everybody needs who asks for a free one.
+            (_, opcode::FSYNC) if !self.shape.bound.load(Ordering::SeqCst) => {
                 return self.shared.reply(unique, 0, &[]);
             }
             _ => None,

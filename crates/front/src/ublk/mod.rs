@@ -23,6 +23,7 @@ use abi::{Command, DeviceInfo, Parameters};
 use queue::{DEPTH, Mail, Queue};
 use ring::Control;
 
+use crate::apart::apart;
 use crate::device::{ConnectPort, DeviceError, DeviceSpec, gate, granularity};
 use crate::gate::Gate;
 use crate::links::Links;
@@ -96,6 +97,7 @@ impl UblkState {
 pub struct UblkDevice {
     name: String,
     state: UblkState,
+    lifetime: Lifetime,
     links: Links,
     mail: Arc<Mail>,
     thread: Option<JoinHandle<()>>,
@@ -131,7 +133,7 @@ impl UblkDevice {
             number: UblkNumber(made.device),
             owner: wanted.owner,
         };
-        let mut device = match UblkDevice::begin(spec, state, connect) {
+        let mut device = match UblkDevice::begin(spec, state, lifetime, connect) {
             Ok(device) => device,
             Err(error) => {
                 // The first error is the one to tell.
@@ -182,7 +184,8 @@ impl UblkDevice {
             control.plain(Command::StartRecovery, number.0, 0)
         })
         .map_err(refuse)?;
-        let mut device = match UblkDevice::begin(spec, state, connect) {
+        let beyond = Lifetime::BeyondServer;
+        let mut device = match UblkDevice::begin(spec, state, beyond, connect) {
             Ok(device) => device,
             Err(error) => {
                 discard(&mut control, number);
@@ -209,6 +212,11 @@ impl UblkDevice {
         &self.state
     }
 
+    /// What becomes of it when this server dies.
+    pub fn lifetime(&self) -> Lifetime {
+        self.lifetime
+    }
+
     /// The device's number.
     pub fn number(&self) -> UblkNumber {
         self.state.number
@@ -222,48 +230,20 @@ impl UblkDevice {
     /// Takes the device away, if nobody uses it. Else it goes on as it was and comes back with the
     /// error.
     pub fn detach(mut self) -> Result<(), (Box<UblkDevice>, DeviceError)> {
-        let claim = match self.claim_alone() {
-            Ok(claim) => claim,
-            Err(error) => return Err((Box::new(self), error)),
-        };
-        let wrong = |source, name: &str| DeviceError::Ublk {
-            name: name.to_owned(),
-            source,
-        };
-        let mut kernel = match Control::open() {
-            Ok(kernel) => kernel,
-            Err(error) => {
-                let error = wrong(error, &self.name);
-                return Err((Box::new(self), error));
-            }
-        };
-        self.links.remove(&self.state.number.path());
-        // Should the volume not answer, what the kernel still wants fails.
-        let (finished, finish) = sync_channel::<()>(1);
-        let mail = self.mail.clone();
-        let watch = std::thread::spawn(move || {
-            if finish.recv_timeout(FINISH_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
-                tracing::error!("a volume does not answer; what its device still wants fails");
-                mail.abandon();
-            }
-        });
         let number = self.number();
-        if let Err(error) = claim.sync_all() {
-            tracing::warn!(%error, "a device's last writes failed");
+        let (name, mail) = (self.name.clone(), self.mail.clone());
+        // It waits for this process's answers: see there.
+        let ended = apart(|| Ok(end_unused(number, &name, mail)));
+        let ended = ended.unwrap_or_else(|source| Err(DeviceError::Ublk { name, source }));
+        if let Err(error) = ended {
+            return Err((Box::new(self), error));
         }
-        // Held while the disk goes, so that nobody mounts it now.
-        let stopped = kernel.plain(Command::Stop, number.0, 0);
-        drop(claim);
-        drop(finished);
-        if watch.join().is_err() {
-            tracing::error!("the watch over a device's end had panicked");
-        }
-        if let Err(error) = stopped {
-            tracing::warn!(%error, "a device could not be stopped");
-            self.mail.abandon();
-        }
+        self.links.remove(&number.path());
         self.join();
-        delete(&mut kernel, number);
+        match Control::open() {
+            Ok(mut control) => delete(&mut control, number),
+            Err(error) => tracing::warn!(%error, "a ublk device without a disk is left"),
+        }
         Ok(())
     }
 
@@ -276,6 +256,7 @@ impl UblkDevice {
     fn begin(
         spec: &DeviceSpec,
         state: UblkState,
+        lifetime: Lifetime,
         connect: ConnectPort<'_>,
     ) -> io::Result<UblkDevice> {
         let path = PathBuf::from(format!("/dev/ublkc{}", state.number.0));
@@ -296,6 +277,7 @@ impl UblkDevice {
         Ok(UblkDevice {
             name: spec.name.clone(),
             state,
+            lifetime,
             links: Links::default(),
             mail,
             thread: Some(thread),
@@ -316,14 +298,7 @@ impl UblkDevice {
         }
         let number = self.number();
         control.set_parameters(number.0, &parameters(spec))?;
-        // The kernel reads the disk now, for partitions; the thread answers that. What it answers
-        // for a volume that cannot be read is forgotten before anybody is told of the disk.
-        self.mail.set_starting(true);
-        let started = control.plain(Command::Start, number.0, u64::from(std::process::id()));
-        self.mail.set_starting(false);
-        started?;
-        let disk = File::options().read(true).open(number.path())?;
-        crate::sys::control(disk, crate::sys::NumberRequest::BlockFlushBuffers)?;
+        control.plain(Command::Start, number.0, u64::from(std::process::id()))?;
         for (setting, value) in [("queue/scheduler", "none"), ("queue/add_random", "0")] {
             if let Err(error) = std::fs::write(number.sysfs().join(setting), value) {
                 tracing::debug!(number = number.0, setting, value, %error, "setting not taken");
@@ -331,42 +306,6 @@ impl UblkDevice {
         }
         // The read-only flag may be lifted later, so it is not the disk's but the node's.
         usage::set_access(number.into(), spec.access)
-    }
-
-    /// Claims the device for this process alone.
-    fn claim_alone(&self) -> Result<File, DeviceError> {
-        let number = BlockNumber::from(self.number());
-        let deadline = Instant::now() + PASSING_USER_TIMEOUT;
-        loop {
-            let claim = File::options()
-                .read(true)
-                .custom_flags(libc::O_EXCL)
-                .open(number.path());
-            let users = match &claim {
-                Ok(_) => users_but_this_process(number),
-                Err(error) if error.kind() == ErrorKind::ResourceBusy => {
-                    usage::users(number).unwrap_or_else(|error| vec![error.to_string()])
-                }
-                Err(error) => {
-                    return Err(DeviceError::Ublk {
-                        name: self.name.clone(),
-                        source: io::Error::new(error.kind(), error.to_string()),
-                    });
-                }
-            };
-            match claim {
-                Ok(claim) if users.is_empty() => return Ok(claim),
-                claim if claim.is_err() || Instant::now() > deadline => {
-                    return Err(DeviceError::InUse {
-                        name: self.name.clone(),
-                        device: number.path(),
-                        users,
-                    });
-                }
-                // Programs that look at every block device for a moment.
-                _ => std::thread::sleep(LOOK),
-            }
-        }
     }
 
     fn give_up(&mut self) {
@@ -463,6 +402,75 @@ pub(crate) fn end_waiting(state: &UblkState) -> io::Result<()> {
         discard(&mut control, state.number);
     }
     Ok(())
+}
+
+/// Takes a device's disk away, if nobody uses it. It may wait for the device's own requests.
+fn end_unused(number: UblkNumber, name: &str, mail: Arc<Mail>) -> Result<(), DeviceError> {
+    let claim = claim_alone(number, name)?;
+    let mut kernel = Control::open().map_err(|source| DeviceError::Ublk {
+        name: name.to_owned(),
+        source,
+    })?;
+    // Should the volume not answer, what the kernel still wants fails.
+    let (finished, finish) = sync_channel::<()>(1);
+    let late = mail.clone();
+    let watch = std::thread::spawn(move || {
+        if finish.recv_timeout(FINISH_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+            tracing::error!("a volume does not answer; what its device still wants fails");
+            late.abandon();
+        }
+    });
+    if let Err(error) = claim.sync_all() {
+        tracing::warn!(%error, "a device's last writes failed");
+    }
+    // Held while the disk goes, so that nobody mounts it now.
+    let stopped = kernel.plain(Command::Stop, number.0, 0);
+    drop(claim);
+    drop(finished);
+    if watch.join().is_err() {
+        tracing::error!("the watch over a device's end had panicked");
+    }
+    if let Err(error) = stopped {
+        tracing::warn!(%error, "a device could not be stopped");
+        mail.abandon();
+    }
+    Ok(())
+}
+
+/// Claims the device for this process alone.
+fn claim_alone(number: UblkNumber, name: &str) -> Result<File, DeviceError> {
+    let device = BlockNumber::from(number);
+    let deadline = Instant::now() + PASSING_USER_TIMEOUT;
+    loop {
+        let claim = File::options()
+            .read(true)
+            .custom_flags(libc::O_EXCL)
+            .open(number.path());
+        let users = match &claim {
+            Ok(_) => users_but_this_process(device),
+            Err(error) if error.kind() == ErrorKind::ResourceBusy => {
+                usage::users(device).unwrap_or_else(|error| vec![error.to_string()])
+            }
+            Err(error) => {
+                return Err(DeviceError::Ublk {
+                    name: name.to_owned(),
+                    source: io::Error::new(error.kind(), error.to_string()),
+                });
+            }
+        };
+        match claim {
+            Ok(claim) if users.is_empty() => return Ok(claim),
+            claim if claim.is_err() || Instant::now() > deadline => {
+                return Err(DeviceError::InUse {
+                    name: name.to_owned(),
+                    device: number.path(),
+                    users,
+                });
+            }
+            // Programs that look at every block device for a moment.
+            _ => std::thread::sleep(LOOK),
+        }
+    }
 }
 
 /// Takes a device away under its users.

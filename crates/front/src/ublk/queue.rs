@@ -22,6 +22,7 @@ use super::abi::{self, Description, op};
 use super::ring::{Event, QueueRing};
 use crate::device::ConnectPort;
 use crate::gate::{Access, Gate};
+use crate::sys;
 
 /// Requests in flight at most.
 pub(super) const DEPTH: u16 = 128;
@@ -34,8 +35,6 @@ pub(super) struct Mail {
     done: Mutex<Vec<Completion>>,
     /// Everything fails from now on.
     abandoned: AtomicBool,
-    /// The kernel makes the disk now: only its search for partitions reads.
-    starting: AtomicBool,
     wake: OwnedFd,
 }
 
@@ -45,7 +44,6 @@ impl Mail {
         Ok(Mail {
             done: Mutex::default(),
             abandoned: AtomicBool::new(false),
-            starting: AtomicBool::new(false),
             wake: rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?,
         })
     }
@@ -54,15 +52,6 @@ impl Mail {
     pub(super) fn abandon(&self) {
         self.abandoned.store(true, Ordering::SeqCst);
         self.wake();
-    }
-
-    /// While this holds, reads of a volume that cannot be opened find zeroes, hence no partitions.
-    pub(super) fn set_starting(&self, starting: bool) {
-        self.starting.store(starting, Ordering::SeqCst);
-    }
-
-    fn is_starting(&self) -> bool {
-        self.starting.load(Ordering::SeqCst)
     }
 
     fn is_abandoned(&self) -> bool {
@@ -173,7 +162,10 @@ impl Queue {
         for tag in 0..DEPTH {
             self.ring.fetch(tag)?;
         }
-        self.ring.submit(false)
+        // The kernel looks for no partitions on a device whose server may not administer it. Its
+        // search would wait for this process with a lock held that a new server's commands need:
+        // after a SIGKILL in that moment nothing could take the device away.
+        sys::without_administration(|| self.ring.submit(false))
     }
 
     fn serve(&mut self) -> io::Result<()> {
@@ -302,13 +294,6 @@ impl Queue {
         };
         match pass {
             Ok(_pass) => self.hand_over(tag, kind, start, bytes, buf),
-            Err(_refused) if kind == RequestKind::Read && self.mail.is_starting() => {
-                let Some(mut zeroes) = buf else {
-                    return self.fail(tag, RequestError::Io);
-                };
-                zeroes[..bytes as usize].fill(0);
-                self.end(tag, bytes as i32, true, Some(zeroes))
-            }
             Err(_refused) => self.fail(tag, RequestError::ReadOnly),
         }
     }
