@@ -2,7 +2,6 @@
 
 use lockstep_core::options::{OnLoss, Protocol, Quorum};
 use lockstep_sim::drive::{Trace, run};
-use lockstep_sim::extras::Extra;
 use lockstep_sim::faults::parse;
 use lockstep_sim::plan::{Numbers, Orders};
 use lockstep_sim::scenario::{A, B, C, Scenario};
@@ -174,25 +173,4 @@ fn bitmaps_are_exchanged_by_nodes_of_one_size() {
     holds(3, 48, RESIZES, "1-4,7", "73");
     let requests = "13,34,39,105,107-112,584,586-587,589,594,597,599";
     holds(3, 108, RESIZES, "0-1,5,8,11,14-16", requests);
-}
-
-/// A target lost its power when it had written a block and not its marks; the third node came back
-/// before the source.
-#[test]
-fn marks_towards_an_absent_node_come_before_resync_data() {
-    holds(3, 35, RESIZES, "5-6,9-10,18-19", "11");
-}
-
-/// The source's handler runs for longer than an empty resync: its target does not compare again.
-#[test]
-fn a_target_that_is_through_waits_for_the_handler_of_its_source() {
-    let orders = Orders {
-        nodes: Some(2),
-        extras: vec![Extra::Handlers],
-        only_faults: Some(Numbers::parse("1-2,4").unwrap()),
-        only_requests: Some(Numbers::parse("2-4").unwrap()),
-        ..Orders::default()
-    };
-    let played = run(14, &orders, Trace::Off);
-    assert_eq!(played.violation, None, "{}", orders.command(14));
 }
