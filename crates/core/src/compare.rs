@@ -28,7 +28,8 @@
 //! While connected (a Primary that both followed was lost) nobody is stale, and the numbers of marks
 //! that one side knows may be older than those of the other: 2, 5 and the marks of 7 do not count.
 //!
-//! Further differences between Lockstep nodes: a generation found in the other's history needs no
+//! Further differences between Lockstep nodes: where the better disk is source (13.5), a stale one of
+//! protocol C is none, even beside a survivor that is still Consistent; a generation found in the other's history needs no
 //! full resync if both slots begin at the same generation; a node that is target of another one is
 //! asked again later instead of being called unrelated or a split brain; an Inconsistent disk is
 //! no branch of a split brain.
@@ -832,6 +833,21 @@ fn started_84(h: &Handshake<'_>, source: &Side, target: &Side, current: Uuid) ->
     }
 }
 
+/// Between two Lockstep nodes: one came back and may have lost acknowledged writes, the other lived
+/// through it, and is Consistent only because it does not know yet that the Primary is gone.
+fn survivor(h: &Handshake<'_>) -> Option<Direction> {
+    let lived = |side: &Side, other: &Side| {
+        let holds = side.flag(UuidFlags::RECONNECT) && side.disk >= DiskState::Consistent;
+        holds && !side.may_be_stale() && other.may_be_stale()
+    };
+    match (lived(h.own, h.peer), lived(h.peer, h.own)) {
+        _ if !h.is_lockstep() || h.net.protocol != Protocol::C => None,
+        (true, false) => Some(Direction::Source),
+        (false, true) => Some(Direction::Target),
+        (true, true) | (false, false) => None,
+    }
+}
+
 /// 13.5: if the table has no reason to prefer a side, the better disk is source.
 fn apply_disk_states(h: &Handshake<'_>, verdict: &mut Verdict) {
     let (own, peer) = (h.own.effective_disk(), h.peer.effective_disk());
@@ -855,10 +871,10 @@ fn apply_disk_states(h: &Handshake<'_>, verdict: &mut Verdict) {
     if !applies {
         return;
     }
-    let direction = if own > peer {
-        Direction::Source
-    } else {
-        Direction::Target
+    let direction = match (own > peer, survivor(h)) {
+        (_, Some(direction)) => direction,
+        (true, None) => Direction::Source,
+        (false, None) => Direction::Target,
     };
     let (source, target) = match direction {
         Direction::Source => (h.own, h.peer),

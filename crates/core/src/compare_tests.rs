@@ -422,6 +422,27 @@ fn the_better_disk_is_source_if_uuids_do_not_tell() {
 }
 
 #[test]
+fn a_crashed_primary_is_no_source_for_a_survivor_that_has_not_noticed_yet() {
+    let back = Case::new(0x10, 0x10).with(|c| {
+        flag(&mut c.a, UuidFlags::CRASHED_PRIMARY);
+        c.a.uuids.dirty_bits = 5;
+        flag(&mut c.b, UuidFlags::RECONNECT);
+        c.b.disk = DiskState::Consistent;
+    });
+    // Kernels go by the disks.
+    back.expect(Strategy::SourceUseBitmap, Rule::LostQuorum);
+    let ours = back.with(|c| c.features = Features::LOCKSTEP);
+    ours.expect(Strategy::TargetUseBitmap, Rule::LostQuorum);
+    // An Outdated one has missed writes for sure.
+    ours.clone()
+        .with(|c| c.b.disk = DiskState::Outdated)
+        .expect(Strategy::SourceUseBitmap, Rule::LostQuorum);
+    // With A or B it has what the survivor lacks.
+    ours.with(|c| c.net.protocol = Protocol::A)
+        .expect(Strategy::SourceUseBitmap, Rule::CrashedPrimary);
+}
+
+#[test]
 fn a_target_of_a_third_node_gets_the_bitmap_of_the_generation_it_came_from() {
     let target = Case::new(0x10, 0x10).with(|c| {
         c.b.disk = DiskState::Inconsistent;

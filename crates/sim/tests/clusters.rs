@@ -174,3 +174,11 @@ fn bitmaps_are_exchanged_by_nodes_of_one_size() {
     let requests = "13,34,39,105,107-112,584,586-587,589,594,597,599";
     holds(3, 108, RESIZES, "0-1,5,8,11,14-16", requests);
 }
+
+/// A Primary lost its power and came back before the survivors took notice: they are Consistent, and
+/// have what its disk may have lost.
+#[test]
+fn a_primary_that_comes_back_from_a_power_cut_takes_nothing_from_its_survivors() {
+    holds(3, 7012, None, "0,7,9", "1");
+    holds(3, 7145, None, "0", "26-27,219-220");
+}
