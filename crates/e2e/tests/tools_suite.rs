@@ -34,5 +34,7 @@ mod reactor;
 mod stock;
 #[path = "tools/units.rs"]
 mod units;
+#[path = "tools/user_systemd.rs"]
+mod user_systemd;
 #[path = "tools/wrong.rs"]
 mod wrong;

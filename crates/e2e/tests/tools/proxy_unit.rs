@@ -2,36 +2,19 @@
 //! puts another process in its place that has the same connections and DRBD's sockets, one that
 //! cannot take over leaves the old one alone, and a crash is followed by a new start.
 //!
-//! An instance for a user, as in `units.rs`. The unit is the package's with other directories, and without what
-//! only the machine's systemd may do (another user, capabilities, file systems).
+//! It is an instance for a user. The unit is the package's with other directories, and without
+//! what only the machine's systemd may do (another user, capabilities, file systems).
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
 
-use anyhow::{Result, ensure};
-use lockstep_e2e::machine_has;
+use anyhow::Result;
 
-use crate::nodes::binary;
+use crate::user_systemd::Instance;
 
 const PACKAGING: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging");
 
 const STORY: &str = r#"
-set -u
-mount -t tmpfs none /run
-mkdir -p /run/systemd/system /run/user
-export XDG_RUNTIME_DIR=/run/user SYSTEMD_UNIT_PATH=$HERE/units:/usr/lib/systemd/user
-/lib/systemd/systemd --user >"$HERE/log" 2>&1 &
-instance=$!
-trap 'systemctl --user exit; wait $instance; cat "$HERE/log" >&2' EXIT
-tries=0
-until systemctl --user is-system-running >/dev/null 2>&1; do
-    tries=$((tries + 1))
-    [ $tries -lt 100 ] || exit 77
-    kill -0 $instance || exit 77
-    sleep 0.1
-done
-told() { echo "$1: $(eval "$2" 2>&1)"; }
 main() { systemctl --user show -p MainPID --value lockstep-proxy.service; }
 ctl() { "$HERE/bin/lockstep" proxy ctl --socket /run/user/proxy.sock "$@"; }
 told "start" "systemctl --user start lockstep-proxy.service && echo ready"
@@ -76,24 +59,10 @@ const ONLY_FOR_THE_SYSTEM: [&str; 8] = [
 
 #[test]
 fn a_reload_puts_another_process_in_the_proxys_place() -> Result<()> {
-    let can_run = machine_has("root", rustix::process::geteuid().is_root())
-        && Path::new("/usr/bin/unshare").exists()
-        && Path::new("/lib/systemd/systemd").exists();
-    if !can_run {
-        eprintln!("skipped: this machine lacks systemd or unshare");
+    let Some(instance) = Instance::prepare(&["lockstep", "drbdadm"])? else {
         return Ok(());
-    }
-    let dir = tempfile::Builder::new()
-        .prefix("lockstep-unit-")
-        .tempdir()?;
-    let here = dir.path();
-    let root = here.display();
-    for part in ["bin", "units"] {
-        fs::create_dir(here.join(part))?;
-    }
-    for name in ["lockstep", "drbdadm"] {
-        std::os::unix::fs::symlink(binary()?, here.join("bin").join(name))?;
-    }
+    };
+    let root = instance.root();
     let placed = |name: &str| -> Result<String> {
         Ok(fs::read_to_string(Path::new(PACKAGING).join(name))?
             .replace("/usr/lib/lockstep/", &format!("{root}/"))
@@ -113,18 +82,13 @@ fn a_reload_puts_another_process_in_the_proxys_place() -> Result<()> {
         })
         .map(|line| format!("{line}\n"))
         .collect();
-    fs::write(here.join("units/lockstep-proxy.service"), unit)?;
-    fs::write(here.join("proxy-upgrade"), placed("proxy-upgrade")?)?;
-    let made = Command::new("chmod")
-        .arg("755")
-        .arg(here.join("proxy-upgrade"))
-        .status()?;
-    ensure!(made.success(), "chmod");
+    fs::write(instance.path("units/lockstep-proxy.service"), unit)?;
+    instance.place_program("proxy-upgrade", &placed("proxy-upgrade")?)?;
     let options =
         placed("default-proxy")?.replace("1G\"", "64M --socket /run/user/proxy.sock --log warn\"");
-    fs::write(here.join("default-proxy"), options)?;
+    fs::write(instance.path("default-proxy"), options)?;
     fs::write(
-        here.join("proxy.secret"),
+        instance.path("proxy.secret"),
         "0123456789abcdef0123456789abcdef",
     )?;
     // The example, with addresses of this test.
@@ -136,20 +100,7 @@ fn a_reload_puts_another_process_in_the_proxys_place() -> Result<()> {
         .replace("127.0.0.2", &own)
         .replace("192.0.2.1", &own)
         .replace("127.0.0.1", &own);
-    fs::write(here.join("proxy.conf"), config)?;
-    let output = Command::new("timeout")
-        .args(["90", "unshare", "--mount", "bash", "-c", STORY])
-        .env("HERE", here)
-        .env("__DRBD_NODE__", "alice")
-        .env_remove("LOCKSTEP_DIR")
-        .stdin(Stdio::null())
-        .output()?;
-    let log = String::from_utf8_lossy(&output.stderr);
-    if output.status.code() == Some(77) {
-        eprintln!("skipped: no user instance of systemd can run here:\n{log}");
-        return Ok(());
-    }
-    let told = String::from_utf8_lossy(&output.stdout);
+    fs::write(instance.path("proxy.conf"), config)?;
     let wanted = "\
         start: ready\n\
         connections: add connection r0-bob-alice\n\
@@ -164,6 +115,5 @@ fn a_reload_puts_another_process_in_the_proxys_place() -> Result<()> {
         restarts: 1\n\
         again: add connection r0-bob-alice\n\
         end: success inactive\n";
-    ensure!(told == wanted, "{told}\n--- log:\n{log}");
-    Ok(())
+    instance.tells("alice", STORY, wanted)
 }
