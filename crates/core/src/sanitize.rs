@@ -383,7 +383,10 @@ impl Resource {
                 continue;
             };
             let was = before.repl >= ReplState::Established;
-            if p.repl.is_sync_source() && !before.repl.is_sync_source() {
+            if self.connections.len() > 1 {
+                // A third node may have joined since the peer asked for marks.
+                p.replication = true;
+            } else if p.repl.is_sync_source() && !before.repl.is_sync_source() {
                 p.replication = asked.replicates_to_target;
             } else if p.disk == DiskState::Inconsistent
                 && !(was && before.disk == DiskState::Inconsistent)
