@@ -934,6 +934,7 @@ impl Resource {
             BitmapThen::FullSync(peer) => self.full_sync_written(volume, peer),
             BitmapThen::Resized => self.new_bits_written(volume),
             BitmapThen::Target(peer) => self.replaced_marks_written(volume, peer),
+            BitmapThen::Started(peer) => self.third_nodes_marked(volume, peer),
             BitmapThen::Prepared(_) | BitmapThen::Nothing => {}
         }
     }

@@ -198,7 +198,16 @@ impl Resource {
             && diskful(p.disk)
             && (good(own) || good(p.disk) || own == DiskState::Consistent)
             && self.connections.get(&peer).is_some_and(|c| c.is_lockstep())
+            && !self.is_in_handler(volume, peer)
             && !(good(own) && good(p.disk) && self.same_current(volume, peer))
+    }
+
+    /// The peer is source of a resync that this node has been through already: its handler
+    /// `before-resync-source` runs, and when that ends, it has heard of it.
+    fn is_in_handler(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
+        pd.and_then(|p| p.last_state)
+            .is_some_and(|state| state.repl == ReplState::WfBitmapS)
     }
 
     /// A resync or a new generation is under way, which ends in a comparison of its own.

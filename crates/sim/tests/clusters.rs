@@ -2,6 +2,7 @@
 
 use lockstep_core::options::{OnLoss, Protocol, Quorum};
 use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::extras::Extra;
 use lockstep_sim::faults::parse;
 use lockstep_sim::plan::{Numbers, Orders};
 use lockstep_sim::scenario::{A, B, C, Scenario};
@@ -181,4 +182,25 @@ fn bitmaps_are_exchanged_by_nodes_of_one_size() {
 fn a_primary_that_comes_back_from_a_power_cut_takes_nothing_from_its_survivors() {
     holds(3, 7012, None, "0,7,9", "1");
     holds(3, 7145, None, "0", "26-27,219-220");
+}
+
+/// A target lost its power when it had written a block and not its marks; the third node came back
+/// before the source.
+#[test]
+fn marks_towards_an_absent_node_come_before_resync_data() {
+    holds(3, 35, RESIZES, "5-6,9-10,18-19", "11");
+}
+
+/// The source's handler runs for longer than an empty resync: its target does not compare again.
+#[test]
+fn a_target_that_is_through_waits_for_the_handler_of_its_source() {
+    let orders = Orders {
+        nodes: Some(2),
+        extras: vec![Extra::Handlers],
+        only_faults: Some(Numbers::parse("1-2,4").unwrap()),
+        only_requests: Some(Numbers::parse("2-4").unwrap()),
+        ..Orders::default()
+    };
+    let played = run(14, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(14));
 }

@@ -44,6 +44,8 @@ pub enum BitmapThen {
     Resized,
     /// Resync data of this peer may be acknowledged.
     Target(NodeId),
+    /// A resync from this peer may begin.
+    Started(NodeId),
 }
 
 /// Activity log, bitmap and flushes of one disk.

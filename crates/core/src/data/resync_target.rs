@@ -31,6 +31,7 @@ mod flush;
 mod pieces;
 mod replication;
 mod thin;
+mod third;
 
 use pieces::request_bits;
 
@@ -72,6 +73,8 @@ pub(crate) struct TargetSync {
     /// Bits that failed in this pass, and in all.
     pass_failed: u64,
     failed: u64,
+    /// Writes of marks that requests wait for.
+    held: u32,
     /// The resync is over or the link is gone: nothing is asked for any more.
     over: bool,
     /// The link is gone, too: nobody waits for acks.
@@ -173,10 +176,12 @@ impl Resource {
                 sync.marking = old.marking;
                 sync.hashed = old.hashed;
                 sync.hash_flushing = old.hash_flushing;
+                sync.held = old.held;
                 sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
             }
             sync.left_bits = total.unwrap_or(0);
             io.target = Some(sync);
+            self.mark_third_nodes(volume, peer);
             self.replication_ended_for_others(volume, peer);
             if self.begins_with_replication(volume, peer) {
                 self.request_flushes(volume, peer);
@@ -353,7 +358,8 @@ impl Resource {
 
     /// Requests out-of-sync blocks as far as granted; notices the end.
     fn target_step(&mut self, volume: VolumeNr, peer: NodeId) {
-        if self.state.peer_device(volume, peer).repl != ReplState::SyncTarget {
+        let held = self.target(volume, peer).is_some_and(|sync| sync.held > 0);
+        if held || self.state.peer_device(volume, peer).repl != ReplState::SyncTarget {
             return;
         }
         let thin_sectors = self.thin_sectors(volume, peer);
