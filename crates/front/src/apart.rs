@@ -11,7 +11,7 @@ use crate::sys;
 /// Runs `work`, which may have to wait for a device of this process, on a thread that has the
 /// standard streams and no other open file of the process. It must not use descriptors from outside,
 /// nor return any.
-pub(crate) fn apart<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+pub fn apart<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     let run = || {
         sys::leave_open_files()?;
         work()

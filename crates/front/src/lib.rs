@@ -5,7 +5,7 @@
 
 #![deny(unsafe_code)]
 
-mod apart;
+pub mod apart;
 pub mod block;
 pub mod device;
 mod fuse;

@@ -15,9 +15,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::event::{RequestError, RequestId, RequestKind};
+use lockstep_front::apart::apart;
 use lockstep_front::device::{DeviceSpec, DeviceState, MountedDevice, clean_leftovers};
 use lockstep_front::hold::HoldClient;
-use lockstep_front::{BlockAccess, LoopNumber};
+use lockstep_front::{BlockAccess, BlockNumber, LoopNumber};
 use lockstep_io::pool::IoBuf;
 use lockstep_io::port::{
     Completion, PortEvent, PortRequest, PortSink, SubmitError, VolumePort, VolumeProperties,
@@ -173,6 +174,11 @@ fn child() {
             .unwrap();
     }
     println!("device={}", device.state().number.0);
+    if argument("FRONT_TEST_STUCK").is_some() {
+        // Waits for the flush that this very process does not answer.
+        let number = device.state().number.into();
+        apart(|| BlockNumber::settled_usage(number)).unwrap();
+    }
     // Until the test closes our input or kills us.
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
     device.detach().map_err(|(_, error)| error).unwrap();
@@ -292,7 +298,6 @@ fn a_server_that_is_killed_while_it_waits_for_its_own_device_ends() {
     let dir = tempfile::tempdir().unwrap();
     let file = volume_file(dir.path());
     let owner = format!("{}-stuck", std::process::id());
-    // Binding a loop device to a file flushes the file.
     let mut child = this_program()
         .env("FRONT_TEST_OWNER", &owner)
         .env("FRONT_TEST_FILE", &file)
