@@ -150,7 +150,10 @@ fn a_file_system_on_the_kernels_nbd_client_lives_through_kills_of_the_daemon() -
         nodes[0].adm(&["up", "r0"])?;
     }
     guest.sh("touch /run/stop-load")?;
-    guest.finish_job("load", ROUND_LIMIT)?;
+    guest
+        .finish_job("load", ROUND_LIMIT)
+        .with_context(|| guest.sh("dmesg | tail -n 40").unwrap_or_default())
+        .with_context(|| nodes[0].report())?;
     let said = guest.sh("cat /run/job-attach.out")?;
     ensure!(
         said.matches("attached again").count() >= KILLS,

@@ -9,14 +9,14 @@ use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 const USAGE: &str = "usage: cargo xtask TASK
-  ci        everything below in order; the first failure ends it
+  ci        style to e2e in order; the first failure ends it
   style     format, clippy, tidy, layers, licenses, documentation links
   test      unit, golden and integration tests
   sim       the simulator's fixed worlds
   swarm     simulated worlds of two nodes that the commit chooses from a known range
-  fresh     the same from all worlds that there are, for up to five minutes
   planted   the simulator finds deliberate bugs: a third of them, chosen by the commit
   e2e       end-to-end tests with the release binary
+  fresh     worlds of two nodes that nobody has seen, for up to five minutes
   fmt|clippy|tidy|layers|licenses|doc   one step of `style`";
 
 fn main() -> ExitCode {
@@ -56,6 +56,7 @@ fn ci(root: &Path) -> Result<(), String> {
     cargo(root, &["build", "--release", "--locked", "--bins"])?;
     test(root)?;
     sim(root)?;
+    swarm(root)?;
     planted(root)?;
     e2e(root)
 }
