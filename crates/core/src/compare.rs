@@ -28,11 +28,11 @@
 //! While connected (a Primary that both followed was lost) nobody is stale, and the numbers of marks
 //! that one side knows may be older than those of the other: 2, 5 and the marks of 7 do not count.
 //!
-//! Further differences between Lockstep nodes: where the better disk is source (13.5), a stale one of
-//! protocol C is none, even beside a survivor that is still Consistent; a generation found in the other's history needs no
-//! full resync if both slots begin at the same generation; a node that is target of another one is
-//! asked again later instead of being called unrelated or a split brain; an Inconsistent disk is
-//! no branch of a split brain.
+//! Further differences between Lockstep nodes: where the better disk is source (13.5), a stale one
+//! of protocol C is none, even beside a survivor that is still Consistent; a generation found in the
+//! other's history needs no full resync if both slots begin at the same generation; a node that is
+//! target of another one is asked again later instead of being called unrelated or a split brain;
+//! an Inconsistent disk is no branch of a split brain.
 
 use alloc::vec::Vec;
 

@@ -212,12 +212,13 @@ pub struct PeerDevice {
     pub joined_behind: bool,
     /// This node sent its part of the handshake on this link.
     pub sent_handshake: bool,
-    /// This node asked the peer on this connection for marks instead of writes while it is copied to.
+    /// This node asked the peer on this connection for marks instead of writes while it is
+    /// copied to.
     pub asked_marks: bool,
-    /// What the peer asked for: writes go to it while this node is the source of its resync, and
-    /// while it is Inconsistent and others are.
+    /// The peer wants writes when this node begins to copy to it (`P_ENABLE_REPLICATION_NEXT`).
     pub replicates_to_target: bool,
-    /// See `replicates_to_target`.
+    /// It wants them when it becomes Inconsistent otherwise: as above, until it has asked for them
+    /// once (`P_ENABLE_REPLICATION`).
     pub replicates_now: bool,
     /// This node's disk state as sent with it: the comparison goes by what both know.
     pub sent_disk: lockstep_format::wire::DiskState,

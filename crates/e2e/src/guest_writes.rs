@@ -1,6 +1,8 @@
 //! Writes for tests with a guest, on this machine and in the guest: scattered blocks on the bare
 //! device, and a file system under fio.
 
+use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -27,6 +29,18 @@ pub fn host_sh(script: &str, device: &Path) -> Result<()> {
     let status = command.arg("-c").arg(script).arg(device).status();
     ensure!(status.context("sh")?.success(), "{script}: {device:?}");
     Ok(())
+}
+
+/// What [`rot`] changes.
+pub const ROT_KIB: u64 = 12;
+
+/// Changes a node's disk behind its back: three blocks of 4 KiB.
+pub fn rot(image: &Path) -> Result<()> {
+    let file = fs::File::options().write(true).open(image)?;
+    for block in [5u64, 300, 301] {
+        file.write_all_at(&[0x77; 4096], block * 4096)?;
+    }
+    Ok(file.sync_all()?)
 }
 
 /// Writes random blocks at 20 places of the first 32 MiB, durably.

@@ -2,16 +2,12 @@
 //! loses its disk and gets it back, resyncs of discarded areas, a verify between two Secondaries, and
 //! each policy for a split brain; all in both role assignments.
 
-use std::fs;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-
 use anyhow::{Result, ensure};
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::can_emulate;
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, drbd_state, wait_state};
 use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup};
-use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
+use lockstep_e2e::guest_writes::{ROT_KIB, host_sh, rot, scribble, scribble_in_kernel};
 
 const PACE: &str = "connect-int 1; ping-timeout 30; socket-check-timeout 3;";
 
@@ -160,17 +156,6 @@ fn policies_with_a_primary(pair: &mut Mixed84) -> Result<()> {
     }
     Ok(())
 }
-
-/// Changes a node's disk behind its back: three blocks.
-fn rot(image: &Path) -> Result<()> {
-    let file = fs::File::options().write(true).open(image)?;
-    for block in [5u64, 300, 301] {
-        file.write_all_at(&[0x77; 4096], block * 4096)?;
-    }
-    Ok(file.sync_all()?)
-}
-
-const ROT_KIB: u64 = 12;
 
 /// What a verify between two Secondaries found is still marked on both after a reconnect, and is
 /// copied from the one that the operator means.

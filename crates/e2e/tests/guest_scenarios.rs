@@ -1,29 +1,14 @@
 //! One Lockstep node and one kernel DRBD 8.4 node: what the captures of two kernels show, each in
 //! both role assignments. Few boots: each test goes through several scenarios.
 
-use std::fs;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-
 use anyhow::Result;
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::{Cable, can_emulate};
 use lockstep_e2e::guest_drbd::{DRBD_LIMIT, drbd_state, wait_state};
 use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup, PACE};
-use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
+use lockstep_e2e::guest_writes::{ROT_KIB, host_sh, rot, scribble, scribble_in_kernel};
 
 /// Does not wait long for a peer, and gives an emulated machine time to answer.
-/// Changes a node's disk behind its back: three blocks of 4 KiB.
-fn rot(image: &Path) -> Result<()> {
-    let file = fs::File::options().write(true).open(image)?;
-    for block in [5u64, 300, 301] {
-        file.write_all_at(&[0x77; 4096], block * 4096)?;
-    }
-    Ok(file.sync_all()?)
-}
-
-const ROT_KIB: u64 = 12;
-
 fn start(minor: u32, volumes: u32, net: &str) -> Result<Mixed84> {
     let pair = Mixed84::start(MixedSetup {
         volumes,

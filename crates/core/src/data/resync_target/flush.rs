@@ -7,7 +7,7 @@ use lockstep_format::wire::packet::FlushRequests;
 use lockstep_format::wire::{DiskState, Packet, Role};
 
 use super::TargetSync;
-use crate::connection::Connection;
+use crate::connection::{Connection, WITH_FLUSH};
 use crate::event::Stream;
 use crate::resource::Resource;
 
@@ -26,7 +26,7 @@ impl Resource {
                 let owes = |c: &Connection| *node == peer && c.is_lockstep();
                 self.connections
                     .get(node)
-                    .is_some_and(|c| (primary || owes(c)) && c.protocol() >= 123)
+                    .is_some_and(|c| (primary || owes(c)) && c.protocol() >= WITH_FLUSH)
             })
             .collect();
         if primaries.is_empty() {
@@ -43,7 +43,7 @@ impl Resource {
                     && self
                         .connections
                         .get(node)
-                        .is_some_and(|c| c.protocol() >= 123)
+                        .is_some_and(|c| c.protocol() >= WITH_FLUSH)
             })
             .collect();
         let mut waits = Vec::new();
