@@ -31,6 +31,8 @@ pub struct Device {
     /// Generation of the data that this node has shown to applications; what a diskless node has
     /// instead of a current UUID.
     pub exposed_uuid: Uuid,
+    /// Generation that watchers know.
+    pub told_uuid: Uuid,
     /// Generations that this node announced while it had no disk and that were not confirmed. Its
     /// own disk has to know them when it comes back: somebody may go by one of them although no
     /// write was made in it.
@@ -383,6 +385,7 @@ impl Device {
             size_sectors: 0,
             disk: None,
             exposed_uuid: Uuid::ZERO,
+            told_uuid: Uuid::ZERO,
             left_behind: Vec::new(),
             announced: Vec::new(),
             new_uuid_pending: false,

@@ -390,6 +390,21 @@ impl Resource {
         self.settle_detaches();
         self.settle_commands();
         self.run_steps();
+        self.tell_generations();
+    }
+
+    /// A generation may change when no state does, and whoever shows or remembers it must hear.
+    fn tell_generations(&mut self) {
+        let changed: Vec<VolumeNr> = (self.devices.iter_mut())
+            .filter_map(|(volume, device)| {
+                let uuid = device.current_uuid();
+                let told = core::mem::replace(&mut device.told_uuid, uuid);
+                (told != uuid).then_some(*volume)
+            })
+            .collect();
+        for volume in changed {
+            self.event(Event::Device(volume));
+        }
     }
 
     pub(crate) fn output(&mut self, output: Output) {

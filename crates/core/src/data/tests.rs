@@ -116,6 +116,8 @@ struct Node {
     completed: BTreeMap<u64, Result<(), RequestError>>,
     read: BTreeMap<u64, u64>,
     fail_data_writes: bool,
+    /// The data generation when the last event about the volume came, as a watcher knows it.
+    shown: Option<Uuid>,
     /// Size of the data device; with internal metadata it is the metadata device, too.
     data_bytes: u64,
 }
@@ -261,6 +263,7 @@ impl World {
                 completed: BTreeMap::new(),
                 read: BTreeMap::new(),
                 fail_data_writes: false,
+                shown: None,
             })
             .collect();
         World {
@@ -381,9 +384,24 @@ impl World {
         }
         let now = self.now;
         self.nodes[index].resource.handle(now, input);
+        let mut told = false;
         while let Some(output) = self.nodes[index].resource.poll_output() {
+            told |= matches!(output, Output::Event(Event::Device(VOLUME)));
+            if let Output::Event(Event::Destroyed(_)) = output {
+                self.nodes[index].shown = None;
+            }
             self.output(index, output);
         }
+        if told {
+            self.nodes[index].shown = self.generation(index);
+        }
+    }
+
+    /// The volume's data generation.
+    fn generation(&self, index: usize) -> Option<Uuid> {
+        let devices = self.nodes[index].resource.snapshot().devices;
+        let device = devices.iter().find(|d| d.volume == VOLUME)?;
+        Some(device.current_uuid)
     }
 
     fn bytes(&self, index: usize, payload: Payload) -> Vec<u8> {
@@ -610,6 +628,7 @@ impl World {
         let seed = self.seed;
         self.nodes[index].resource = Self::resource(index, seed, &self.setup);
         self.nodes[index].up = true;
+        self.nodes[index].shown = None;
         self.start(index);
     }
 
@@ -772,6 +791,14 @@ impl World {
                 "it settles: {:#?}",
                 self.log.iter().rev().take(30).collect::<Vec<_>>()
             );
+        }
+        for (index, node) in self.nodes.iter().enumerate().filter(|(_, n)| n.up) {
+            if let (Some(uuid), Some(shown)) = (self.generation(index), node.shown) {
+                assert_eq!(
+                    uuid, shown,
+                    "watchers of node {index} know an old generation"
+                );
+            }
         }
     }
 
