@@ -111,6 +111,48 @@ fn the_limit_of_open_files_is_raised_as_far_as_it_goes() {
 }
 
 #[test]
+fn the_log_level_changes_while_the_proxy_runs() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    std::fs::write(at.join("secret"), [b'x'; 32]).unwrap();
+    let log = std::fs::File::create(at.join("log")).unwrap();
+    let child = Command::new(BIN)
+        .args(["proxy", "run", "--log", "error", "--secret-file", "secret"])
+        .args(["--socket", "sock"])
+        .current_dir(at)
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    let socket = at.join("sock");
+    let proxy = Proxy { child, socket };
+    wait("the control socket", || {
+        proxy.ctl(&["-c", "show"]).status.success()
+    });
+    let logged = || std::fs::read_to_string(at.join("log")).unwrap();
+    proxy.ctl(&["-c", "list"]);
+    assert!(proxy.ctl(&["-c", "set loglevel debug"]).status.success());
+    proxy.ctl(&["-c", "show avail-plugins"]);
+    assert!(proxy.ctl(&["set", "loglevel", "err"]).status.success());
+    proxy.ctl(&["-c", "show statistics"]);
+    let refused = proxy.ctl(&["-c", "set loglevel loud"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(text.contains("'loud' is not valid"), "{text}");
+    assert_eq!(proxy.show("show"), "");
+    let log = logged();
+    assert!(log.contains("show avail-plugins"), "{log}");
+    assert!(
+        !log.contains("list") && !log.contains("statistics"),
+        "{log}"
+    );
+    let wrong = Command::new(BIN)
+        .args(["proxy", "run", "--insecure", "--log", "loud"])
+        .output()
+        .unwrap();
+    assert!(String::from_utf8_lossy(&wrong.stderr).contains("--log: log level 'loud'"));
+}
+
+#[test]
 fn drbdadm_brings_two_proxies_up_and_down() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();

@@ -17,7 +17,9 @@ set OPTION NAME VALUE              bwlimit, schedule, burst, carriers, max-lag, 
                                    ping-hold, wan-timeout, ping-timeout, weight, dial,
                                    dscp-control, dscp-bulk, sndbuf-size, rcvbuf-size
 set session PEER-IP OPTION VALUE   bwlimit, schedule, burst of all connections with that peer
-set daemon OPTION VALUE            bwlimit, schedule, burst of all connections
+set daemon OPTION VALUE            bwlimit, schedule, burst of all connections; memory-max,
+                                   memlimit-min
+set loglevel LEVEL                 off, error, warn, info, debug, trace
 set plugin NAME INDEX PLUGIN [KEY VALUE ...]
 set plugin NAME INDEX END
 show                               connections and limits as commands
@@ -34,6 +36,7 @@ shutdown
 /// Runs one command.
 pub(crate) fn execute(reactor: &mut Reactor, command: &str, json: bool) -> Result<String, String> {
     let words: Vec<&str> = command.split_whitespace().collect();
+    tracing::debug!(command, "asked");
     match words.as_slice() {
         [
             "add",
@@ -52,9 +55,8 @@ pub(crate) fn execute(reactor: &mut Reactor, command: &str, json: bool) -> Resul
         ["set", "plugin", name, index, plugin @ ..] => {
             set_plugin(reactor, name, index, plugin).map(|warnings| warnings.join(""))
         }
-        ["set", "loglevel", _level] => {
-            Ok("the log level is set by the daemon's --log option\n".into())
-        }
+        ["set", "loglevel", level] => crate::live::set_log_level(reactor, level),
+        ["set", "loglevel", ..] => Err("set loglevel needs one LEVEL, such as info".into()),
         ["set", "daemon", option, value] => {
             let now = reactor.now();
             let done = reactor.engine.set_daemon_limit(now, option, value);
@@ -230,6 +232,9 @@ pub(crate) fn set_session(
 /// Lines that would set and create everything again.
 fn show(reactor: &Reactor) -> String {
     let mut out = String::new();
+    for command in reactor.live.words(&reactor.engine.options) {
+        out.push_str(&format!("{command}\n"));
+    }
     for (option, value) in reactor.engine.options.limit.words() {
         out.push_str(&format!("set daemon {option} {value}\n"));
     }

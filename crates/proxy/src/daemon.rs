@@ -13,10 +13,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::config::{DaemonOptions, MEMLIMIT_MIN};
 use crate::core::engine::Engine;
-use crate::core::limits::Origin;
+use crate::core::limits::{Origin, check_floor, memory_needed};
 use crate::core::shaper::Limit;
 use crate::core::stats::Snapshot;
 use crate::core::time::Instant;
+use crate::live::{Live, LogLevel};
 use crate::mail::{Post, Reply, mailbox};
 use crate::net::{Reactor, handover};
 use crate::spill::Spill;
@@ -25,8 +26,6 @@ use crate::workers::Workers;
 
 /// Longest control request in bytes.
 const REQUEST_MAX: u64 = 1 << 20;
-/// Smallest memory for all buffers.
-const MEMORY_MIN: u64 = 4 << 20;
 
 /// How the two proxies know each other.
 #[derive(Clone, Debug)]
@@ -90,6 +89,8 @@ pub struct Options {
     pub security: Security,
     /// Memory that all buffers share, in bytes.
     pub memory_max_bytes: u64,
+    /// What of it each connection may always have, in bytes: 1 MiB to 1 GiB.
+    pub memlimit_min_bytes: u64,
     /// WAN rate of the whole daemon: bytes per second or a timetable; empty is unlimited.
     pub rate: String,
     /// Bytes that may pass at once after a pause; empty is what the rate gives in 20 ms.
@@ -109,6 +110,8 @@ pub struct Options {
     /// Take over connections, buffers and DRBD's sockets from the proxy that answers on the
     /// control socket, if one does.
     pub take_over: bool,
+    /// The log of this process, if the daemon may change its level.
+    pub log: Option<LogLevel>,
 }
 
 /// One setting of a session: of all connections with the peer proxy of one outside IP.
@@ -159,6 +162,7 @@ impl Default for Options {
         Options {
             security: Security::Insecure,
             memory_max_bytes: 1 << 30,
+            memlimit_min_bytes: MEMLIMIT_MIN,
             rate: String::new(),
             burst: String::new(),
             sessions: Vec::new(),
@@ -168,6 +172,7 @@ impl Default for Options {
             control: None,
             metrics: None,
             take_over: false,
+            log: None,
         }
     }
 }
@@ -175,9 +180,11 @@ impl Default for Options {
 impl Daemon {
     /// Checks the options, starts everything, and returns the running proxy.
     pub fn start(options: Options) -> Result<Daemon, String> {
-        if options.memory_max_bytes < MEMORY_MIN {
+        check_floor(options.memlimit_min_bytes)?;
+        let needed = memory_needed(1, options.memlimit_min_bytes);
+        if options.memory_max_bytes < needed {
             return Err(format!(
-                "memory-max is {} bytes, at least {MEMORY_MIN} are needed",
+                "memory-max is {} bytes, at least {needed} are needed",
                 options.memory_max_bytes
             ));
         }
@@ -219,7 +226,7 @@ impl Daemon {
         };
         let daemon_options = DaemonOptions {
             memory_max_bytes: options.memory_max_bytes,
-            memlimit_min_bytes: MEMLIMIT_MIN,
+            memlimit_min_bytes: options.memlimit_min_bytes,
             limit,
             spill_limit_bytes: if spill.is_some() {
                 options.spill_limit_bytes
@@ -232,6 +239,7 @@ impl Daemon {
         SystemRandom::new()
             .fill(&mut seed)
             .map_err(|_| "no random numbers".to_string())?;
+        let live = Live::new(options.log, &daemon_options);
         let engine = Engine::new(Instant(0), daemon_options, seed);
         let pool = Workers::start(workers, &post).map_err(|error| error.to_string())?;
         let given = match &options.control {
@@ -247,7 +255,7 @@ impl Daemon {
         let taken_over = given.as_ref().map(handover::Given::count);
         // Ages of what is taken over must not lie before the beginning of time.
         let started = Clock::now().checked_sub(uptime).unwrap_or_else(Clock::now);
-        let mut reactor = Reactor::new(engine, mailbox, pool, spill, identity, started)
+        let mut reactor = Reactor::new(engine, mailbox, pool, spill, identity, live, started)
             .map_err(|error| error.to_string())?;
         for given in &options.sessions {
             let (peer, option, value) = (&given.peer, &given.option, &given.value);

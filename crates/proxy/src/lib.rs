@@ -9,6 +9,7 @@ mod core;
 mod daemon;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
+mod live;
 mod mail;
 mod metrics;
 mod net;
@@ -24,6 +25,7 @@ pub use bench::{BenchOptions, REPLAY_BYTES, Report, bench};
 pub use daemon::{
     Answer, Daemon, Options, Request, Security, SessionOption, SharedSecret, rate_option, request,
 };
+pub use live::{LogLevel, log_filter};
 pub use service::tell_ready;
 
 /// A new private key and its public key, both in hex, for `Security::Keys`.

@@ -32,6 +32,12 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         vec![(String::new(), snapshot.memory_max_bytes as f64)],
     );
     metric(
+        "memory_floor_bytes",
+        "gauge",
+        "Memory that each connection may always have.",
+        vec![(String::new(), snapshot.memlimit_min_bytes as f64)],
+    );
+    metric(
         "spill_bytes",
         "gauge",
         "Bytes on the spill disk.",

@@ -11,6 +11,8 @@ use lockstep_proxy::{Daemon, Options, Security, SharedSecret};
 
 #[path = "loopback/limits.rs"]
 mod limits;
+#[path = "loopback/live.rs"]
+mod live;
 #[path = "loopback/statistics.rs"]
 mod statistics;
 

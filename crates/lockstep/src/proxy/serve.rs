@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_proxy::{Daemon, Options, Security, SessionOption, SharedSecret, plan, rate_option};
+use lockstep_proxy::{
+    Daemon, LogLevel, Options, Security, SessionOption, SharedSecret, log_filter, plan, rate_option,
+};
 
 use super::confine::{User, forbid_other_calls};
 use super::{default_socket, options};
@@ -24,7 +26,8 @@ Identity, one of:
                          what that secret is for; with several each needs it
 
 Resources:
-  --memory-max SIZE      memory of all buffers (1G)
+  --memory-max SIZE      memory of all buffers, at least 4M (1G)
+  --memlimit-min SIZE    what of it each connection may always have, 1M to 1G (1M)
   --workers N            codec threads (one per core)
   --rate RATE            WAN bytes per second of the daemon, or a timetable
                          (mon-fri/08:00-18:00=2M,*=0; UTC)
@@ -43,7 +46,8 @@ Other:
   --no-seccomp           do not forbid the system calls that a proxy has no use for
   --socket PATH          control socket (/run/lockstep-proxy/proxy.sock)
   --metrics IP:PORT      Prometheus metrics at /metrics, state at /status
-  --log FILTER           such as info or debug (info)
+  --log LEVEL            off, error, warn, info, debug or trace, also for single modules:
+                         info,lockstep_proxy::net=debug (info)
   --version";
 
 /// What the command line says.
@@ -87,13 +91,27 @@ pub(super) fn run(args: &[String]) -> ExitCode {
     }
 }
 
-fn serve(asked: Asked) -> Result<(), String> {
-    let filter = tracing_subscriber::EnvFilter::try_new(&asked.log)
-        .map_err(|error| format!("--log {}: {error}", asked.log))?;
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+/// Begins to log; the level can be changed later.
+fn begin_log(level: &str) -> Result<LogLevel, String> {
+    let level = log_filter(level).map_err(|error| format!("--log: {error}"))?;
+    let filter = |level: &str| {
+        tracing_subscriber::EnvFilter::try_new(level)
+            .map_err(|error| format!("log level '{level}': {error}"))
+    };
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter(&level)?)
         .with_writer(std::io::stderr)
-        .try_init();
+        .with_filter_reloading();
+    let handle = log.reload_handle();
+    let _ = log.try_init();
+    Ok(LogLevel::new(&level, move |level| {
+        let filter = filter(level)?;
+        handle.reload(filter).map_err(|error| error.to_string())
+    }))
+}
+
+fn serve(mut asked: Asked) -> Result<(), String> {
+    asked.options.log = Some(begin_log(&asked.log)?);
     let commands = asked
         .config
         .as_deref()
@@ -238,6 +256,7 @@ fn parse(args: &[String]) -> Result<Asked, String> {
             "no-seccomp" => seccomp = false,
             "insecure" => insecure = true,
             "take-over" => found.take_over = true,
+            "memlimit-min" => found.memlimit_min_bytes = plan::parse_size(&value)?,
             "memory-max" => found.memory_max_bytes = plan::parse_size(&value)?,
             "workers" => {
                 found.workers = value

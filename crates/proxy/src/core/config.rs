@@ -13,6 +13,10 @@ use super::shaper::Limit;
 
 /// Smallest `memlimit`; less would not hold the chunks in flight.
 pub(crate) const MEMLIMIT_MIN: u64 = 1 << 20;
+/// Largest part of the memory that one connection may always have.
+pub(crate) const FLOOR_MAX: u64 = 1 << 30;
+/// Smallest memory for all buffers.
+pub(crate) const MEMORY_MIN: u64 = 4 << 20;
 /// Most bulk carriers of one session.
 pub(crate) const CARRIERS_MAX: u32 = 16;
 
@@ -123,8 +127,12 @@ pub(crate) enum ConfigError {
         addr: SocketAddr,
         other: String,
     },
-    #[error("unknown option '{option}' of a {level}; known are bwlimit, schedule, burst")]
-    LevelOption { level: &'static str, option: String },
+    #[error("unknown option '{option}' of a {level}; known are {known}")]
+    LevelOption {
+        level: &'static str,
+        option: String,
+        known: &'static str,
+    },
     #[error("at most {0} sessions can have a limit of their own")]
     Sessions(usize),
     #[error("connection '{0}' exists already; use 'del connection {0}' first")]

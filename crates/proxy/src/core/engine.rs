@@ -12,7 +12,7 @@ use super::coding::conditions;
 use super::config::{ConfigError, DaemonOptions, LinkConfig, LinkOptions};
 use super::frame::{CHUNK_MAX, Frame};
 use super::identity::Peer;
-use super::limits::SessionLimit;
+use super::limits::{SessionLimit, memory_needed};
 use super::link::{Blocked, CONTROL_LIMIT, Carrier, CarrierState, Link, Phase, StreamPhase};
 use super::rng::Rng;
 use super::shaper::Bucket;
@@ -215,12 +215,13 @@ impl Engine {
                 ));
             }
         }
-        let needed = (self.links.len() as u64 + 1) * 2 * self.options.memlimit_min_bytes;
+        let count = self.links.len() as u64 + 1;
+        let needed = memory_needed(count, self.options.memlimit_min_bytes);
         if needed > self.options.memory_max_bytes {
             return Err(ConfigError::Value {
                 option: "memory-max".into(),
                 value: self.options.memory_max_bytes.to_string(),
-                expected: format!("at least {needed} for {} connections", self.links.len() + 1),
+                expected: format!("at least {needed} for {count} connections"),
             });
         }
         let id = LinkId(self.fresh() as u32);
@@ -437,10 +438,13 @@ impl Engine {
 
     /// Everything for the operator.
     pub(crate) fn snapshot(&self, now: Instant) -> Snapshot {
+        // The shell knows what is empty here.
         Snapshot {
             version: env!("CARGO_PKG_VERSION").into(),
             uptime_ms: now.since(self.started).as_millis() as u64,
+            log_level: String::new(),
             memory_max_bytes: self.options.memory_max_bytes,
+            memlimit_min_bytes: self.options.memlimit_min_bytes,
             memory_used_bytes: self.total_held
                 + self.links.values().map(Link::rx_held).sum::<u64>(),
             spill_limit_bytes: self.options.spill_limit_bytes,
@@ -457,7 +461,6 @@ impl Engine {
                     burst_bytes: session.bucket.burst_bytes(),
                 })
                 .collect(),
-            // The shell knows.
             thread_cpu_us: BTreeMap::new(),
             connections: self
                 .links
@@ -683,7 +686,7 @@ impl Engine {
     }
 
     /// Memory was freed: those that wait for the shared pool may go on.
-    fn wake_blocked(&mut self, now: Instant) {
+    pub(crate) fn wake_blocked(&mut self, now: Instant) {
         for id in std::mem::take(&mut self.pool_blocked) {
             self.wake_readers(now, id);
         }

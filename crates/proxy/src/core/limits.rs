@@ -5,7 +5,7 @@
 use std::net::IpAddr;
 
 use super::LinkId;
-use super::config::ConfigError;
+use super::config::{ConfigError, FLOOR_MAX, MEMLIMIT_MIN, MEMORY_MIN, format_bytes, parse_bytes};
 use super::engine::Engine;
 use super::link::Link;
 use super::shaper::{Bucket, Limit};
@@ -33,16 +33,62 @@ pub(crate) enum Origin {
 }
 
 impl Engine {
-    /// Sets `bwlimit`, `schedule` or `burst` of the daemon.
+    /// Sets an option of the daemon: `bwlimit`, `schedule`, `burst`, `memory-max`, `memlimit-min`.
     pub(crate) fn set_daemon_limit(
         &mut self,
         now: Instant,
         option: &str,
         value: &str,
     ) -> Result<(), ConfigError> {
-        set_one(&mut self.options.limit, "daemon", option, value)?;
-        self.bucket.set(now, &self.options.limit, self.wall_minute);
+        match option {
+            "memory-max" | "memlimit-min" => self.set_memory(option, value)?,
+            _ => {
+                set_one(&mut self.options.limit, "daemon", option, value)?;
+                self.bucket.set(now, &self.options.limit, self.wall_minute);
+            }
+        }
         self.settle_all(now);
+        self.wake_blocked(now);
+        Ok(())
+    }
+
+    /// Memory may shrink below what is in use: reading waits until that is less.
+    fn set_memory(&mut self, option: &str, value: &str) -> Result<(), ConfigError> {
+        let bad = |expected: String| ConfigError::Value {
+            option: option.into(),
+            value: value.into(),
+            expected,
+        };
+        let bytes = parse_bytes(value).ok_or_else(|| bad("a size such as 512M".into()))?;
+        let (mut memory, mut floor) = (
+            self.options.memory_max_bytes,
+            self.options.memlimit_min_bytes,
+        );
+        if option == "memory-max" {
+            memory = bytes;
+        } else {
+            check_floor(bytes).map_err(|_| bad(FLOOR.into()))?;
+            floor = bytes;
+        }
+        let count = self.links.len() as u64;
+        let needed = memory_needed(count, floor);
+        if memory < needed {
+            return Err(bad(match option {
+                "memory-max" => format!(
+                    "at least {} for {count} connections with a memlimit-min of {}",
+                    format_bytes(needed),
+                    format_bytes(floor)
+                ),
+                _ => format!(
+                    "{FLOOR}, and twice that for each of {count} connections in a memory-max of {}",
+                    format_bytes(memory)
+                ),
+            }));
+        }
+        (
+            self.options.memory_max_bytes,
+            self.options.memlimit_min_bytes,
+        ) = (memory, floor);
         Ok(())
     }
 
@@ -170,6 +216,24 @@ impl Engine {
     }
 }
 
+const FLOOR: &str = "1M to 1G";
+
+/// What each connection may always have must be so much that a chunk fits.
+pub(crate) fn check_floor(bytes: u64) -> Result<(), String> {
+    match (MEMLIMIT_MIN..=FLOOR_MAX).contains(&bytes) {
+        true => Ok(()),
+        false => Err(format!(
+            "memlimit-min '{}' is not valid; expected {FLOOR}",
+            format_bytes(bytes)
+        )),
+    }
+}
+
+/// Memory with which so many connections have what they may always have, in each direction.
+pub(crate) fn memory_needed(connections: u64, floor_bytes: u64) -> u64 {
+    (connections * 2 * floor_bytes).max(MEMORY_MIN)
+}
+
 fn set_one(
     limit: &mut Limit,
     level: &'static str,
@@ -179,6 +243,10 @@ fn set_one(
     let unknown = || ConfigError::LevelOption {
         level,
         option: option.into(),
+        known: match level {
+            "daemon" => "bwlimit, schedule, burst, memory-max, memlimit-min",
+            _ => "bwlimit, schedule, burst",
+        },
     };
     let done = limit.set(option, value).ok_or_else(unknown)?;
     done.map_err(|expected| ConfigError::Value {

@@ -225,7 +225,11 @@ pub(crate) struct SessionSnapshot {
 pub(crate) struct Snapshot {
     pub(crate) version: String,
     pub(crate) uptime_ms: u64,
+    /// Of the log; empty where the log is not the daemon's.
+    pub(crate) log_level: String,
     pub(crate) memory_max_bytes: u64,
+    /// What each connection may always have.
+    pub(crate) memlimit_min_bytes: u64,
     pub(crate) memory_used_bytes: u64,
     pub(crate) spill_limit_bytes: u64,
     pub(crate) spill_used_bytes: u64,

@@ -66,6 +66,7 @@ impl Reactor {
         let (from, to) = (config.my_outside.ip(), config.peer_outside);
         let (options, rate) = (config.options.clone(), self.engine.lowest_rate(id));
         let ends = ends_of(config);
+        tracing::debug!(connection = config.name, %to, ?kind, "dialling");
         // Behind address translation the outside address is not one of this machine's.
         let from = (!from.is_unspecified() && from.is_ipv4() == to.is_ipv4()).then_some(from);
         let begun = connect(from, to).or_else(|error| match error.kind() {
@@ -177,6 +178,7 @@ impl Reactor {
     fn promote(&mut self, mut sock: CarrierSock, listener: SocketAddr) {
         let now = self.now();
         let peer = self.peer_of(&sock);
+        tracing::debug!(%listener, from = ?sock.dialled, "a carrier was accepted");
         let carrier = self.engine.accept_carrier(now, listener, peer);
         if sock.registered {
             self.sources.insert(sock.token, Source::Carrier(carrier));
@@ -229,6 +231,7 @@ impl Reactor {
     /// The state of everything, with what only the sockets know.
     pub(crate) fn snapshot(&self) -> Snapshot {
         let mut snapshot = self.engine.snapshot(self.now());
+        snapshot.log_level = self.live.log_level().into();
         snapshot.thread_cpu_us = crate::threads::cpu_us();
         for (carrier, sock) in &self.carriers {
             let Some(entry) = self.engine.carriers.get(carrier) else {

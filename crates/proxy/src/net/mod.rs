@@ -18,6 +18,7 @@ use crate::core::config::LinkConfig;
 use crate::core::engine::Engine;
 use crate::core::time::Instant;
 use crate::core::{CarrierId, Input, Level, LinkId, LocalId, Output};
+use crate::live::Live;
 use crate::mail::{Mail, Mailbox, Post};
 use crate::spill::Spill;
 use crate::tls::Identity;
@@ -56,6 +57,7 @@ pub(crate) struct Reactor {
     workers: Workers,
     spill: Option<Spill>,
     identity: Identity,
+    pub(crate) live: Live,
     sources: BTreeMap<u64, Source>,
     next_token: u64,
     inside: BTreeMap<LinkId, (Socket, u64)>,
@@ -82,6 +84,7 @@ impl Reactor {
         workers: Workers,
         spill: Option<Spill>,
         identity: Identity,
+        live: Live,
         started: Clock,
     ) -> std::io::Result<Reactor> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -92,6 +95,7 @@ impl Reactor {
             workers,
             spill,
             identity,
+            live,
             sources: BTreeMap::new(),
             next_token: 1,
             inside: BTreeMap::new(),
