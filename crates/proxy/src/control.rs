@@ -30,6 +30,7 @@ show subconnections | hsubconnections
 show avail-plugins
 print statistics
 print metrics                      Prometheus text
+reload                             read secret, keys or certificates again
 shutdown
 ";
 
@@ -56,6 +57,7 @@ pub(crate) fn execute(reactor: &mut Reactor, command: &str, json: bool) -> Resul
             set_plugin(reactor, name, index, plugin).map(|warnings| warnings.join(""))
         }
         ["set", "loglevel", level] => crate::live::set_log_level(reactor, level),
+        ["reload"] => crate::live::reload(reactor),
         ["set", "loglevel", ..] => Err("set loglevel needs one LEVEL, such as info".into()),
         ["set", "daemon", option, value] => {
             let now = reactor.now();

@@ -17,11 +17,10 @@ use crate::core::limits::{Origin, check_floor, memory_needed};
 use crate::core::shaper::Limit;
 use crate::core::stats::Snapshot;
 use crate::core::time::Instant;
-use crate::live::{Live, LogLevel};
+use crate::live::{IdentitySource, Live, LogLevel, identity_of};
 use crate::mail::{Post, Reply, mailbox};
 use crate::net::{Reactor, handover};
 use crate::spill::Spill;
-use crate::tls::{Identity, Tls};
 use crate::workers::Workers;
 
 /// Longest control request in bytes.
@@ -112,6 +111,8 @@ pub struct Options {
     pub take_over: bool,
     /// The log of this process, if the daemon may change its level.
     pub log: Option<LogLevel>,
+    /// Where the identity is read again when a command asks for it.
+    pub identity: Option<IdentitySource>,
 }
 
 /// One setting of a session: of all connections with the peer proxy of one outside IP.
@@ -173,6 +174,7 @@ impl Default for Options {
             metrics: None,
             take_over: false,
             log: None,
+            identity: None,
         }
     }
 }
@@ -188,17 +190,7 @@ impl Daemon {
                 options.memory_max_bytes
             ));
         }
-        let identity = match &options.security {
-            Security::Insecure => Identity::Insecure,
-            Security::Secrets(secrets) => Identity::Tls(Tls::from_secrets(secrets)?),
-            Security::Keys { private, peers } => Identity::Tls(Tls::from_keys(private, peers)?),
-            Security::Certificates {
-                cert,
-                key,
-                authority,
-                peer_names,
-            } => Identity::Tls(Tls::from_files(cert, key, authority, peer_names)?),
-        };
+        let identity = identity_of(&options.security)?;
         let mut limit = Limit::default();
         for (option, value) in [
             (rate_option(&options.rate), &options.rate),
@@ -239,7 +231,7 @@ impl Daemon {
         SystemRandom::new()
             .fill(&mut seed)
             .map_err(|_| "no random numbers".to_string())?;
-        let live = Live::new(options.log, &daemon_options);
+        let live = Live::new(options.log, options.identity, &daemon_options);
         let engine = Engine::new(Instant(0), daemon_options, seed);
         let pool = Workers::start(workers, &post).map_err(|error| error.to_string())?;
         let given = match &options.control {
@@ -328,6 +320,16 @@ impl Daemon {
         {
             // The name now belongs to the new process.
             self.control = None;
+        }
+    }
+
+    /// A handle that runs a command from another thread, as a signal handler does.
+    pub fn commander(&self) -> impl Fn(&str) -> Result<String, String> + Send + use<> {
+        let post = self.post.clone();
+        move |command| {
+            let answers = post.commands(vec![command.into()], false);
+            let none = || Err("the proxy is stopping".into());
+            answers.into_iter().next().unwrap_or_else(none)
         }
     }
 

@@ -25,7 +25,7 @@ pub use bench::{BenchOptions, REPLAY_BYTES, Report, bench};
 pub use daemon::{
     Answer, Daemon, Options, Request, Security, SessionOption, SharedSecret, rate_option, request,
 };
-pub use live::{LogLevel, log_filter};
+pub use live::{IdentitySource, LogLevel, log_filter};
 pub use service::tell_ready;
 
 /// A new private key and its public key, both in hex, for `Security::Keys`.

@@ -1,10 +1,12 @@
-//! What changes while the daemon runs and belongs to no connection: the log level, and the memory of
-//! all buffers. DRBD's sockets and the carriers that are up notice nothing.
+//! What changes while the daemon runs and belongs to no connection: the log level, the identity,
+//! and the memory of all buffers. DRBD's sockets and the carriers that are up notice nothing.
 
 use std::sync::Arc;
 
 use crate::core::config::{DaemonOptions, format_bytes};
+use crate::daemon::Security;
 use crate::net::Reactor;
+use crate::tls::{Identity, Tls};
 
 /// Words for levels of other programs, and what they are here.
 const LEVELS: [(&str, &str); 13] = [
@@ -51,6 +53,63 @@ impl std::fmt::Debug for LogLevel {
     }
 }
 
+type ReadIdentity = dyn Fn() -> Result<Security, String> + Send + Sync;
+
+/// Where the identity came from, to be read again.
+#[derive(Clone)]
+pub struct IdentitySource(Arc<ReadIdentity>);
+
+impl IdentitySource {
+    /// `read` is called in the daemon's process, as its user.
+    pub fn new(read: impl Fn() -> Result<Security, String> + Send + Sync + 'static) -> Self {
+        IdentitySource(Arc::new(read))
+    }
+}
+
+impl std::fmt::Debug for IdentitySource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("IdentitySource")
+    }
+}
+
+/// Keys and certificates, ready to be used.
+pub(crate) fn identity_of(security: &Security) -> Result<Identity, String> {
+    Ok(match security {
+        Security::Insecure => Identity::Insecure,
+        Security::Secrets(secrets) => Identity::Tls(Tls::from_secrets(secrets)?),
+        Security::Keys { private, peers } => Identity::Tls(Tls::from_keys(private, peers)?),
+        Security::Certificates {
+            cert,
+            key,
+            authority,
+            peer_names,
+        } => Identity::Tls(Tls::from_files(cert, key, authority, peer_names)?),
+    })
+}
+
+/// Reads secret, keys or certificates again, for carriers that come from now on. What is of no use
+/// is refused, and what was read before stays in use.
+pub(crate) fn reload(reactor: &mut Reactor) -> Result<String, String> {
+    let stays = |error: String| {
+        tracing::warn!(
+            error,
+            "a new identity was refused, the old one stays in use"
+        );
+        format!("the old identity stays in use: {error}")
+    };
+    let Some(source) = reactor.live.identity.clone() else {
+        return Err(stays("it did not come from files".into()));
+    };
+    let identity = (source.0)().and_then(|security| identity_of(&security));
+    let identity = identity.and_then(|identity| match identity {
+        Identity::Tls(tls) => tls.check_dates().map(|()| Identity::Tls(tls)),
+        Identity::Insecure => Err("--insecure has no files to read".into()),
+    });
+    reactor.set_identity(identity.map_err(stays)?);
+    tracing::info!("the identity was read again; carriers from now on use it");
+    Ok("note: new carriers use the new identity, those that are up stay\n".into())
+}
+
 /// Checks a level, or a list of levels and `MODULE=LEVEL`, and writes it with the names that the
 /// log knows. A word that is no level is refused: it would be taken for a module and silence
 /// everything else.
@@ -78,16 +137,22 @@ pub fn log_filter(text: &str) -> Result<String, String> {
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) log: Option<LogLevel>,
+    pub(crate) identity: Option<IdentitySource>,
     log_at_start: String,
     memory_at_start: u64,
     floor_at_start: u64,
 }
 
 impl Live {
-    pub(crate) fn new(log: Option<LogLevel>, options: &DaemonOptions) -> Live {
+    pub(crate) fn new(
+        log: Option<LogLevel>,
+        identity: Option<IdentitySource>,
+        options: &DaemonOptions,
+    ) -> Live {
         Live {
             log_at_start: log.as_ref().map_or(String::new(), |log| log.level.clone()),
             log,
+            identity,
             memory_at_start: options.memory_max_bytes,
             floor_at_start: options.memlimit_min_bytes,
         }

@@ -60,6 +60,8 @@ pub(crate) struct Tls {
     peers: Vec<KnownPeer>,
     /// Raw keys: the name that is dialled is only a hint.
     raw: bool,
+    /// The own certificate cannot be used yet, or no more.
+    outdated: Option<String>,
 }
 
 /// A configured connection, as far as choosing an identity goes.
@@ -156,6 +158,7 @@ impl Tls {
             listeners,
             peers: known,
             raw: true,
+            outdated: None,
         })
     }
 
@@ -185,6 +188,7 @@ impl Tls {
             listeners: Vec::new(),
             peers: known,
             raw: true,
+            outdated: None,
         })
     }
 
@@ -219,6 +223,18 @@ impl Tls {
             WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
                 .build()
                 .map_err(|error| named(authority, &error))?;
+        let outdated = own.split_first().and_then(|(own, chain)| {
+            let checked = client_verifier.verify_client_cert(own, chain, UnixTime::now());
+            match checked.err()? {
+                Error::InvalidCertificate(
+                    error @ (CertificateError::Expired
+                    | CertificateError::ExpiredContext { .. }
+                    | CertificateError::NotValidYet
+                    | CertificateError::NotValidYetContext { .. }),
+                ) => Some(named(cert, &error)),
+                _ => None,
+            }
+        });
         let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| error.to_string())?
@@ -247,7 +263,14 @@ impl Tls {
             listeners: Vec::new(),
             peers,
             raw: false,
+            outdated,
         })
+    }
+
+    /// An error when a certificate's own dates forbid its use. That it is signed by an authority
+    /// that the peer trusts can be judged there alone.
+    pub(crate) fn check_dates(&self) -> Result<(), String> {
+        self.outdated.clone().map_or(Ok(()), Err)
     }
 
     /// Who has authenticated at the other end of a connection.

@@ -2,6 +2,7 @@
 
 mod confine;
 mod ctl;
+mod identity;
 mod serve;
 mod top;
 

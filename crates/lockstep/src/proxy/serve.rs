@@ -4,10 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use lockstep_proxy::{
-    Daemon, LogLevel, Options, Security, SessionOption, SharedSecret, log_filter, plan, rate_option,
+    Daemon, IdentitySource, LogLevel, Options, Security, SessionOption, log_filter, plan,
+    rate_option,
 };
 
 use super::confine::{User, forbid_other_calls};
+use super::identity::IdentityOptions;
 use super::{default_socket, options};
 
 const USAGE: &str = "\
@@ -21,9 +23,12 @@ Identity, one of:
   --cert FILE --cert-key FILE --ca FILE [--peer-name NAME[=CONNECTIONS] ...]
                          X.509 certificates of a private authority, and names in those of
                          the peers (the dialled address)
+  --peer-file FILE       more peers than --peer-key or --peer-name give, one a line
   --insecure             no encryption, no authentication: only inside a VPN
                          CONNECTIONS, such as r0-bob-alice,web-*: what that peer may use, or
                          what that secret is for; with several each needs it
+  SIGHUP, or 'reload' of drbd-proxy-ctl, reads the files again, as the user that the
+  proxy runs as: new carriers use them
 
 Resources:
   --memory-max SIZE      memory of all buffers, at least 4M (1G)
@@ -124,7 +129,7 @@ fn serve(mut asked: Asked) -> Result<(), String> {
     crate::open_files::raise_limit();
     confine(&asked)?;
     let daemon = Daemon::start(asked.options)?;
-    end_by_signal(&daemon)?;
+    follow_signals(&daemon)?;
     if let Some(count) = daemon.taken_over() {
         tracing::info!(count, "connections taken over; --config is not read again");
         lockstep_proxy::tell_ready();
@@ -145,16 +150,23 @@ fn serve(mut asked: Asked) -> Result<(), String> {
     Ok(())
 }
 
-/// An orderly end tells the peers at once that nothing more comes.
-fn end_by_signal(daemon: &Daemon) -> Result<(), String> {
+/// An orderly end tells the peers at once that nothing more comes. SIGHUP reads the identity again.
+fn follow_signals(daemon: &Daemon) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("taking signals: {error}");
-    let wanted = [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT];
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let wanted = [SIGTERM, SIGINT, SIGHUP];
     let mut signals = signal_hook::iterator::Signals::new(wanted).map_err(failed)?;
-    let stop = daemon.stopper();
+    let (stop, command) = (daemon.stopper(), daemon.commander());
     let wait = move || {
-        if let Some(signal) = signals.forever().next() {
+        for signal in signals.forever() {
+            if signal == SIGHUP {
+                // The daemon logs what came of it.
+                let _ = command("reload");
+                continue;
+            }
             tracing::info!(signal, "asked to end");
             stop();
+            return;
         }
     };
     let thread = std::thread::Builder::new().name("signals".into());
@@ -204,19 +216,6 @@ fn read_config(path: &Path) -> Result<Vec<(usize, String)>, String> {
         .collect())
 }
 
-/// `FILE` or `FILE=CONNECTIONS`.
-fn read_secret(text: &str) -> Result<SharedSecret, String> {
-    let (file, connections) = match text.split_once('=') {
-        Some((file, list)) => (file, Some(list.to_string())),
-        None => (text, None),
-    };
-    let secret = std::fs::read(file).map_err(|error| format!("--secret-file {file}: {error}"))?;
-    Ok(SharedSecret {
-        secret,
-        connections,
-    })
-}
-
 /// `IP=RATE` or `IP=SIZE`.
 fn session(name: &str, text: &str) -> Result<SessionOption, String> {
     let expected = || format!("--{name} '{text}': IP=VALUE, with the peer's outside IP");
@@ -238,23 +237,16 @@ fn parse(args: &[String]) -> Result<Asked, String> {
         control: Some(default_socket()),
         ..Options::default()
     };
-    let (mut secrets, mut key, mut peers) = (Vec::new(), None, Vec::new());
-    let (mut cert, mut cert_key, mut authority, mut peer_names) = (None, None, None, Vec::new());
-    let (mut insecure, mut config, mut log) = (false, None, "info".to_string());
+    let mut identity = IdentityOptions::default();
+    let (mut config, mut log) = (None, "info".to_string());
     let (mut user, mut seccomp) = (None, true);
     for (name, value) in options(args, &["insecure", "take-over", "no-seccomp"])? {
-        let read = || std::fs::read(&value).map_err(|error| format!("--{name} {value}: {error}"));
+        if identity.take(&name, &value) {
+            continue;
+        }
         match name.as_str() {
-            "secret-file" => secrets.push(read_secret(&value)?),
-            "key-file" => key = Some(String::from_utf8_lossy(&read()?).trim().to_string()),
-            "peer-key" => peers.push(value.clone()),
-            "cert" => cert = Some(PathBuf::from(&value)),
-            "cert-key" => cert_key = Some(PathBuf::from(&value)),
-            "ca" => authority = Some(PathBuf::from(&value)),
-            "peer-name" => peer_names.push(value.clone()),
             "user" => user = Some(value.clone()),
             "no-seccomp" => seccomp = false,
-            "insecure" => insecure = true,
             "take-over" => found.take_over = true,
             "memlimit-min" => found.memlimit_min_bytes = plan::parse_size(&value)?,
             "memory-max" => found.memory_max_bytes = plan::parse_size(&value)?,
@@ -280,39 +272,8 @@ fn parse(args: &[String]) -> Result<Asked, String> {
             _ => return Err(format!("unknown option --{name}")),
         }
     }
-    let mut ways = Vec::new();
-    if !secrets.is_empty() {
-        ways.push(Security::Secrets(secrets));
-    }
-    if let Some(private) = key {
-        ways.push(Security::Keys { private, peers });
-    }
-    match (cert, cert_key, authority) {
-        (Some(cert), Some(key), Some(authority)) => {
-            ways.push(Security::Certificates {
-                cert,
-                key,
-                authority,
-                peer_names,
-            });
-        }
-        (None, None, None) => {}
-        _ => return Err("--cert, --cert-key and --ca belong together".into()),
-    }
-    if insecure {
-        ways.push(Security::Insecure);
-    }
-    match (ways.pop(), ways.is_empty()) {
-        (Some(way), true) => found.security = way,
-        (Some(_), false) => return Err("choose one identity only".into()),
-        (None, _) => {
-            return Err(
-                "no identity: give --secret-file, --key-file, --cert or, inside a VPN, \
-                        --insecure"
-                    .into(),
-            );
-        }
-    }
+    found.security = identity.read()?;
+    found.identity = Some(IdentitySource::new(move || identity.read()));
     Ok(Asked {
         options: found,
         config,

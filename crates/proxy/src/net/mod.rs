@@ -252,6 +252,11 @@ impl Reactor {
         Ok(())
     }
 
+    /// Who this proxy is for carriers that come from now on.
+    pub(crate) fn set_identity(&mut self, identity: Identity) {
+        self.identity = identity;
+    }
+
     /// Ends the loop after this turn.
     pub(crate) fn stop(&mut self) {
         self.stopping = true;

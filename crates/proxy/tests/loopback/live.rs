@@ -1,6 +1,6 @@
-//! What changes without a restart and belongs to no connection: the log level, and the memory.
+//! What changes without a restart and belongs to no connection: log level, memory, identity.
 
-use lockstep_proxy::LogLevel;
+use lockstep_proxy::{IdentitySource, LogLevel};
 
 use super::*;
 
@@ -156,4 +156,159 @@ fn each_connection_has_its_floor_and_no_more_connections_than_have_one() {
     }
     let error = wrong(40 * MIB);
     assert!(error.contains("memory-max"), "{error}");
+}
+
+/// An identity that a test changes as somebody changes files.
+fn changing(now: &Arc<Mutex<Security>>) -> Options {
+    let first = now.lock().unwrap().clone();
+    let source = Arc::clone(now);
+    Options {
+        identity: Some(IdentitySource::new(move || {
+            Ok(source.lock().unwrap().clone())
+        })),
+        ..options(first)
+    }
+}
+
+fn only_secret(text: &[u8]) -> Security {
+    Security::Secrets(vec![SharedSecret::for_all(text)])
+}
+
+#[test]
+fn a_new_secret_is_for_new_carriers_and_a_bad_one_is_refused() {
+    let (at_a, at_b) = (
+        Arc::new(Mutex::new(secret())),
+        Arc::new(Mutex::new(secret())),
+    );
+    let pair = Pair::up(changing(&at_a), changing(&at_b), "");
+    let (near, mut far) = pair.open(DATA);
+    let data = sample(9_000_000, 5);
+    let sender = send(near, data.clone());
+    receive(&mut far, &data[..1_000_000]);
+    let counter = |name: &str| connection(&pair.a)["counters"][name].as_u64().unwrap();
+    let up = counter("carriers_up");
+    // Too short, or of no use at all.
+    for bad in [only_secret(b"short"), Security::Insecure] {
+        *at_a.lock().unwrap() = bad;
+        let error = err(&pair.a, "reload");
+        assert!(error.contains("old identity stays in use"), "{error}");
+    }
+    let reconnect = || {
+        pair.line.cut();
+        wait("the loss", || connection(&pair.a)["state"] == "Suspended");
+        pair.line.mend();
+    };
+    reconnect();
+    wait("the old secret", || {
+        let state = connection(&pair.a);
+        state["state"] == "Connected" && state["bulk_carriers"] == 1
+    });
+    receive(&mut far, &data[1_000_000..2_000_000]);
+    // A new one at one end: what is up stays up.
+    let new = b"fedcba9876543210fedcba9876543210";
+    let (before, resumed) = (counter("carriers_up"), counter("resumes"));
+    assert!(before > up);
+    *at_a.lock().unwrap() = only_secret(new);
+    ok(&pair.a, "reload");
+    receive(&mut far, &data[2_000_000..4_000_000]);
+    assert_eq!(counter("carriers_up"), before);
+    // A carrier from now on has it, and is let in as soon as the other end has it too.
+    reconnect();
+    wait("a refusal", || {
+        let error = connection(&pair.a)["last_error"].clone();
+        error
+            .as_str()
+            .is_some_and(|text| text.contains("secret or key"))
+    });
+    *at_b.lock().unwrap() = only_secret(new);
+    ok(&pair.b, "reload");
+    wait("the new secret", || {
+        connection(&pair.a)["state"] == "Connected"
+    });
+    receive(&mut far, &data[4_000_000..]);
+    sender.join().unwrap();
+    assert_eq!(counter("resumes"), resumed + 1);
+    assert_eq!(counter("streams_reset"), 0);
+    // Without files there is nothing to read.
+    let plain = Daemon::start(options(secret())).unwrap();
+    assert!(err(&plain, "reload").contains("not come from files"));
+}
+
+#[test]
+fn certificates_are_read_again_whole_or_not_at_all() {
+    let (here, dir) = (
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certificates"),
+        tempfile::tempdir().unwrap(),
+    );
+    let put = |from: &str, to: &str| {
+        std::fs::copy(here.join(from), dir.path().join(to)).unwrap();
+    };
+    put("alice.pem", "cert");
+    put("alice.key.pem", "key");
+    put("authority.pem", "ca");
+    let files = Security::Certificates {
+        cert: dir.path().join("cert"),
+        key: dir.path().join("key"),
+        authority: dir.path().join("ca"),
+        peer_names: vec!["bob.example".into()],
+    };
+    let known = ["alice.example=r0-a-*", "carol.example=r0-c-*"];
+    let a = changing(&Arc::new(Mutex::new(files)));
+    let pair = Pair::up(a, certificate("bob", &known), "");
+    let (mut near, mut far) = pair.open(DATA);
+    let refused = |expected: &str| {
+        let error = err(&pair.a, "reload");
+        assert!(
+            error.contains("stays in use") && error.contains(expected),
+            "{error}"
+        );
+    };
+    // Half of a new pair, an outdated one, nothing, and no certificate.
+    put("carol.pem", "cert");
+    refused("cert");
+    put("expired.pem", "cert");
+    put("expired.key.pem", "key");
+    put("expired.authority.pem", "ca");
+    refused("expired");
+    std::fs::remove_file(dir.path().join("cert")).unwrap();
+    refused("cert");
+    put("alice.key.pem", "cert");
+    refused("cert");
+    std::fs::write(dir.path().join("ca"), "").unwrap();
+    put("alice.pem", "cert");
+    put("alice.key.pem", "key");
+    refused("ca");
+    put("authority.pem", "ca");
+    let reconnect = || {
+        pair.line.cut();
+        wait("the loss", || connection(&pair.a)["state"] == "Suspended");
+        pair.line.mend();
+    };
+    reconnect();
+    wait("the old certificate", || {
+        connection(&pair.a)["state"] == "Connected"
+    });
+    near.write_all(b"hello").unwrap();
+    receive(&mut far, b"hello");
+    // A whole one, of somebody who may not use the connection.
+    put("carol.pem", "cert");
+    put("carol.key.pem", "key");
+    ok(&pair.a, "reload");
+    near.write_all(b"still").unwrap();
+    receive(&mut far, b"still");
+    reconnect();
+    wait("the refusal", || {
+        let error = connection(&pair.a)["last_error"].clone();
+        error
+            .as_str()
+            .is_some_and(|text| text.contains("may not use it"))
+    });
+    put("alice.pem", "cert");
+    put("alice.key.pem", "key");
+    ok(&pair.a, "reload");
+    wait("the right one", || {
+        connection(&pair.a)["state"] == "Connected"
+    });
+    near.write_all(b"again").unwrap();
+    receive(&mut far, b"again");
 }
