@@ -459,7 +459,9 @@ impl Node {
     ) -> io::Result<Node> {
         let shard = ShardHandle::start("bench", ShardConfig::default(), env.clone())?;
         let (sender, events) = channel();
-        shard.subscribe(Box::new(move |_, event| drop(sender.send(event.clone()))));
+        shard.subscribe(Box::new(move |_, event, _| {
+            drop(sender.send(event.clone()))
+        }));
         let node_id = NodeId(own as u8);
         let config = ResourceConfig {
             name: "bench".to_owned(),

@@ -172,7 +172,7 @@ impl Resource {
         };
         if device.disk.is_some() || self.state.disk(volume) != DiskState::Diskless {
             return fail(
-                ErrorCode::ERR_MINOR_INVALID,
+                ErrorCode::ERR_MINOR_CONFIGURED,
                 format!("volume {volume} has a disk; detach it first"),
             );
         }

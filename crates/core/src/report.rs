@@ -3,6 +3,7 @@
 //! `Resource::snapshot` gives everything at once. Between snapshots `Output::Event` names what
 //! changed; the daemon renders both as `status`, `events2` and counters.
 
+use alloc::boxed::Box;
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -23,6 +24,10 @@ pub enum Event {
     Connection(NodeId),
     /// State between this volume and this peer changed.
     PeerDevice(NodeId, VolumeNr),
+    /// The resource as it was after one change of its state; only where
+    /// [`Resource::tell_steps`](crate::resource::Resource::tell_steps) asks for it. Several changes
+    /// may follow from one input, and a watcher wants to see each.
+    Step(Box<Snapshot>),
     /// An object came into being.
     Created(Object),
     /// An object has gone.
@@ -76,6 +81,8 @@ pub enum Level {
 /// All of a resource at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
+    /// Counts changes of the state that were told; a later snapshot never has a smaller number.
+    pub step: u64,
     /// This node's id.
     pub node_id: NodeId,
     /// Role.

@@ -57,6 +57,9 @@ pub struct Resource {
     /// State changes whose consequences were not drawn yet, in order.
     pub(crate) steps: VecDeque<Step>,
     pub(crate) in_steps: bool,
+    /// Changes are told one by one, and so many were.
+    pub(crate) tells_steps: bool,
+    pub(crate) steps_told: u64,
     pub(crate) twopc: Twopc,
     /// Commands that wait.
     pub(crate) waiting: Vec<Waiting>,
@@ -120,6 +123,8 @@ impl Resource {
             rng: Rng::new(seed),
             steps: VecDeque::new(),
             in_steps: false,
+            tells_steps: false,
+            steps_told: 0,
             twopc: Twopc::default(),
             waiting: Vec::new(),
             down_pause: Instant(0),

@@ -1,16 +1,23 @@
 //! Everything that reports show, read out at one moment.
 
+use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 use lockstep_format::wire::{DiskState, Role};
 
 use crate::report::{
-    ConnectionReport, DeviceReport, PeerDeviceReport, ResyncReport, SharedOptions, Snapshot,
+    ConnectionReport, DeviceReport, Event, PeerDeviceReport, ResyncReport, SharedOptions, Snapshot,
 };
 use crate::resource::Resource;
-use crate::state::{PeerDeviceState, ReplSets};
+use crate::state::{PeerDeviceState, ReplSets, State};
 
 impl Resource {
+    /// Whether every change of the state is told with an [`Event::Step`] from now on. It costs a
+    /// snapshot for each, so it is for times when somebody watches.
+    pub fn tell_steps(&mut self, told: bool) {
+        self.tells_steps = told;
+    }
+
     /// The resource as status commands show it.
     pub fn snapshot(&self) -> Snapshot {
         let state = &self.state;
@@ -27,6 +34,7 @@ impl Resource {
             }
         }
         Snapshot {
+            step: self.steps_told,
             node_id: self.node_id,
             role: state.role,
             suspended,
@@ -44,6 +52,32 @@ impl Resource {
                 .map(|n| self.connection_report(*n))
                 .collect(),
         }
+    }
+
+    /// Tells watchers how the resource is after a change, if they want that. Later changes may have
+    /// been committed already.
+    pub(crate) fn tell_step(&mut self, old: &State, new: &State) {
+        if !self.tells_steps {
+            return;
+        }
+        self.steps_told += 1;
+        let latest = core::mem::replace(&mut self.state, new.clone());
+        let mut snapshot = self.snapshot();
+        self.state = latest;
+        for connection in &mut snapshot.connections {
+            for p in &mut connection.peer_devices {
+                let was = old.peer_device(p.volume, connection.peer).repl;
+                if let Some(resync) = &mut p.resync
+                    && !was.has_progress()
+                {
+                    // What counts its progress is set up after this.
+                    resync.total_sectors = resync.left_sectors;
+                    (resync.failed_sectors, resync.same_sectors) = (0, 0);
+                    resync.started = self.now;
+                }
+            }
+        }
+        self.event(Event::Step(Box::new(snapshot)));
     }
 
     /// config-and-cli.md, 13.3.
@@ -230,4 +264,73 @@ fn resync_reasons(p: &PeerDeviceState, own: DiskState) -> Vec<&'static str> {
         reasons.push("max-parallel");
     }
     reasons
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec::Vec;
+
+    use lockstep_format::units::NodeId;
+
+    use crate::command::Command;
+    use crate::event::{CommandId, Input, Output};
+    use crate::options::{NetOptions, ResourceOptions};
+    use crate::report::Event;
+    use crate::resource::{Resource, ResourceConfig};
+    use crate::state::ConnState;
+    use crate::time::Instant;
+
+    /// The connection's state and number of each step that a command made.
+    fn steps(resource: &mut Resource, id: u64, command: Command) -> Vec<(u64, ConnState)> {
+        let id = CommandId(id);
+        resource.handle(Instant(1_000_000_000), Input::Command { id, command });
+        core::iter::from_fn(|| resource.poll_output())
+            .filter_map(|output| match output {
+                Output::Event(Event::Step(s)) => Some((s.step, s.connections[0].state)),
+                _ => None,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_step_of_a_change_is_told_to_those_who_want_it() {
+        let options = ResourceOptions::default();
+        let config = ResourceConfig {
+            name: "r".into(),
+            node_id: NodeId(0),
+            options,
+        };
+        let peer = NodeId(1);
+        let connect = || Command::Connect {
+            peer,
+            discard_my_data: false,
+            tentative: false,
+        };
+        let mut resource = Resource::new(config, 1);
+        let net = NetOptions::default();
+        assert_eq!(steps(&mut resource, 1, Command::NewPeer { peer, net }), []);
+        resource.tell_steps(true);
+        assert_eq!(
+            steps(&mut resource, 2, connect()),
+            [(1, ConnState::Unconnected)]
+        );
+        let force = false;
+        let told = steps(&mut resource, 3, Command::Disconnect { peer, force });
+        assert_eq!(
+            told,
+            [
+                (2, ConnState::Connecting),
+                (3, ConnState::Disconnecting),
+                (4, ConnState::StandAlone)
+            ]
+        );
+        assert_eq!(resource.snapshot().step, 4);
+        resource.tell_steps(false);
+        assert_eq!(steps(&mut resource, 4, connect()), []);
+        assert_eq!(resource.snapshot().step, 4);
+        assert_eq!(
+            resource.snapshot().connections[0].state,
+            ConnState::Unconnected
+        );
+    }
 }

@@ -516,6 +516,7 @@ impl Resource {
     }
 
     fn after_events(&mut self, old: &State, new: &State) {
+        self.tell_step(old, new);
         if (old.role, old.suspended(), old.fail_io) != (new.role, new.suspended(), new.fail_io) {
             self.event(Event::Resource);
         }

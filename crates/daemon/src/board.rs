@@ -126,6 +126,13 @@ impl Board {
         (reports, subscription)
     }
 
+    /// Somebody watches.
+    pub(crate) fn is_watched(&self) -> bool {
+        let mut inner = self.lock();
+        inner.watchers.retain(|w| !w.mailbox.is_closed());
+        !inner.watchers.is_empty()
+    }
+
     /// Every watcher's conversation ends.
     pub(crate) fn close(&self) {
         for watcher in std::mem::take(&mut self.lock().watchers) {

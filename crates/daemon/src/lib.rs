@@ -6,6 +6,7 @@ const _: () = assert!(
     "lockstep-core was built with its feature `planted`"
 );
 
+mod address;
 pub mod board;
 pub mod client;
 mod devices;
@@ -30,3 +31,4 @@ pub mod report;
 mod resync_order;
 mod server;
 mod touched;
+mod watching;

@@ -1,7 +1,6 @@
 //! A node: its resources on their shards, and every command that changes them.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,9 +13,10 @@ use lockstep_format::conf::options::Set;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_front::block::DeviceKind;
 use lockstep_io::port::{PortSink, VolumePort};
-use lockstep_io::shard::{ResourceId, ShardConfig, ShardEnv, ShardHandle};
-use lockstep_io::tcp::{Acceptor, Path, PeerNet};
+use lockstep_io::shard::{ResourceId, ResourceView, ShardConfig, ShardEnv, ShardHandle};
+use lockstep_io::tcp::{Acceptor, PeerNet};
 
+use crate::address::{path, volume_nr};
 use crate::board::Board;
 use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
@@ -32,6 +32,7 @@ use crate::report::{
 };
 use crate::resync_order::{self, ResyncOrder};
 use crate::touched::{self, Touched};
+use crate::watching::Watching;
 
 /// How a node is made.
 #[derive(Clone, Debug)]
@@ -61,6 +62,7 @@ pub struct Node {
     board: Arc<Board>,
     devices: Mutex<Devices>,
     touched: Arc<Touched>,
+    watching: Watching,
     resync_order: ResyncOrder,
     protocol_max: u32,
     /// What users of each volume ask for; as long as the volume is configured.
@@ -132,10 +134,13 @@ impl Node {
             };
             let handle = ShardHandle::start(&format!("shard{index}"), shard, env.clone())?;
             let touched = touched.clone();
-            handle.subscribe(Box::new(move |id, event| touched.event(index, id, event)));
+            handle.subscribe(Box::new(move |id, event, paths| {
+                touched.event(index, id, event, paths);
+            }));
             shards.push(handle);
         }
         let node = Arc::new(Node {
+            watching: Watching::new(board.clone(), shards.clone()),
             shards,
             resources: Mutex::default(),
             minors: Minors::default(),
@@ -182,6 +187,11 @@ impl Node {
     /// Reports and watchers.
     pub fn board(&self) -> &Board {
         &self.board
+    }
+
+    /// Whoever may watch.
+    pub(crate) fn watching(&self) -> &Watching {
+        &self.watching
     }
 
     /// Fresh reports of one resource or all, by name.
@@ -343,6 +353,21 @@ impl Node {
         let Ok(Some(view)) = self.shards[entry.shard].view(entry.id) else {
             return;
         };
+        let mut changed = false;
+        // What led to it comes first; what came after it comes with a later view.
+        let last = view.snapshot.step;
+        while let Some(step) = self.touched.step(entry.shard, entry.id, last) {
+            changed |= self.publish(&mut state, &step);
+        }
+        changed |= self.publish(&mut state, &view);
+        if changed {
+            drop(state);
+            self.devices().look();
+        }
+    }
+
+    /// Publishes what a resource looked like; `true` if more than counters changed.
+    fn publish(&self, state: &mut State, view: &ResourceView) -> bool {
         let now = lockstep_io::shard::now();
         let mut report = ResourceReport::join(&state.configured, &view.snapshot, now);
         for connection in &mut report.connections {
@@ -352,10 +377,7 @@ impl Node {
             }
         }
         state.progress.follow(&mut report, now);
-        if self.board.publish(report) {
-            drop(state);
-            self.devices().look();
-        }
+        self.board.publish(report)
     }
 
     /// The thread that keeps reports fresh: what the cores touched, and with the clock what moves.
@@ -370,6 +392,9 @@ impl Node {
             self.refresh(&name);
         }
         self.order_resyncs();
+        if tick {
+            self.watching.look();
+        }
     }
 
     /// Tells every resource which of its resyncs wait for others of this node.
@@ -1153,36 +1178,6 @@ pub(crate) fn node(id: u32) -> Result<NodeId, CommandError> {
         None => refuse(
             ErrorCode::ERR_INVALID_PEER_NODE_ID,
             format!("node id {id}: the largest is {}", NodeId::COUNT - 1),
-        ),
-    }
-}
-
-fn volume_nr(number: u32) -> Result<VolumeNr, CommandError> {
-    match u16::try_from(number).map(VolumeNr) {
-        Ok(volume) if !volume.is_none() => Ok(volume),
-        _ => refuse(
-            ErrorCode::ERR_INVALID_REQUEST,
-            format!("volume {number}: the largest is {}", u16::MAX - 1),
-        ),
-    }
-}
-
-fn path(local: &str, remote: &str) -> Result<Path, CommandError> {
-    Ok(Path {
-        local: socket_address(local)?,
-        peer: socket_address(remote)?,
-    })
-}
-
-fn socket_address(text: &str) -> Result<SocketAddr, CommandError> {
-    let plain = text
-        .strip_prefix("ipv4:")
-        .or_else(|| text.strip_prefix("ipv6:"));
-    match plain.and_then(|plain| plain.parse().ok()) {
-        Some(address) => Ok(address),
-        None => refuse(
-            ErrorCode::ERR_INVALID_REQUEST,
-            format!("'{text}' is not an address: ipv4:ADDRESS:PORT or ipv6:[ADDRESS]:PORT"),
         ),
     }
 }

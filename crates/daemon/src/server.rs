@@ -147,7 +147,7 @@ fn watch(
     resource: Option<String>,
     statistics: Statistics,
 ) -> std::io::Result<()> {
-    let (resources, changes) = node.board().watch(resource.clone(), statistics);
+    let (resources, changes) = node.watching().watch(resource.clone(), statistics);
     let (asked, mailbox) = (node.clone(), changes.mailbox().clone());
     std::thread::Builder::new()
         .name("watcher".into())
@@ -507,7 +507,7 @@ mod tests {
     fn a_watcher_sees_objects_come_and_go() {
         let dir = tempfile::tempdir().unwrap();
         let node = node(dir.path());
-        let (reports, changes) = node.board().watch(None, Statistics::No);
+        let (reports, changes) = node.watching().watch(None, Statistics::No);
         assert!(reports.is_empty());
         node.new_resource("web", 0, &Default::default()).unwrap();
         let next = || changes.recv().unwrap();
@@ -520,6 +520,34 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
+        node.stop();
+    }
+
+    /// A volume whose disk cannot be opened is Diskless again before anybody can look.
+    #[test]
+    fn a_watcher_sees_each_of_several_quick_steps() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        node.new_minor("web", 7, 0, &Default::default()).unwrap();
+        let (_, changes) = node.watching().watch(None, Statistics::No);
+        let missing = dir.path().join("none").display().to_string();
+        let refused = node.attach(7, missing.clone(), missing, "internal", &Default::default());
+        assert_eq!(refused.unwrap_err().code.0, 104);
+        node.del_minor(7).unwrap();
+        let mut disks = Vec::new();
+        loop {
+            match changes.recv().unwrap() {
+                Reply::Changed { resource } => match resource.devices.first() {
+                    Some(device) => disks.push(device.disk_state),
+                    None => break,
+                },
+                other => panic!("{other:?}"),
+            }
+        }
+        disks.dedup();
+        use lockstep_format::wire::DiskState;
+        assert_eq!(disks, [DiskState::Attaching, DiskState::Diskless]);
         node.stop();
     }
 
@@ -607,7 +635,7 @@ mod tests {
         let node = node(dir.path());
         node.new_resource("web", 0, &Default::default()).unwrap();
         node.new_resource("mail", 0, &Default::default()).unwrap();
-        let (_, changes) = node.board().watch(Some("web".into()), Statistics::No);
+        let (_, changes) = node.watching().watch(Some("web".into()), Statistics::No);
         let answers = converse_with(
             &node,
             &[

@@ -1,18 +1,22 @@
 //! What the cores of a node touched, from the shards' threads to the one that keeps reports fresh.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::report::{Event, Level};
-use lockstep_io::shard::ResourceId;
+use lockstep_format::units::NodeId;
+use lockstep_io::shard::{ResourceId, ResourceView};
+use lockstep_io::tcp::Path;
 
 use crate::generations::{Generations, plain};
 
 /// What cores touched since it was last looked at.
 pub(crate) struct Touched {
     set: Mutex<BTreeSet<(usize, ResourceId)>>,
+    /// Changes that watchers were not told of yet, each resource's in their order.
+    steps: Mutex<BTreeMap<(usize, ResourceId), VecDeque<ResourceView>>>,
     wake: SyncSender<()>,
     /// All resources of the node.
     names: Mutex<BTreeMap<(usize, ResourceId), String>>,
@@ -24,6 +28,7 @@ impl Touched {
     pub(crate) fn new(wake: SyncSender<()>) -> Touched {
         Touched {
             set: Mutex::default(),
+            steps: Mutex::default(),
             wake,
             names: Mutex::default(),
             generations: Arc::default(),
@@ -64,10 +69,39 @@ impl Touched {
     /// The resource has gone.
     pub(crate) fn forget(&self, shard: usize, id: ResourceId) {
         lock(&self.names).remove(&(shard, id));
+        lock(&self.steps).remove(&(shard, id));
+    }
+
+    /// Takes the oldest change of a resource up to this step.
+    pub(crate) fn step(&self, shard: usize, id: ResourceId, last: u64) -> Option<ResourceView> {
+        let mut all = lock(&self.steps);
+        let steps = all.get_mut(&(shard, id))?;
+        let due = steps.front()?.snapshot.step <= last;
+        let step = if due { steps.pop_front() } else { None };
+        if steps.is_empty() {
+            all.remove(&(shard, id));
+        }
+        step
+    }
+
+    fn add_step(&self, key: (usize, ResourceId), step: ResourceView) {
+        let mut all = lock(&self.steps);
+        let steps = all.entry(key).or_default();
+        if steps.len() >= MAX_STEPS {
+            // The next ones tell what has changed with it.
+            steps.pop_front();
+        }
+        steps.push_back(step);
     }
 
     /// Called on a shard's thread.
-    pub(crate) fn event(&self, shard: usize, id: ResourceId, event: &Event) {
+    pub(crate) fn event(
+        &self,
+        shard: usize,
+        id: ResourceId,
+        event: &Event,
+        paths: &BTreeMap<NodeId, Path>,
+    ) {
         if let Event::Log {
             level,
             peer,
@@ -89,12 +123,22 @@ impl Touched {
         if let Event::NewGeneration { from, to, .. } = event {
             return self.generations.made(plain(from.0), plain(to.0));
         }
+        if let Event::Step(snapshot) = event {
+            let step = ResourceView {
+                snapshot: (**snapshot).clone(),
+                paths: paths.clone(),
+            };
+            self.add_step((shard, id), step);
+        }
         if lock(&self.set).insert((shard, id)) {
             // Full means that it is going to look anyway.
             let _ = self.wake.try_send(());
         }
     }
 }
+
+/// Changes of one resource that wait for watchers.
+const MAX_STEPS: usize = 256;
 
 /// Waits for something touched or the next second; `true` once a second.
 pub(crate) fn wait(woken: &Receiver<()>, last_tick: &mut Instant) -> bool {

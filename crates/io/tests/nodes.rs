@@ -64,7 +64,9 @@ impl Node {
         };
         let (sender, events) = channel();
         // The test may have ended before the shard.
-        shard.subscribe(Box::new(move |_, event| drop(sender.send(event.clone()))));
+        shard.subscribe(Box::new(move |_, event, _| {
+            drop(sender.send(event.clone()))
+        }));
         let node_id = NodeId(own);
         let options = ResourceOptions::default();
         let config = ResourceConfig {

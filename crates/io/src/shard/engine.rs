@@ -27,6 +27,9 @@ pub trait Engine: Send + 'static {
 
     /// Everything at once, for reports.
     fn snapshot(&self) -> Snapshot;
+
+    /// Whether every step of a change is told from now on.
+    fn tell_steps(&mut self, told: bool);
 }
 
 impl Engine for Resource {
@@ -52,6 +55,10 @@ impl Engine for Resource {
 
     fn snapshot(&self) -> Snapshot {
         Resource::snapshot(self)
+    }
+
+    fn tell_steps(&mut self, told: bool) {
+        Resource::tell_steps(self, told);
     }
 }
 

@@ -184,6 +184,11 @@ impl<E: Engine> ShardHandle<E> {
         self.run(move |shard| shard.subscribers.push(subscriber));
     }
 
+    /// Whether the engines of this shard, those to come too, tell every step of a change.
+    pub fn tell_steps(&self, told: bool) -> Result<(), ShardGone> {
+        self.ask(move |shard| shard.tell_steps(told))
+    }
+
     /// Adds a service to the shard's thread; `make` builds it there.
     pub fn add_service(
         &self,
@@ -244,7 +249,17 @@ impl<E: Engine> ShardHandle<E> {
 }
 
 impl<E: Engine> Shard<E> {
-    fn add_resource(&mut self, name: String, engine: E) -> ResourceId {
+    fn tell_steps(&mut self, told: bool) {
+        self.tells_steps = told;
+        for key in self.resources.keys() {
+            if let Some(slot) = self.resources.get_mut(key) {
+                slot.engine.tell_steps(told);
+            }
+        }
+    }
+
+    fn add_resource(&mut self, name: String, mut engine: E) -> ResourceId {
+        engine.tell_steps(self.tells_steps);
         let slot = Slot {
             name,
             engine,

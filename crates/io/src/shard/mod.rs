@@ -37,7 +37,7 @@ use crate::digest::digest;
 use crate::pool::{BufRef, BufferPool};
 use crate::ring::{Done, Ring, RingKind, Wait};
 use crate::table::BufTable;
-use crate::tcp::{Acceptor, PeerNet};
+use crate::tcp::{Acceptor, Path, PeerNet};
 use crate::timers::{Armed, TimerHeap};
 use mailbox::{Mailbox, Message};
 use spin::Spin;
@@ -92,8 +92,9 @@ pub struct ShardEnv {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceId(u64);
 
-/// Told of events of resources, on the shard's thread.
-pub type Subscriber = Box<dyn FnMut(ResourceId, &Event) + Send>;
+/// Told of events of resources, on the shard's thread. With an [`Event::Step`] come the paths that
+/// were in use then.
+pub type Subscriber = Box<dyn FnMut(ResourceId, &Event, &BTreeMap<NodeId, Path>) + Send>;
 
 /// The shard itself; lives on its thread.
 pub(crate) struct Shard<E: Engine> {
@@ -112,6 +113,7 @@ pub(crate) struct Shard<E: Engine> {
     timers: TimerHeap<TimerKey>,
     commands: Arena<PendingCommand>,
     subscribers: Vec<Subscriber>,
+    tells_steps: bool,
     links: Arena<links::Link>,
     /// Links with packets that were queued in this turn.
     dirty_links: Vec<Key>,
@@ -236,6 +238,7 @@ impl<E: Engine> Shard<E> {
             timers: TimerHeap::default(),
             commands: Arena::default(),
             subscribers: Vec::new(),
+            tells_steps: false,
             links: Arena::default(),
             dirty_links: Vec::new(),
             connecting: Arena::default(),
@@ -565,14 +568,18 @@ impl<E: Engine> Shard<E> {
     }
 
     fn event(&mut self, key: Key, event: &Event) {
+        let paths = match event {
+            Event::Step(_) => self.used_paths(key),
+            _ => BTreeMap::new(),
+        };
         for subscriber in &mut self.subscribers {
-            subscriber(ResourceId(key.0), event);
+            subscriber(ResourceId(key.0), event, &paths);
         }
         let changes = match event {
             Event::Resource | Event::Device(_) | Event::PeerDevice(..) => true,
             // A peer may have become Primary.
             Event::Connection(_) | Event::Created(_) | Event::Destroyed(_) => true,
-            Event::Log { .. } | Event::NewGeneration { .. } => false,
+            Event::Log { .. } | Event::NewGeneration { .. } | Event::Step(_) => false,
         };
         if let Some(slot) = self.resources.get_mut(key)
             && changes

@@ -503,6 +503,7 @@ impl Engine for Toy {
             flags: 0,
         };
         Snapshot {
+            step: 0,
             node_id: NodeId(0),
             role: Role::Primary,
             suspended: Vec::new(),
@@ -513,6 +514,8 @@ impl Engine for Toy {
             connections: Vec::new(),
         }
     }
+
+    fn tell_steps(&mut self, _told: bool) {}
 }
 
 /// Answers every handler with 5, or loses it.
@@ -1124,7 +1127,7 @@ fn watchers_see_events_and_ports_see_changes() {
     };
     let (sender, events) = channel();
     let id = node.id;
-    node.shard.subscribe(Box::new(move |resource, event| {
+    node.shard.subscribe(Box::new(move |resource, event, _| {
         assert_eq!(resource, id);
         let _ = sender.send(event.clone());
     }));

@@ -439,9 +439,29 @@ fn peer_device_counters(p: &PeerDeviceReport, detail: Detail) -> String {
 #[derive(Debug, Default)]
 pub(super) struct Known {
     resources: BTreeMap<String, ResourceReport>,
+    /// Names of the connections that handlers were called for: one may go before its handler ends.
+    called: BTreeMap<(String, u8), String>,
 }
 
 impl Known {
+    /// The name of the connection that a handler is about.
+    pub(super) fn called(&mut self, resource: &str, peer: u8, status: Option<i32>) -> String {
+        let key = (resource.to_owned(), peer);
+        let found = self.resources.get(resource).and_then(|report| {
+            let mut connections = report.connections.iter();
+            connections.find(|c| c.peer_node_id == peer)
+        });
+        let name = match found {
+            Some(connection) => connection.name.clone(),
+            None => self.called.get(&key).cloned().unwrap_or_default(),
+        };
+        match status {
+            None => self.called.insert(key, name.clone()),
+            Some(_) => self.called.remove(&key),
+        };
+        name
+    }
+
     /// Lines for a resource as it is now.
     pub(super) fn changed(&mut self, new: ResourceReport, detail: Detail) -> Vec<String> {
         let lines = changes(self.resources.get(&new.name), Some(&new), detail);
@@ -617,6 +637,18 @@ exists path name:web peer-node-id:2 conn-name:charlie local:ipv4:10.1.0.1:7790 p
                 "destroy resource name:web",
             ]
         );
+    }
+
+    #[test]
+    fn the_end_of_a_handler_names_a_connection_that_has_gone() {
+        let mut known = Known::default();
+        known.changed(sample::web(), detail());
+        assert_eq!(known.called("web", 1, None), "bravo");
+        let mut without = sample::web();
+        without.connections.retain(|c| c.peer_node_id != 1);
+        known.changed(without, detail());
+        assert_eq!(known.called("web", 1, Some(0)), "bravo");
+        assert_eq!(known.called("web", 1, None), "");
     }
 
     #[test]

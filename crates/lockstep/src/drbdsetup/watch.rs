@@ -170,12 +170,9 @@ impl Watch {
                 helper: name,
                 status,
             } => {
+                let peer = peer.map(|id| (id, known.called(&resource, id, status)));
+                let peer = peer.as_ref().map(|(id, name)| (*id, name.as_str()));
                 let seen = known.get(&resource);
-                let peer = peer.map(|id| {
-                    let found =
-                        seen.and_then(|r| r.connections.iter().find(|c| c.peer_node_id == id));
-                    (id, found.map_or("", |c| c.name.as_str()))
-                });
                 let volume = volume.map(|number| {
                     let found = seen.and_then(|r| r.devices.iter().find(|d| d.volume == number));
                     (number, found.map_or(0, |d| d.minor))
