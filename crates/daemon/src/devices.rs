@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
-use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers};
+use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
 use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Opening};
 use lockstep_front::gate::Access;
 use lockstep_front::ublk::Lifetime;
@@ -55,8 +55,10 @@ enum Order {
     },
     /// The resource may have devices again.
     Resume { resource: String },
-    /// Take all away and end.
-    End { done: SyncSender<()> },
+    /// Tell which resources have devices that wait for this daemon.
+    Waiting { done: SyncSender<BTreeSet<String>> },
+    /// Take all away, but for those that the holder keeps for the next daemon, and end.
+    End { done: SyncSender<End> },
 }
 
 /// The thread from outside.
@@ -67,6 +69,16 @@ pub(crate) struct Devices {
     looks: Arc<AtomicBool>,
     /// Resources that were made Primary by command.
     explicit: Arc<Mutex<BTreeSet<String>>>,
+}
+
+/// What an orderly end leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum End {
+    /// No devices.
+    Nothing,
+    /// Devices in use, whose I/O waits for the next daemon. Nothing may answer it any more.
+    Devices,
 }
 
 /// Orders that may wait.
@@ -104,7 +116,12 @@ impl Devices {
     ) -> std::io::Result<Devices> {
         let (sender, receiver) = sync_channel(BACKLOG);
         let holding = Holding::start(&place, config.hold, generations)?;
-        clean(&place, &holding.waiting())?;
+        let waiting = holding.waiting();
+        clean(&place, &waiting)?;
+        let waiting: Vec<PathBuf> = waiting.into_iter().map(|number| number.path()).collect();
+        for root in link_roots(&place) {
+            clean_links(&root, &waiting);
+        }
         let explicit: Arc<Mutex<BTreeSet<String>>> = Arc::default();
         watch_mounts(sender.clone())?;
         let looks: Arc<AtomicBool> = Arc::default();
@@ -203,13 +220,25 @@ impl Devices {
         }
     }
 
-    /// Takes all devices away; those in use fail from now on.
-    pub(crate) fn end(&self) {
-        if let Some(orders) = &self.orders {
-            let (done, wait) = sync_channel(1);
-            if orders.send(Order::End { done }).is_ok() {
-                let _ = wait.recv_timeout(PATIENCE);
+    /// Resources with devices of a daemon before this one that still wait.
+    pub(crate) fn waiting(&self) -> BTreeSet<String> {
+        let (done, wait) = sync_channel(1);
+        match &self.orders {
+            Some(orders) if orders.send(Order::Waiting { done }).is_ok() => {
+                wait.recv_timeout(PATIENCE).unwrap_or_default()
             }
+            _ => BTreeSet::new(),
+        }
+    }
+
+    /// Takes all devices away. Those in use are left to the holder; without one they fail from now on.
+    pub(crate) fn end(&self) -> End {
+        let (done, wait) = sync_channel(1);
+        match &self.orders {
+            Some(orders) if orders.send(Order::End { done }).is_ok() => {
+                wait.recv_timeout(PATIENCE).unwrap_or(End::Nothing)
+            }
+            _ => End::Nothing,
         }
     }
 }
@@ -280,20 +309,50 @@ impl Worker {
                     self.released.retain(|(name, _)| *name != resource);
                     self.look();
                 }
+                Ok(Order::Waiting { done }) => {
+                    let keys = self.holding.keys().into_iter();
+                    let _ = done.send(keys.map(|(resource, _)| resource).collect());
+                }
                 Ok(Order::End { done }) => {
-                    for (key, served) in std::mem::take(&mut self.devices) {
-                        self.take_away(&key, served.device);
-                        self.holding.forget(&key);
-                    }
-                    for key in self.holding.keys() {
-                        self.give_up(&key, "the daemon ends");
-                    }
-                    let _ = done.send(());
+                    let _ = done.send(self.end());
                     return;
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    fn end(&mut self) -> End {
+        // The holder has to know all that is in use.
+        self.look();
+        // The holder goes on with what waits already.
+        let mut end = match self.holding.keys().is_empty() {
+            true => End::Nothing,
+            false => End::Devices,
+        };
+        let keys: Vec<Key> = self.devices.keys().cloned().collect();
+        for key in keys {
+            let held = self.devices.get(&key).is_some_and(|served| served.held);
+            let users = match held {
+                true => self.try_detach(&key),
+                false => None,
+            };
+            let Some(served) = self.devices.remove(&key) else {
+                continue;
+            };
+            match users {
+                Some(users) => {
+                    tracing::info!(users, "the device waits for the next daemon");
+                    served.device.leave();
+                    end = End::Devices;
+                }
+                None => {
+                    self.take_away(&key, served.device);
+                    self.holding.forget(&key);
+                }
+            }
+        }
+        end
     }
 
     /// How long nothing has to be looked at.
@@ -639,10 +698,6 @@ impl Worker {
     }
 
     fn links(&self, report: &ResourceReport, volume: u16, minor: u32) -> Vec<PathBuf> {
-        let mut roots = vec![self.place.dev_dir()];
-        if self.place.is_default() {
-            roots.push(PathBuf::from("/dev"));
-        }
         let of_root = |root: PathBuf| {
             let by_res = root
                 .join("drbd/by-res")
@@ -650,7 +705,8 @@ impl Worker {
                 .join(volume.to_string());
             [root.join(format!("drbd{minor}")), by_res]
         };
-        roots.into_iter().flat_map(of_root).collect()
+        let roots = link_roots(&self.place).into_iter();
+        roots.flat_map(of_root).collect()
     }
 
     fn release(&mut self, resource: &str, volume: Option<u16>, force: bool) -> Result<(), String> {
@@ -829,6 +885,15 @@ fn clean(place: &Place, keep: &[BlockNumber]) -> std::io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Below which directories links lead to devices.
+fn link_roots(place: &Place) -> Vec<PathBuf> {
+    let mut roots = vec![place.dev_dir()];
+    if place.is_default() {
+        roots.push(PathBuf::from("/dev"));
+    }
+    roots
 }
 
 /// Names the node in the files of loop devices. Loop devices belong to the machine, so nodes in

@@ -8,6 +8,7 @@
 //! apart by [`Generations`].
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 use std::sync::Arc;
@@ -92,7 +93,23 @@ impl Holding {
             Some(patience) => {
                 let mut command = Command::new(std::env::current_exe()?);
                 command.args(["hold", "--seconds", &patience.as_secs().to_string()]);
-                HoldClient::connect_or_start(&path, &mut command)?.0
+                let (client, started) = HoldClient::connect_or_start(&path, &mut command)?;
+                let told = match started {
+                    Some(_) => Ok(()),
+                    None => client.set_patience(patience),
+                };
+                match told {
+                    Ok(()) => client,
+                    // Its time was over at this moment.
+                    Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                        HoldClient::start(&path, &mut command)?.0
+                    }
+                    // An older version has started it.
+                    Err(error) => {
+                        tracing::warn!(%error, "the holder's time stays what it was started with");
+                        client
+                    }
+                }
             }
             None => match HoldClient::connect(&path) {
                 Ok(client) => client,

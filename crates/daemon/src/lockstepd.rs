@@ -19,7 +19,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::devices::Silent;
 use crate::metrics;
-use crate::node::{Node, NodeConfig};
+use crate::node::{Left, Node, NodeConfig};
 use crate::notify::Manager;
 use crate::place::Place;
 use crate::server;
@@ -109,12 +109,16 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
         manager.say("STOPPING=1");
     }
     nbd.stop();
-    node.stop();
+    let left = node.stop();
     if owner == server::Owner::Daemon {
         // Who comes now finds that nobody listens.
         let _ = std::fs::remove_file(&path);
     }
     tracing::info!("lockstepd has ended in order");
+    if left == Left::Devices {
+        // As if it were killed: no thread may say anything more about I/O that waits.
+        std::process::exit(0);
+    }
     Ok(())
 }
 

@@ -272,23 +272,6 @@ impl Node {
         all
     }
 
-    /// Orderly end: everything down, shards stopped.
-    pub fn stop(&self) {
-        let names: Vec<String> = lock(&self.resources).keys().cloned().collect();
-        for name in names {
-            if let Err(error) = self.down(&name) {
-                tracing::warn!(resource = name, %error, "not taken down in order");
-            }
-        }
-        self.devices().end();
-        self.board.close();
-        for shard in &self.shards {
-            if let Err(error) = shard.stop() {
-                tracing::error!(%error, "a shard ended with an error");
-            }
-        }
-    }
-
     fn devices(&self) -> Devices {
         lock(&self.devices).clone()
     }
@@ -1181,6 +1164,10 @@ pub(crate) fn node(id: u32) -> Result<NodeId, CommandError> {
         ),
     }
 }
+
+#[path = "node_end.rs"]
+mod end;
+pub use end::Left;
 
 /// A seed that nobody can guess, for UUIDs.
 fn random() -> std::io::Result<u64> {

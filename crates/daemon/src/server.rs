@@ -408,7 +408,7 @@ fn execute_on_volume(n: &Node, request: Request) -> CommandResult {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::NodeConfig;
+    use crate::node::{Left, NodeConfig};
     use crate::place::Place;
     use std::sync::mpsc::sync_channel;
 
@@ -462,7 +462,7 @@ mod tests {
         assert!(answers[4].contains("quorum"), "{}", answers[4]);
         assert!(answers[5].contains("158"), "{}", answers[5]);
         assert_eq!(answers[6], r#"{"is":"report","resources":[]}"#);
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 
     #[test]
@@ -500,7 +500,7 @@ mod tests {
             [r#"{"is":"done"}"#]
         );
         assert!(node.reports(None).is_empty());
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 
     #[test]
@@ -520,7 +520,7 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 
     /// A volume whose disk cannot be opened is Diskless again before anybody can look.
@@ -573,7 +573,7 @@ mod tests {
             converse_with(&node, &[r#"{"do":"refresh"}"#]),
             [r#"{"is":"done"}"#]
         );
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 
     /// A watcher that reads nothing at all delays no command, and finds the last state when it
@@ -610,7 +610,7 @@ mod tests {
         }
         drop((reader, client));
         server.join().unwrap().unwrap();
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 
     #[test]
@@ -662,7 +662,7 @@ mod tests {
             }
         }
         assert_eq!(seen, ["web to shop", "removed shop"]);
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 
     #[test]
@@ -673,6 +673,6 @@ mod tests {
         let answers = converse_with(&node, &[&long]);
         assert_eq!(answers.len(), 1);
         assert!(answers[0].contains("at most"), "{}", answers[0]);
-        node.stop();
+        assert_eq!(node.stop(), Left::Nothing);
     }
 }

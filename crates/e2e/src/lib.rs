@@ -405,6 +405,11 @@ impl Cluster {
         })
     }
 
+    /// Options of the daemons, from their next start on.
+    pub fn set_daemon_args(&mut self, args: &[&str]) {
+        self.daemon = args.iter().map(ToString::to_string).collect();
+    }
+
     /// SIGKILL to a node's daemon.
     pub fn kill(&mut self, node: usize) -> Result<()> {
         let n = &mut self.nodes[node];

@@ -4,6 +4,7 @@
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -333,4 +334,116 @@ fn a_generation_that_the_holder_has_not_heard_of_keeps_the_device() -> Result<()
     }
     cluster.adm(0, &["secondary", "r0"])?;
     cluster.check_same_data(0, 92)
+}
+
+#[test]
+fn an_upgrade_under_load_fails_nothing() -> Result<()> {
+    under_load(146, |cluster, prober| {
+        for _ in 0..3 {
+            prober.wait_for_progress()?;
+            // SIGTERM, as a package's new version asks for; the daemon has to end in order.
+            cluster.stop(0)?;
+            cluster.start(0)?;
+            cluster.adm(0, &["up", "r0"])?;
+            prober.wait_for_progress()?;
+            ensure!(cluster.status(0)?["role"] == "Primary", "not Primary again");
+        }
+        // One that ends before the devices of the one before are served again.
+        cluster.stop(0)?;
+        cluster.start(0)?;
+        cluster.stop(0)?;
+        cluster.start(0)?;
+        cluster.adm(0, &["up", "r0"])?;
+        prober.wait_for_progress()
+    })
+}
+
+#[test]
+fn an_orderly_end_leaves_no_device_that_nobody_uses() -> Result<()> {
+    if !can_hold() {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(147))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 147, 0)?;
+    let file = fs::File::options().write(true).open(&device)?;
+    file.write_all_at(&[1; 4096], 0)?;
+    drop(file);
+    let link = fs::read_link(cluster.node_dir(0).join("dev/drbd14700"))?;
+    ensure!(link == device, "{link:?}");
+    cluster.stop(0)?;
+    for left in ["dev/drbd14700", "dev/drbd/by-res/r0/0"] {
+        let path = cluster.node_dir(0).join(left);
+        ensure!(fs::symlink_metadata(&path).is_err(), "{left} is left");
+    }
+    cluster.wait("the holder ends", |c| {
+        Ok(UnixStream::connect(c.node_dir(0).join("hold.sock")).is_err())
+    })
+}
+
+#[test]
+fn the_next_daemons_time_to_wait_counts_and_links_of_the_dead_go() -> Result<()> {
+    if !can_hold() {
+        return Ok(());
+    }
+    let mut cluster = Cluster::new(&setup(148))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 148, 0)?;
+    let file = fs::File::options().write(true).open(&device)?;
+    file.write_all_at(&[1; 4096], 0)?;
+    file.sync_all()?;
+    cluster.wait("the holder knows the device", |c| {
+        Ok(Record::read(c.node_dir(0), "r0/0").is_ok())
+    })?;
+    cluster.kill(0)?;
+    // The holder was started with a minute.
+    cluster.set_daemon_args(&["--hold", "1"]);
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "r0"])?;
+    file.write_all_at(&[2; 4096], 0)?;
+    file.sync_all()?;
+    cluster.kill(0)?;
+    let begin = Instant::now();
+    let written = file
+        .write_all_at(&[3; 4096], 0)
+        .and_then(|()| file.sync_all());
+    ensure!(written.is_err(), "a write without a daemon");
+    ensure!(begin.elapsed() < Duration::from_secs(30), "the old time");
+    drop(file);
+    let link = cluster.node_dir(0).join("dev/drbd14800");
+    ensure!(fs::read_link(&link)? == device, "the dead daemon's link");
+    // The number may be somebody else's now: the link goes before the resource is up again.
+    cluster.start(0)?;
+    ensure!(fs::symlink_metadata(&link).is_err(), "the link is left");
+    cluster.adm(0, &["up", "r0"])?;
+    cluster.wait_in_sync()
+}
+
+#[test]
+fn a_name_that_is_taken_is_left_alone() -> Result<()> {
+    if !can_hold() {
+        return Ok(());
+    }
+    let cluster = Cluster::new(&setup(149))?;
+    cluster.first_primary(0)?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.adm(0, &["down", "r0"])?;
+    // Somebody else's file has the name of the device.
+    let taken = cluster.node_dir(0).join("dev/drbd14900");
+    fs::write(&taken, "mine")?;
+    cluster.adm(0, &["up", "r0"])?;
+    cluster.adm(0, &["primary", "r0"])?;
+    ensure!(fs::read_to_string(&taken)? == "mine", "it was replaced");
+    let said = cluster.log(0)?;
+    ensure!(said.contains("drbd14900"), "{said}");
+    // Once the name is free, the next `up` makes the device.
+    cluster.adm(0, &["down", "r0"])?;
+    fs::remove_file(&taken)?;
+    cluster.adm(0, &["up", "r0"])?;
+    cluster.wait_in_sync()?;
+    cluster.adm(0, &["primary", "r0"])?;
+    let device = cluster.device(0, 149, 0)?;
+    let file = fs::File::options().write(true).open(&device)?;
+    file.write_all_at(&[1; 4096], 0)?;
+    Ok(file.sync_all()?)
 }

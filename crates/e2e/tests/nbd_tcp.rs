@@ -345,3 +345,100 @@ fn a_wrong_address_and_a_port_in_use_end_the_daemon_with_a_reason() -> Result<()
     ensure!(text.contains("Address already in use"), "{text}");
     Ok(())
 }
+
+/// Two nodes on this machine, in sync; the first one exports `r0/0` at the address.
+fn pair(dir: &Path) -> Result<([HostNode; 2], String)> {
+    let free = || -> Result<u16> { Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port()) };
+    let mut text = String::from("resource r0 {\n net { protocol C; connect-int 1; }\n");
+    for (id, name) in ["alfa", "bravo"].into_iter().enumerate() {
+        let disk = dir.join(name);
+        fs::File::create(&disk)?.set_len(16 << 20)?;
+        text += &format!(
+            " on {name} {{ node-id {id}; address ipv4 127.0.0.1:{}; volume 0 {{ device minor {}; \
+             disk {}; meta-disk internal; }} }}\n",
+            free()?,
+            8496 + id,
+            disk.display()
+        );
+    }
+    text += "}\n";
+    let mut nodes = [
+        HostNode::new(dir, "alfa", 8496)?,
+        HostNode::new(dir, "bravo", 8497)?,
+    ];
+    let tcp = format!("127.0.0.1:{}", free()?);
+    nodes[0].set_daemon_args(&["--no-device", "--nbd-listen", &tcp]);
+    nodes[1].set_daemon_args(&["--no-device"]);
+    for node in &mut nodes {
+        node.write_configuration(&text)?;
+        node.start_daemon()?;
+        node.adm(&["create-md", "--force", "r0"])?;
+        node.adm(&["up", "r0"])?;
+    }
+    nodes[0].wait("the connection", |n| Ok(n.state(0)?[0] == "Connected"))?;
+    nodes[0].adm(&["new-current-uuid", "--clear-bitmap", "r0/0"])?;
+    nodes[0].wait("both in sync", |node| node.is_in_sync(0))?;
+    Ok((nodes, tcp))
+}
+
+/// Opens the export as soon as there is one to write, as a client does that lost its server.
+fn come_back(tcp: &str) -> Result<Client> {
+    let begin = std::time::Instant::now();
+    loop {
+        match Client::open(tcp, "r0/0") {
+            Ok(Ok(client)) if client.flags & READ_ONLY == 0 => return Ok(client),
+            Ok(Ok(_)) => bail!("the export is read-only now"),
+            // It is not there yet, or its volume is not.
+            Ok(Err(_)) | Err(_) => {}
+        }
+        ensure!(begin.elapsed() < PATIENCE, "no server");
+        // Polled: a server that is not there yet tells nobody when it comes.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_client_that_comes_back_after_a_kill_writes_on() -> Result<()> {
+    let dir = directory()?;
+    let (mut nodes, tcp) = pair(dir.path())?;
+    let mut client = Client::opened(&tcp, "r0/0")?;
+    // The peer is there when the client comes back, or only when the node is Primary for it, alone.
+    for (kill, late) in [false, true, false, true].into_iter().enumerate() {
+        let byte = kill as u8 + 1;
+        client.write(1 << 20, &[byte; 64 << 10])?;
+        client.flush()?;
+        // Nobody waits for these; the client sends them again.
+        client.request(WRITE, 64 << 10, 64 << 10)?;
+        client.stream.write_all(&[byte; 64 << 10])?;
+        client.request(FLUSH, 0, 0)?;
+        nodes[0].kill_daemon()?;
+        if late {
+            nodes[1].adm(&["disconnect", "r0"])?;
+        }
+        let to = tcp.clone();
+        let back = std::thread::spawn(move || come_back(&to));
+        nodes[0].start_daemon()?;
+        nodes[0].adm(&["up", "r0"])?;
+        client = back.join().map_err(|_| anyhow!("a panic"))??;
+        ensure!(role_is(&nodes[0], "Primary")?, "kill {kill}");
+        if late {
+            nodes[1].adm(&["connect", "r0"])?;
+        }
+        // It has sent nothing until now.
+        nodes[0].wait("both in sync", |node| node.is_in_sync(0))?;
+        let written = client
+            .read(1 << 20, 64 << 10)
+            .and_then(|read| {
+                ensure!(read == [byte; 64 << 10], "what was durable is gone");
+                client.flush()
+            })
+            .and_then(|()| client.write(64 << 10, &[byte; 64 << 10]))
+            .and_then(|()| client.flush());
+        written.with_context(|| format!("kill {kill}: {}", nodes[0].report()))?;
+    }
+    let read = |name: &str| fs::read(dir.path().join(name));
+    let (alfa, bravo) = (read("alfa")?, read("bravo")?);
+    ensure!(alfa[..15 << 20] == bravo[..15 << 20], "the replicas differ");
+    ensure!(alfa[64 << 10..128 << 10] == [4; 64 << 10]);
+    Ok(())
+}

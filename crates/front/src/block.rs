@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::apart::apart;
 use crate::device::{self, ConnectPort, DeviceError, DeviceSpec, DeviceState, MountedDevice};
 use crate::gate::Gate;
+pub use crate::links::clean_links;
 use crate::ublk::{self, Lifetime, UblkDevice, UblkState};
 use crate::usage::{self, BlockAccess, BlockNumber};
 
@@ -192,6 +193,16 @@ impl BlockDevice {
             BlockDevice::Ublk(device) => device
                 .detach()
                 .map_err(|(device, error)| (Box::new(BlockDevice::Ublk(*device)), error)),
+        }
+    }
+
+    /// Leaves the device to the next server: its I/O waits from the end of this process on, which
+    /// must come soon.
+    pub fn leave(self) {
+        match self {
+            BlockDevice::Loop(device) => device.leave(),
+            // The kernel keeps it when its server ends without a word.
+            BlockDevice::Ublk(device) => std::mem::forget(device),
         }
     }
 

@@ -423,7 +423,7 @@ impl MountedDevice {
         if let Err(error) = abort_connection(self.state.connection) {
             tracing::warn!(%error, "the FUSE connection could not be aborted");
         }
-        if let Err(error) = apart(|| loopdev::detach_on_last_close(self.state.number)) {
+        if let Err(error) = apart(|| loopdev::detach_on_last_close(self.state.number, &self.file)) {
             tracing::warn!(%error, "the loop device could not be detached");
         }
         self.stop_readers(Order::Abandon);
@@ -536,7 +536,7 @@ impl Drop for MountedDevice {
         if self.state.number != LoopNumber(u32::MAX) {
             // Errors have nobody to go to, and the descriptors are closed anyway.
             let _ = abort_connection(self.state.connection);
-            let _ = apart(|| loopdev::detach_on_last_close(self.state.number));
+            let _ = apart(|| loopdev::detach_on_last_close(self.state.number, &self.file));
         }
         self.stop_readers(Order::Abandon);
     }
@@ -569,7 +569,7 @@ pub fn clean_leftovers(owner: &str, keep: &[LoopNumber]) -> std::io::Result<Vec<
             Detached::Yes => Ok(None),
             Detached::InUse => {
                 let users = usage::users(number.into())?;
-                loopdev::detach_on_last_close(number)?;
+                loopdev::detach_on_last_close(number, &file)?;
                 Ok(Some(users))
             }
         })?;

@@ -33,6 +33,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const STORE: u8 = b'S';
 const REMOVE: u8 = b'R';
 const LIST: u8 = b'L';
+const PATIENCE: u8 = b'P';
 const OK: u8 = b'K';
 const REFUSED: u8 = b'X';
 const ENTRY: u8 = b'D';
@@ -82,6 +83,11 @@ impl HoldClient {
                 ) => {}
             Err(error) => return Err(error),
         }
+        Self::start(path, command).map(|(client, child)| (client, Some(child)))
+    }
+
+    /// Starts a holder in place of whatever was at `path`.
+    pub fn start(path: &Path, command: &mut Command) -> io::Result<(HoldClient, Child)> {
         // The socket is made here, so that it can be connected to at once.
         let listener = listen(path)?;
         std::os::unix::process::CommandExt::process_group(command, 0);
@@ -89,7 +95,7 @@ impl HoldClient {
             .stdin(Stdio::from(listener))
             .stdout(Stdio::null())
             .spawn()?;
-        Ok((Self::connect(path)?, Some(child)))
+        Ok((Self::connect(path)?, child))
     }
 
     /// Gives the holder a copy of a descriptor, in place of an older one of the same key.
@@ -123,6 +129,18 @@ impl HoldClient {
                 _ => return Err(ErrorKind::InvalidData.into()),
             }
         }
+    }
+
+    /// Makes the holder wait so many seconds for its next server, whatever it was started with. The
+    /// error's kind is [`ErrorKind::BrokenPipe`] if the holder has just ended.
+    pub fn set_patience(&self, patience: Duration) -> io::Result<()> {
+        let seconds = patience.as_secs().to_string();
+        let answered = send(&self.socket, &message(PATIENCE, &seconds, ""), None)
+            .and_then(|()| self.confirmation());
+        answered.map_err(|error| match error.kind() {
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => ErrorKind::BrokenPipe.into(),
+            _ => error,
+        })
     }
 
     fn confirmation(&self) -> io::Result<()> {
@@ -258,6 +276,16 @@ impl Holder {
                 send(client, &[OK], None)
             }
             (Some(LIST), _, _) => self.list(client),
+            (Some(PATIENCE), Some((seconds, _)), _) => match seconds.parse() {
+                Ok(seconds) if seconds > 0 => {
+                    self.patience = Some(Duration::from_secs(seconds));
+                    send(client, &[OK], None)
+                }
+                _ => {
+                    let text = format!("{}not a number of seconds", char::from(REFUSED));
+                    send(client, text.as_bytes(), None)
+                }
+            },
             _ => {
                 let text = format!("{}unknown message", char::from(REFUSED));
                 send(client, text.as_bytes(), None)
@@ -384,6 +412,30 @@ mod tests {
         drop((client, theirs));
         assert_eq!(ours.read(&mut [0]).unwrap(), 0);
         holder.join().unwrap();
+    }
+
+    #[test]
+    fn the_next_server_may_want_another_patience() {
+        let (_dir, client, holder) = start(None);
+        let (mut ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        client.store("r0/0", "", theirs.as_fd()).unwrap();
+        client.set_patience(Duration::from_secs(1)).unwrap();
+        assert!(client.set_patience(Duration::ZERO).is_err());
+        drop((client, theirs));
+        assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it waits for ever");
+        holder.join().unwrap();
+    }
+
+    #[test]
+    fn a_holder_that_ends_right_now_is_recognised() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("hold.sock");
+        // The socket of a process that takes nobody any more, and goes.
+        let listener = listen(&path).unwrap();
+        let client = HoldClient::connect(&path).unwrap();
+        drop(listener);
+        let error = client.set_patience(Duration::from_secs(1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BrokenPipe, "{error}");
     }
 
     #[test]

@@ -41,6 +41,51 @@ impl Links {
     }
 }
 
+/// Removes the links of volumes below `root` that a dead server of this node left: their device has
+/// gone or will go, and its number may be somebody else's by now. Links to the devices in `keep` stay.
+pub fn clean_links(root: &Path, keep: &[PathBuf]) {
+    let mut links: Vec<PathBuf> = entries(root)
+        .filter(|path| is_number_of(path, "drbd"))
+        .collect();
+    for resource in entries(&root.join("drbd/by-res")) {
+        links.extend(entries(&resource).filter(|path| is_number_of(path, "")));
+    }
+    for link in links {
+        // What is no link to such a device is not ours.
+        let Ok(target) = std::fs::read_link(&link) else {
+            continue;
+        };
+        let of_volume = ["/dev/loop", "/dev/ublkb"]
+            .into_iter()
+            .any(|kind| is_number_of(&target, kind));
+        if !of_volume || keep.contains(&target) {
+            continue;
+        }
+        match std::fs::remove_file(&link) {
+            Ok(()) => tracing::info!(link = %link.display(), "removed a dead daemon's link"),
+            Err(error) => {
+                tracing::warn!(link = %link.display(), %error, "a link could not be removed");
+            }
+        }
+    }
+}
+
+fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> {
+    // One that is not there has none.
+    let found = std::fs::read_dir(directory).ok();
+    found.into_iter().flatten().flatten().map(|e| e.path())
+}
+
+/// The name, or for a `prefix` with a directory the whole path, is the prefix and a number.
+fn is_number_of(path: &Path, prefix: &str) -> bool {
+    let text = match prefix.starts_with('/') {
+        true => path.to_str(),
+        false => path.file_name().and_then(|name| name.to_str()),
+    };
+    let digits = text.and_then(|text| text.strip_prefix(prefix));
+    digits.is_some_and(|d| !d.is_empty() && d.bytes().all(|b| b.is_ascii_digit()))
+}
+
 /// Makes or replaces a symbolic link in one step, and its directory if need be.
 fn make_link(target: &Path, link: &Path) -> io::Result<()> {
     if let Ok(metadata) = std::fs::symlink_metadata(link)
@@ -76,5 +121,27 @@ mod tests {
         std::fs::write(&file, "x").unwrap();
         assert!(make_link(Path::new("/dev/loop1"), &file).is_err());
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "x");
+    }
+
+    #[test]
+    fn links_of_the_dead_go_and_others_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let (kept, gone) = (Path::new("/dev/loop1"), Path::new("/dev/ublkb2"));
+        make_link(kept, &at("drbd0")).unwrap();
+        make_link(gone, &at("drbd1")).unwrap();
+        make_link(kept, &at("drbd/by-res/r0/0")).unwrap();
+        make_link(gone, &at("drbd/by-res/r0/1")).unwrap();
+        make_link(Path::new("/dev/sda"), &at("drbd2")).unwrap();
+        make_link(gone, &at("other3")).unwrap();
+        std::fs::write(at("drbd4"), "a file").unwrap();
+        clean_links(dir.path(), &[kept.to_owned()]);
+        for name in ["drbd0", "drbd2", "other3", "drbd4", "drbd/by-res/r0/0"] {
+            assert!(at(name).symlink_metadata().is_ok(), "{name}");
+        }
+        for name in ["drbd1", "drbd/by-res/r0/1"] {
+            assert!(at(name).symlink_metadata().is_err(), "{name}");
+        }
+        clean_links(&at("nowhere"), &[]);
     }
 }

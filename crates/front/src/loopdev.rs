@@ -218,6 +218,9 @@ fn detach_unused(number: LoopNumber, expected: &str) -> io::Result<Detached> {
 
 fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     let device = number.open()?;
+    if !is_bound_to(number, expected) {
+        return Ok(Detached::Yes);
+    }
     match control(&device, NumberRequest::LoopClear) {
         Ok(_) => {}
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(Detached::Yes),
@@ -246,9 +249,19 @@ fn try_detach(number: LoopNumber, expected: &str) -> io::Result<Detached> {
     Ok(Detached::Yes)
 }
 
-/// Lets the kernel unbind the device when its last user closes it.
-pub(crate) fn detach_on_last_close(number: LoopNumber) -> io::Result<()> {
+/// What a number that is open is bound to stays so until it is closed: only then it may be said of the
+/// number what is meant for the device. It may have gone with its last user, and another process may
+/// have bound the number to something else.
+fn is_bound_to(number: LoopNumber, expected: &str) -> bool {
+    file_name(number).is_ok_and(|now| now == expected)
+}
+
+/// Lets the kernel unbind the device of the file with this name when its last user closes it.
+pub(crate) fn detach_on_last_close(number: LoopNumber, expected: &str) -> io::Result<()> {
     let device = number.open()?;
+    if !is_bound_to(number, expected) {
+        return Ok(());
+    }
     // As in `detach`. Nobody writes anything more: its I/O fails.
     set_access_of(&device, BlockAccess::ReadWrite)?;
     match control(device, NumberRequest::LoopClear) {

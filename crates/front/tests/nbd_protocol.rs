@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use lockstep_core::command::{CommandError, ErrorCode};
 use lockstep_core::event::RequestError;
 use lockstep_front::nbd::NbdLimits;
 use lockstep_front::ram::{Hold, RamVolume, Runs};
@@ -594,4 +595,31 @@ fn a_server_stops_although_its_volume_answers_nothing() {
     server.server.stop();
     assert_eq!(client.stream.read(&mut [0; 64]).unwrap(), 0);
     ram.hold(Hold::Running);
+}
+
+#[test]
+fn what_cannot_be_written_for_a_moment_is_refused_and_not_read_only() {
+    let ram = RamVolume::new(8 * MIB as u64, Runs::OwnThread).unwrap();
+    let server = TestServer::start(&[("r0/0", &ram)], NbdLimits::default());
+    ram.refuse_open(Some(CommandError {
+        code: ErrorCode::IN_TRANSIENT_STATE,
+        text: "the connection is being made".into(),
+    }));
+    let mut client = Client {
+        stream: Client::raw(&server),
+        style: Style::Simple,
+        cookie: 0,
+    };
+    let mut greeting = [0; 18];
+    client.stream.read_exact(&mut greeting).unwrap();
+    client.stream.write_all(&3u32.to_be_bytes()).unwrap();
+    let mut go = name("r0/0");
+    go.extend_from_slice(&[0, 0]);
+    let (kind, text) = client.option(7, &go).pop().unwrap();
+    assert_eq!(kind >> 31, 1, "an export is given out");
+    let text = String::from_utf8_lossy(&text).into_owned();
+    assert!(text.contains("is being made; try again"), "{text}");
+    // The same connection may ask again.
+    ram.refuse_open(None);
+    assert_eq!(client.option(7, &go).pop().unwrap().0, 1);
 }

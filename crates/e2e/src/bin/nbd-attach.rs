@@ -18,6 +18,8 @@ const IHAVEOPT: &[u8; 8] = b"IHAVEOPT";
 const OPT_GO: u32 = 7;
 const REPLY_ACK: u32 = 1;
 const REPLY_INFO: u32 = 3;
+/// `NBD_FLAG_READ_ONLY` of an export.
+const READ_ONLY: u16 = 1 << 1;
 
 const CONNECT: u8 = 1;
 const RECONFIGURE: u8 = 3;
@@ -47,7 +49,12 @@ fn main() -> Result<()> {
         let until = Instant::now() + Duration::from_secs(seconds);
         let (new, size, _) = loop {
             match open(address, export) {
-                Ok(opened) => break opened,
+                // The kernel does not look whether the device may still be written.
+                Ok(opened) if (opened.2 ^ flags) & READ_ONLY == 0 => break opened,
+                Ok((_, _, flags)) => {
+                    println!("another kind of export: {flags:#x}");
+                    ensure!(Instant::now() < until, "no export as before");
+                }
                 Err(error) => ensure!(Instant::now() < until, "{error:#}"),
             }
             // Polled: a server that is not there yet tells nobody when it comes.

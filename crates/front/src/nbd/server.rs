@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use lockstep_core::command::{CommandError, ErrorCode};
 use lockstep_core::event::RequestId;
 use lockstep_io::port::{PortEvent, PortSink, VolumePort, VolumeProperties};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
@@ -649,7 +650,7 @@ impl Loop {
                 Phase::Handshake(_) | Phase::Farewell => {}
             },
             PortEvent::Opened { result, .. } => {
-                self.opened(id, result.map_err(|error| error.text));
+                self.opened(id, result);
             }
         }
     }
@@ -780,7 +781,7 @@ impl Loop {
     }
 
     /// The answer to an `open` has come.
-    fn opened(&mut self, id: ConnId, result: Result<(), String>) {
+    fn opened(&mut self, id: ConnId, result: Result<(), CommandError>) {
         let Some(conn) = self.conns.get_mut(&id) else {
             return;
         };
@@ -791,21 +792,29 @@ impl Loop {
             return;
         };
         match (result, opening.access) {
-            (Err(text), Access::ReadWrite) => {
+            (Err(error), Access::ReadWrite) if is_passing(error.code) => {
+                // A client that comes back after the server's death does not expect less than it
+                // had, and may not look: it tries again.
+                let Opening { mut handshake, .. } = *opening;
+                let text = format!("{}; try again", error.text);
+                handshake.answer(Err(Refused::Policy(text)));
+                conn.phase = Phase::Handshake(handshake);
+            }
+            (Err(error), Access::ReadWrite) => {
                 // A volume that cannot be written may still be readable.
-                opening.refusal = Some(text);
+                opening.refusal = Some(error.text);
                 opening.access = Access::ReadOnly;
                 opening.port.open(OPEN_ID, false);
                 opening.port.kick();
                 conn.phase = Phase::Opening(opening);
             }
-            (Err(text), Access::ReadOnly) => {
+            (Err(error), Access::ReadOnly) => {
                 let Opening {
                     mut handshake,
                     refusal,
                     ..
                 } = *opening;
-                handshake.answer(Err(Refused::Policy(refusal.unwrap_or(text))));
+                handshake.answer(Err(Refused::Policy(refusal.unwrap_or(error.text))));
                 conn.phase = Phase::Handshake(handshake);
             }
             (Ok(()), access) => {
@@ -860,6 +869,14 @@ impl Loop {
         // Closing the socket also ends its registration.
         drop(stream);
     }
+}
+
+/// Whether a promotion was refused only because of what goes on at this moment.
+fn is_passing(code: ErrorCode) -> bool {
+    matches!(
+        code,
+        ErrorCode::IN_TRANSIENT_STATE | ErrorCode::CONCURRENT_ST_CHG | ErrorCode::TIMEOUT
+    )
 }
 
 /// The id of a port's only `open` that is unanswered.
