@@ -19,7 +19,8 @@ use crate::core::stats::Snapshot;
 use crate::core::time::Instant;
 use crate::live::{IdentitySource, Live, LogLevel, identity_of};
 use crate::mail::{Post, Reply, mailbox};
-use crate::net::{Reactor, handover};
+use crate::net::shard::Shard;
+use crate::net::{Reactor, Threads, handover};
 use crate::spill::Spill;
 use crate::workers::Workers;
 
@@ -234,6 +235,10 @@ impl Daemon {
         let live = Live::new(options.log, options.identity, &daemon_options);
         let engine = Engine::new(Instant(0), daemon_options, seed);
         let pool = Workers::start(workers, &post).map_err(|error| error.to_string())?;
+        let shards = (0..(cores / 2).max(1))
+            .map(|number| Shard::start(number, &post))
+            .collect::<std::io::Result<Vec<Shard>>>()
+            .map_err(|error| error.to_string())?;
         let given = match &options.control {
             Some(path) if options.take_over => handover::ask(path)?,
             _ => None,
@@ -247,7 +252,12 @@ impl Daemon {
         let taken_over = given.as_ref().map(handover::Given::count);
         // Ages of what is taken over must not lie before the beginning of time.
         let started = Clock::now().checked_sub(uptime).unwrap_or_else(Clock::now);
-        let mut reactor = Reactor::new(engine, mailbox, pool, spill, identity, live, started)
+        let threads = Threads {
+            shards,
+            workers: pool,
+            spill,
+        };
+        let mut reactor = Reactor::new(engine, mailbox, threads, identity, live, started)
             .map_err(|error| error.to_string())?;
         for given in &options.sessions {
             let (peer, option, value) = (&given.peer, &given.option, &given.value);
@@ -265,7 +275,7 @@ impl Daemon {
             .as_ref()
             .and_then(|listener| listener.local_addr().ok());
         let thread = std::thread::Builder::new()
-            .name("proxy-io".into())
+            .name("control-lane".into())
             .spawn(move || reactor.run())
             .map_err(|error| error.to_string())?;
         if let Some(listener) = control {

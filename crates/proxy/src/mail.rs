@@ -1,8 +1,9 @@
-//! The way into the I/O thread for all other threads: a queue and an eventfd that wakes it.
+//! The way into the control lane for all other threads: a queue and an eventfd that wakes it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
@@ -10,11 +11,14 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::core::Input;
 use crate::core::stats::Snapshot;
+use crate::net::shard::News;
 
-/// A message for the I/O thread.
+/// A message for the control lane.
 #[derive(Debug)]
 pub(crate) enum Mail {
     Input(Input),
+    /// What an I/O shard has done.
+    News(News),
     /// Control commands in order; each gets its answer, and the first error ends the list.
     Commands {
         commands: Vec<String>,
@@ -34,24 +38,64 @@ pub(crate) type Reply = Result<String, String>;
 #[derive(Clone, Debug)]
 pub(crate) struct Post {
     queue: Sender<Mail>,
-    bell: Arc<OwnedFd>,
+    bell: Bell,
 }
 
 /// The receiving side.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
     queue: Receiver<Mail>,
-    bell: Arc<OwnedFd>,
+    bell: Bell,
+}
+
+/// Wakes a thread that waits with epoll. Ringing again before the thread has looked costs no
+/// system call.
+#[derive(Clone, Debug)]
+pub(crate) struct Bell {
+    fd: Arc<OwnedFd>,
+    rung: Arc<AtomicBool>,
+}
+
+impl Bell {
+    pub(crate) fn new() -> std::io::Result<Bell> {
+        let fd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        Ok(Bell {
+            fd: Arc::new(fd),
+            rung: Arc::default(),
+        })
+    }
+
+    /// To be called after something was put into the queue.
+    pub(crate) fn ring(&self) {
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            // A full counter wakes as well.
+            let _ = rustix::io::write(&*self.fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// To be called before the queue is emptied. First the counter, then the mark: the other way
+    /// round a ring in between would be swallowed, and the mark would keep all others from ringing.
+    pub(crate) fn silence(&self) {
+        let mut count = [0u8; 8];
+        let _ = rustix::io::read(&*self.fd, &mut count);
+        self.rung.swap(false, Ordering::AcqRel);
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
 }
 
 /// A new mailbox and its post.
 pub(crate) fn mailbox() -> std::io::Result<(Post, Mailbox)> {
-    let bell = Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?);
+    let bell = Bell::new()?;
     let (sender, receiver) = channel();
     Ok((
         Post {
             queue: sender,
-            bell: Arc::clone(&bell),
+            bell: bell.clone(),
         },
         Mailbox {
             queue: receiver,
@@ -61,11 +105,10 @@ pub(crate) fn mailbox() -> std::io::Result<(Post, Mailbox)> {
 }
 
 impl Post {
-    /// Sends a message; false when the I/O thread has ended.
+    /// Sends a message; false when the control lane has ended.
     pub(crate) fn send(&self, mail: Mail) -> bool {
         let sent = self.queue.send(mail).is_ok();
-        // A full counter wakes as well.
-        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+        self.bell.ring();
         sent
     }
 
@@ -111,8 +154,7 @@ impl Mailbox {
 
     /// Silences the bell; to be called before the queue is emptied.
     pub(crate) fn silence(&self) {
-        let mut count = [0u8; 8];
-        let _ = rustix::io::read(&*self.bell, &mut count);
+        self.bell.silence();
     }
 
     /// The next message, if one comes in time.

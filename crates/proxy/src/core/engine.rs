@@ -89,6 +89,8 @@ pub(crate) struct Engine {
     pub(crate) jobs: BTreeMap<JobId, Job>,
     pub(crate) running: usize,
     pub(crate) total_held: u64,
+    /// What the shell was told to read and has not brought yet.
+    promised_bytes: u64,
     pub(crate) spill_used: u64,
     /// After an error the disk is left alone until then.
     pub(crate) spill_rest_until: Instant,
@@ -128,6 +130,7 @@ impl Engine {
             jobs: BTreeMap::new(),
             running: 0,
             total_held: 0,
+            promised_bytes: 0,
             spill_used: 0,
             spill_rest_until: now,
             spilling: 0,
@@ -247,6 +250,7 @@ impl Engine {
                 self.out.push_back(Output::CloseLocal(local, Close::Reset));
             }
             self.total_held = self.total_held.saturating_sub(link.held_bytes);
+            self.promised_bytes -= link.promised_bytes;
         }
         let carriers: Vec<CarrierId> = self
             .carriers
@@ -404,6 +408,26 @@ impl Engine {
                 }
                 0
             }
+        }
+    }
+
+    /// The shell reads up to so many bytes for a connection elsewhere; until they come, they count
+    /// as memory that is used.
+    pub(crate) fn promise(&mut self, id: LinkId, bytes: usize) {
+        if let Some(link) = self.links.get_mut(&id) {
+            link.promised_bytes += bytes as u64;
+            self.promised_bytes += bytes as u64;
+        }
+    }
+
+    /// What was promised has come, as many bytes as there were, or will not come.
+    pub(crate) fn release(&mut self, now: Instant, id: LinkId, bytes: usize) {
+        // A connection that is gone has taken its promises along.
+        if let Some(link) = self.links.get_mut(&id) {
+            link.promised_bytes -= bytes as u64;
+            self.promised_bytes -= bytes as u64;
+            self.wake_readers(now, id);
+            self.wake_blocked(now);
         }
     }
 
@@ -727,8 +751,9 @@ impl Engine {
             return Err(Blocked::Memory);
         };
         // Events since the last settling are not in `total_held` yet.
-        let used = link.tx_held();
-        let total = self.total_held + used - link.held_bytes;
+        let held = link.tx_held();
+        let total = self.total_held + held - link.held_bytes + self.promised_bytes;
+        let used = held + link.promised_bytes;
         let cap = link.config.options.memlimit_bytes;
         if used >= cap {
             return Err(Blocked::Memory);
@@ -742,7 +767,7 @@ impl Engine {
                 .links
                 .iter()
                 .filter(|(other, _)| **other != id)
-                .map(|(_, other)| floor.saturating_sub(other.held_bytes))
+                .map(|(_, other)| floor.saturating_sub(other.held_bytes + other.promised_bytes))
                 .sum();
             let busy = self
                 .links

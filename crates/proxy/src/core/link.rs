@@ -191,6 +191,8 @@ pub(crate) struct Link {
     pub(crate) peer_decode_rate: Option<f64>,
     pub(crate) rtt: Duration,
     pub(crate) held_bytes: u64,
+    /// What the shell was told to read and has not brought yet.
+    pub(crate) promised_bytes: u64,
     /// What sending waits for, and since when.
     pub(crate) waiting: Option<(Wait, Instant)>,
     pub(crate) last_error: String,
@@ -245,6 +247,7 @@ impl Link {
             peer_decode_rate: None,
             rtt: Duration::ZERO,
             held_bytes: 0,
+            promised_bytes: 0,
             waiting: None,
             last_error: String::new(),
             counters: Counters::default(),

@@ -15,7 +15,7 @@ pub(crate) mod history;
 pub(crate) mod identity;
 pub(crate) mod latency;
 pub(crate) mod limits;
-mod link;
+pub(crate) mod link;
 pub(crate) mod message;
 pub(crate) mod ping;
 pub(crate) mod plugin;

@@ -20,6 +20,7 @@ use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output
 use crate::codec;
 
 mod crash;
+mod reads;
 mod spill;
 mod waits;
 
@@ -48,6 +49,11 @@ enum Event {
     },
     /// A local socket takes or gives some bytes.
     Read {
+        node: usize,
+        local: LocalId,
+    },
+    /// What was ordered to be read from a socket comes.
+    Brought {
         node: usize,
         local: LocalId,
     },
@@ -113,6 +119,10 @@ struct World {
     disk_full: bool,
     /// A hand-over is under way.
     handing: [bool; 2],
+    /// Data sockets are read by another thread: what may be read is promised first and comes later.
+    far: bool,
+    /// Reads that are ordered, with their bytes.
+    ordered: [BTreeMap<LocalId, usize>; 2],
 }
 
 fn link_config(mine: usize) -> LinkConfig {
@@ -167,6 +177,8 @@ impl World {
             expected: None,
             disk_full: false,
             handing: [false; 2],
+            far: seed % 2 == 1,
+            ordered: [BTreeMap::new(), BTreeMap::new()],
         }
     }
 
@@ -286,39 +298,9 @@ impl World {
                 }
             }
             Event::Read { node, local } => self.read(node, local),
+            Event::Brought { node, local } => self.brought(node, local),
             Event::Cut => self.cut(),
             Event::Heal => self.down = false,
-        }
-    }
-
-    fn read(&mut self, node: usize, local: LocalId) {
-        let Some(socket) = self.sockets[node].get_mut(&local) else {
-            return;
-        };
-        if socket.reset || socket.eof_given {
-            return;
-        }
-        socket.reading = false;
-        let allowed = self.engines[node].read_allowance(Instant(self.now), local);
-        let most = 1 + self.rng.below(200_000) as usize;
-        let Some(socket) = self.sockets[node].get_mut(&local) else {
-            return;
-        };
-        let len = allowed.min(most).min(socket.to_send.len());
-        let data: Vec<u8> = socket.to_send.drain(..len).collect();
-        let empty = socket.to_send.is_empty();
-        let closing = socket.closing && empty && allowed > 0;
-        if !empty && allowed > 0 {
-            socket.reading = true;
-        }
-        socket.eof_given |= closing;
-        if len > 0 {
-            self.feed(node, Input::LocalData(local, data));
-        }
-        if closing {
-            self.feed(node, Input::LocalEof(local));
-        } else if !empty && allowed > 0 {
-            self.later(2, Event::Read { node, local });
         }
     }
 
@@ -445,6 +427,7 @@ impl World {
                 }
             }
             Output::CloseLocal(local, how) => {
+                self.called_off(node, local);
                 if let Some(socket) = self.sockets[node].get_mut(&local) {
                     socket.reset |= how == Close::Reset;
                     socket.got_fin = true;
@@ -588,6 +571,7 @@ impl World {
             return;
         }
         let crashes = self.crashes;
+        self.recall(node);
         self.engines[node].freeze(Instant(self.now));
         let ready = self.run(10_000, |world| {
             if world.crashes > crashes {
@@ -1100,9 +1084,11 @@ fn a_crashed_proxy_resets_both_drbd_nodes_and_never_delivers_wrong_bytes() {
             world_check_prefix(socket, &data);
         }
         world.sockets[dead].clear();
+        world.ordered[dead].clear();
         world.queue.retain(|_, event| match event {
             Event::Input(node, _)
             | Event::Read { node, .. }
+            | Event::Brought { node, .. }
             | Event::ConnectLocal { node, .. }
             | Event::Dialed { from: node, .. } => *node != dead,
             _ => true,

@@ -1,14 +1,20 @@
 //! Sockets towards the peer proxy: connecting, TLS, cutting bytes into frames, and writing frames as
-//! the bandwidth limits allow. At most a few TLS records are ever ahead of the kernel.
+//! the bandwidth limits allow. At most a few TLS records are ever ahead of the kernel. This is
+//! done on the control lane until a carrier is known to be one for bulk; then a shard has its
+//! socket (`far`), and only the queue and the permission to send stay here.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, IoSlice, Read, Write};
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
 
 use rustix::event::epoll;
 use socket2::{Socket, TcpKeepalive};
 
+use super::far::FarCarrier;
+use super::shard::Piece;
 use super::{Reactor, Source, TURN_BYTES, connect};
 use crate::core::config::{LinkConfig, LinkOptions};
 use crate::core::dscp::Dscp;
@@ -19,7 +25,7 @@ use crate::core::{CarrierId, CarrierKind, Input, LinkId};
 use crate::tls::{Ends, Identity, failure};
 
 /// Plain bytes given to TLS at once.
-const RECORD_BYTES: usize = 16 << 10;
+pub(super) const RECORD_BYTES: usize = 16 << 10;
 /// Unsent bytes that the kernel may hold for a carrier: at most this, on a limited line what
 /// passes in 40 ms, and at least a TLS record.
 const NOTSENT_MAX: u32 = 128 << 10;
@@ -27,17 +33,20 @@ const NOTSENT_MIN: u32 = RECORD_BYTES as u32;
 
 /// A socket towards the peer proxy.
 pub(super) struct CarrierSock {
-    socket: Socket,
-    token: u64,
-    connecting: bool,
-    tls: Option<Box<rustls::Connection>>,
+    pub(super) socket: Arc<Socket>,
+    pub(super) token: u64,
+    pub(super) connecting: bool,
+    /// With a carrier of a shard, the shard has it.
+    pub(super) tls: Option<Box<rustls::Connection>>,
     dialled: Option<SocketAddr>,
-    reader: FrameReader,
-    queue: VecDeque<Outgoing>,
+    pub(super) reader: FrameReader,
+    pub(super) queue: VecDeque<Outgoing>,
     interest: epoll::EventFlags,
     registered: bool,
     /// The rest of the queue is written, then the socket is closed.
-    closing: bool,
+    pub(super) closing: bool,
+    /// A shard has the socket.
+    pub(super) far: Option<FarCarrier>,
     /// Without TLS: the kernel had no room.
     full: bool,
 }
@@ -52,7 +61,7 @@ fn ends_of(config: &LinkConfig) -> Ends<'_> {
 }
 
 /// A frame on its way out.
-struct Outgoing {
+pub(super) struct Outgoing {
     header: [u8; HEADER_LEN],
     frame: Frame,
     done: usize,
@@ -135,7 +144,7 @@ impl Reactor {
         };
         let listener = *listener;
         let Some(tls) = &mut sock.tls else { return };
-        let failure = match tls.read_tls(&mut (&sock.socket)) {
+        let failure = match tls.read_tls(&mut (&*sock.socket)) {
             Ok(0) => Some("closed while authenticating".to_string()),
             Ok(_) => tls.process_new_packets().err().map(|error| failure(&error)),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => None,
@@ -143,7 +152,7 @@ impl Reactor {
         };
         // The few handshake bytes fit the kernel's buffer; an alert goes out on failure too.
         while tls.wants_write() {
-            if tls.write_tls(&mut (&sock.socket)).is_err() {
+            if tls.write_tls(&mut (&*sock.socket)).is_err() {
                 break;
             }
         }
@@ -192,6 +201,7 @@ impl Reactor {
         // Bytes may have come together with the end of the handshake.
         self.carrier_take(carrier);
         self.carrier_flush(carrier);
+        self.move_carrier(carrier);
     }
 
     /// What an accepted carrier is for is known since its first frame.
@@ -302,7 +312,7 @@ impl Reactor {
             let Some(sock) = self.carriers.get_mut(&carrier) else {
                 return;
             };
-            let len = match (&sock.socket).read(&mut self.scratch) {
+            let len = match (&*sock.socket).read(&mut self.scratch) {
                 Ok(0) => {
                     self.carrier_lost(carrier, "the peer closed the connection");
                     return;
@@ -352,7 +362,7 @@ impl Reactor {
                 .and_then(|_| tls.process_new_packets().map_err(|error| failure(&error)));
             if let Err(error) = result {
                 // Tell the peer why, if the socket takes it.
-                while tls.wants_write() && tls.write_tls(&mut (&sock.socket)).is_ok() {}
+                while tls.wants_write() && tls.write_tls(&mut (&*sock.socket)).is_ok() {}
                 self.carrier_lost(carrier, &format!("TLS: {error}"));
                 return false;
             }
@@ -409,7 +419,7 @@ impl Reactor {
     }
 
     /// Tells the engine what came; false when the carrier is gone.
-    fn carrier_came(&mut self, carrier: CarrierId, len: usize, cut: Cut) -> bool {
+    pub(super) fn carrier_came(&mut self, carrier: CarrierId, len: usize, cut: Cut) -> bool {
         let now = self.now();
         self.engine
             .handle(now, Input::CarrierReceived(carrier, len));
@@ -452,6 +462,13 @@ impl Reactor {
     }
 
     pub(super) fn carrier_flush(&mut self, carrier: CarrierId) {
+        if self
+            .carriers
+            .get(&carrier)
+            .is_some_and(|sock| sock.far.is_some())
+        {
+            return self.far_flush(carrier);
+        }
         let mut sent = 0;
         let failure = loop {
             let now = self.now();
@@ -523,12 +540,14 @@ impl Reactor {
         sock.closing = true;
         sock.queue
             .retain(|out| out.done > 0 || out.frame.header.stream == 0);
-        self.carrier_flush(carrier);
+        if sock.far.is_none() {
+            self.carrier_flush(carrier);
+        }
         // Waiting longer would keep a dead socket.
         self.forget_carrier(carrier);
     }
 
-    fn carrier_lost(&mut self, carrier: CarrierId, reason: &str) {
+    pub(super) fn carrier_lost(&mut self, carrier: CarrierId, reason: &str) {
         self.forget_carrier(carrier);
         let now = self.now();
         self.engine
@@ -536,13 +555,18 @@ impl Reactor {
     }
 
     fn forget_carrier(&mut self, carrier: CarrierId) {
+        self.far_carrier_close(carrier);
         if let Some(sock) = self.carriers.remove(&carrier) {
             self.sources.remove(&sock.token);
         }
     }
 
     fn update_carrier(&mut self, carrier: CarrierId) {
-        let Some(sock) = self.carriers.get_mut(&carrier) else {
+        let Some(sock) = self
+            .carriers
+            .get_mut(&carrier)
+            .filter(|sock| sock.far.is_none())
+        else {
             return;
         };
         let mut interest = epoll::EventFlags::IN;
@@ -569,7 +593,7 @@ impl Reactor {
 impl CarrierSock {
     fn new(socket: Socket, tls: Option<Box<rustls::Connection>>) -> CarrierSock {
         CarrierSock {
-            socket,
+            socket: Arc::new(socket),
             token: 0,
             connecting: false,
             tls,
@@ -579,8 +603,33 @@ impl CarrierSock {
             interest: epoll::EventFlags::empty(),
             registered: false,
             closing: false,
+            far: None,
             full: false,
         }
+    }
+
+    /// Leaves the epoll set of the control lane.
+    pub(super) fn unwatch(&mut self, epoll: &OwnedFd) {
+        if std::mem::take(&mut self.registered) {
+            let _ = epoll::delete(epoll, &self.socket);
+        }
+    }
+
+    /// Takes at most `limit` bytes from the front of the queue, of one frame.
+    pub(super) fn take_piece(&mut self, limit: usize) -> Option<Piece> {
+        let out = self.queue.front_mut()?;
+        let end = HEADER_LEN + out.frame.payload.len();
+        let piece = Piece {
+            header: out.header,
+            payload: Arc::clone(&out.frame.payload),
+            from: out.done,
+            to: end.min(out.done.saturating_add(limit)),
+        };
+        out.done = piece.to;
+        if out.done == end {
+            self.queue.pop_front();
+        }
+        Some(piece)
     }
 
     /// Moves sealed bytes to the kernel as far as it takes them.
@@ -589,7 +638,7 @@ impl CarrierSock {
             return Ok(());
         };
         while tls.wants_write() {
-            match tls.write_tls(&mut (&self.socket)) {
+            match tls.write_tls(&mut (&*self.socket)) {
                 Ok(_) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
@@ -617,7 +666,7 @@ impl CarrierSock {
         let count = match &mut self.tls {
             Some(tls) => tls.writer().write_vectored(&parts)?,
             None => loop {
-                match (&self.socket).write_vectored(&parts) {
+                match (&*self.socket).write_vectored(&parts) {
                     Ok(count) => break count,
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                         self.full = true;

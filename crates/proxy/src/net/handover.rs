@@ -65,45 +65,64 @@ impl Reactor {
     /// Gives everything away; afterwards this process has nothing to do any more. On an error
     /// everything goes on here.
     pub(super) fn hand_over(&mut self, stream: &UnixStream) -> Result<(), String> {
-        let now = self.now();
-        self.engine.freeze(now);
-        self.perform();
-        let result = self
-            .finish_jobs()
-            .and_then(|()| self.give(stream).map_err(|error| error.to_string()));
+        let result = self.let_go(stream);
         if result.is_err() {
             let now = self.now();
             self.engine.thaw(now);
             self.perform();
+            self.spread();
         }
         result
+    }
+
+    fn let_go(&mut self, stream: &UnixStream) -> Result<(), String> {
+        self.recall()?;
+        // What the shards had read and written until then is in the mail.
+        while let Some(mail) = self.mailbox.take() {
+            self.mail_meanwhile(mail)?;
+        }
+        let now = self.now();
+        self.engine.freeze(now);
+        self.perform();
+        self.finish_jobs()?;
+        self.give(stream).map_err(|error| error.to_string())
     }
 
     fn finish_jobs(&mut self) -> Result<(), String> {
         let end = Clock::now() + PATIENCE;
         while self.engine.is_busy() {
             let left = end.saturating_duration_since(Clock::now());
-            match self.mailbox.take_within(left) {
-                Some(Mail::Input(input)) => {
-                    let now = self.now();
-                    self.engine.handle(now, input);
-                    self.perform();
-                }
-                Some(Mail::Commands { reply, .. }) => {
-                    // Who asked may have gone.
-                    let _ = reply.send(vec![Err("the proxy hands over to a new process".into())]);
-                }
-                Some(Mail::Snapshot(reply)) => {
-                    let _ = reply.send(Box::new(self.snapshot()));
-                }
-                Some(Mail::HandOver(_, reply)) => {
-                    let _ = reply.send(Err("another hand-over is under way".into()));
-                }
-                Some(Mail::Stop) => {
-                    self.stopping = true;
-                    return Err("the proxy stops".into());
-                }
-                None => return Err("the codec jobs do not end".into()),
+            let mail = self.mailbox.take_within(left);
+            self.mail_meanwhile(mail.ok_or("the codec jobs do not end")?)?;
+        }
+        Ok(())
+    }
+
+    /// Mail that comes while everything is handed over.
+    fn mail_meanwhile(&mut self, mail: Mail) -> Result<(), String> {
+        match mail {
+            Mail::Input(input) => {
+                let now = self.now();
+                self.engine.handle(now, input);
+                self.perform();
+            }
+            Mail::News(news) => {
+                self.news(news);
+                self.perform();
+            }
+            Mail::Commands { reply, .. } => {
+                // Who asked may have gone.
+                let _ = reply.send(vec![Err("the proxy hands over to a new process".into())]);
+            }
+            Mail::Snapshot(reply) => {
+                let _ = reply.send(Box::new(self.snapshot()));
+            }
+            Mail::HandOver(_, reply) => {
+                let _ = reply.send(Err("another hand-over is under way".into()));
+            }
+            Mail::Stop => {
+                self.stopping = true;
+                return Err("the proxy stops".into());
             }
         }
         Ok(())

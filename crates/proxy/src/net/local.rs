@@ -1,9 +1,11 @@
 //! Sockets towards the local DRBD: reading as the engine allows, writing in order, and the three
-//! ways to end (FIN, orderly close, reset).
+//! ways to end (FIN, orderly close, reset). What is said here of the control lane holds until a
+//! socket is known to be a data socket; then a shard has it (`far`).
 
 use std::collections::VecDeque;
 use std::io::Write;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::buffer::spare_capacity;
@@ -23,16 +25,16 @@ impl AsFd for LocalSock {
 /// A socket towards DRBD.
 #[derive(Debug)]
 pub(super) struct LocalSock {
-    socket: Socket,
-    token: u64,
-    connecting: bool,
-    queue: VecDeque<(Bytes, usize)>,
+    pub(super) socket: Arc<Socket>,
+    pub(super) token: u64,
+    pub(super) connecting: bool,
+    pub(super) queue: VecDeque<(Bytes, usize)>,
     /// FIN is to follow the queue.
-    shutdown: bool,
-    shutdown_done: bool,
+    pub(super) shutdown: bool,
+    pub(super) shutdown_done: bool,
     /// Closed by the engine, but the queue is not yet written.
-    closing: bool,
-    want_read: bool,
+    pub(super) closing: bool,
+    pub(super) want_read: bool,
     interest: epoll::EventFlags,
     registered: bool,
 }
@@ -125,14 +127,16 @@ impl Reactor {
         };
         if sock.want_read {
             self.local_read(local);
-        } else if hung && sock.registered {
+        } else if hung {
             // Both directions ended, but nobody may read yet: do not be told again and again.
-            let _ = epoll::delete(&self.epoll, &sock.socket);
-            sock.registered = false;
+            sock.unwatch(&self.epoll);
         }
     }
 
     pub(super) fn local_want_read(&mut self, local: LocalId) {
+        if self.far_want_read(local) {
+            return;
+        }
         let Some(sock) = self.locals.get_mut(&local) else {
             return;
         };
@@ -154,7 +158,7 @@ impl Reactor {
                 sock.want_read = false;
                 break;
             }
-            let (data, end) = read_once(&sock.socket, allowed, &mut self.scratch);
+            let (data, end) = sock.read(allowed, &mut self.scratch);
             budget = match data.len() {
                 // Nothing for now.
                 0 => 0,
@@ -182,6 +186,9 @@ impl Reactor {
     }
 
     pub(super) fn local_write(&mut self, local: LocalId, data: Bytes) {
+        let Some(data) = self.far_write(local, data) else {
+            return;
+        };
         let Some(sock) = self.locals.get_mut(&local) else {
             return;
         };
@@ -192,34 +199,10 @@ impl Reactor {
     }
 
     fn local_flush(&mut self, local: LocalId) {
-        let mut written = 0;
         let Some(sock) = self.locals.get_mut(&local) else {
             return;
         };
-        let failure = loop {
-            let Some((data, at)) = sock.queue.front_mut() else {
-                break None;
-            };
-            if written >= TURN_BYTES {
-                break None;
-            }
-            match (&sock.socket).write(&data[*at..]) {
-                Ok(count) => {
-                    *at += count;
-                    written += count;
-                    if *at == data.len() {
-                        sock.queue.pop_front();
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break None,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => break Some(error),
-            }
-        };
-        if sock.queue.is_empty() && (sock.shutdown || sock.closing) && !sock.shutdown_done {
-            sock.shutdown_done = true;
-            let _ = sock.socket.shutdown(std::net::Shutdown::Write);
-        }
+        let (written, failure) = sock.write_queue();
         let done = sock.closing && sock.queue.is_empty();
         if written > 0 {
             let now = self.now();
@@ -233,6 +216,9 @@ impl Reactor {
     }
 
     pub(super) fn local_shutdown(&mut self, local: LocalId) {
+        if self.far_shutdown(local) {
+            return;
+        }
         if let Some(sock) = self.locals.get_mut(&local) {
             sock.shutdown = true;
             self.local_flush(local);
@@ -240,6 +226,9 @@ impl Reactor {
     }
 
     pub(super) fn local_close(&mut self, local: LocalId, how: Close) {
+        if self.far_close(local, how) {
+            return;
+        }
         let Some(sock) = self.locals.get_mut(&local) else {
             return;
         };
@@ -257,7 +246,7 @@ impl Reactor {
     }
 
     /// The socket failed by itself.
-    fn local_lost(&mut self, local: LocalId, reason: &str) {
+    pub(super) fn local_lost(&mut self, local: LocalId, reason: &str) {
         self.forget_local(local);
         let now = self.now();
         self.engine
@@ -271,28 +260,12 @@ impl Reactor {
         }
     }
 
-    fn update_local(&mut self, local: LocalId) {
+    pub(super) fn update_local(&mut self, local: LocalId) {
         let Some(sock) = self.locals.get_mut(&local) else {
             return;
         };
-        let mut interest = epoll::EventFlags::empty();
-        if sock.want_read && !sock.connecting {
-            interest |= epoll::EventFlags::IN;
-        }
-        if sock.connecting || !sock.queue.is_empty() {
-            interest |= epoll::EventFlags::OUT;
-        }
-        let data = epoll::EventData::new_u64(sock.token);
-        let result = if !sock.registered {
-            sock.registered = true;
-            epoll::add(&self.epoll, &sock.socket, data, interest)
-        } else if interest != sock.interest {
-            epoll::modify(&self.epoll, &sock.socket, data, interest)
-        } else {
-            Ok(())
-        };
-        sock.interest = interest;
-        if let Err(error) = result {
+        let token = sock.token;
+        if let Err(error) = sock.watch(&self.epoll, token) {
             self.local_lost(local, &error.to_string());
         }
     }
@@ -326,15 +299,89 @@ fn read_once(
 }
 
 impl LocalSock {
+    /// Reads what has come, at most `allowed` bytes; the second is the end, or a failure.
+    pub(super) fn read(
+        &self,
+        allowed: usize,
+        scratch: &mut [u8],
+    ) -> (Vec<u8>, Option<std::io::Result<()>>) {
+        read_once(&self.socket, allowed, scratch)
+    }
+
+    /// Writes what the kernel takes, for one turn, and the FIN behind it: the count of bytes, and
+    /// a failure.
+    pub(super) fn write_queue(&mut self) -> (usize, Option<std::io::Error>) {
+        let mut written = 0;
+        let failure = loop {
+            let Some((data, at)) = self.queue.front_mut() else {
+                break None;
+            };
+            if written >= TURN_BYTES {
+                break None;
+            }
+            match (&*self.socket).write(&data[*at..]) {
+                Ok(count) => {
+                    *at += count;
+                    written += count;
+                    if *at == data.len() {
+                        self.queue.pop_front();
+                    }
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break None,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => break Some(error),
+            }
+        };
+        if self.queue.is_empty() && (self.shutdown || self.closing) && !self.shutdown_done {
+            self.shutdown_done = true;
+            let _ = self.socket.shutdown(std::net::Shutdown::Write);
+        }
+        (written, failure)
+    }
+
+    /// Asks an epoll set for what is awaited now.
+    pub(super) fn watch(&mut self, epoll: &OwnedFd, token: u64) -> rustix::io::Result<()> {
+        let mut interest = epoll::EventFlags::empty();
+        if self.want_read && !self.connecting {
+            interest |= epoll::EventFlags::IN;
+        }
+        if self.connecting || !self.queue.is_empty() {
+            interest |= epoll::EventFlags::OUT;
+        }
+        let data = epoll::EventData::new_u64(token);
+        let result = if !self.registered {
+            self.registered = true;
+            epoll::add(epoll, &self.socket, data, interest)
+        } else if interest != self.interest {
+            epoll::modify(epoll, &self.socket, data, interest)
+        } else {
+            Ok(())
+        };
+        self.interest = interest;
+        result
+    }
+
+    /// Leaves the epoll set in which it is, if it is in one.
+    pub(super) fn unwatch(&mut self, epoll: &OwnedFd) {
+        if std::mem::take(&mut self.registered) {
+            let _ = epoll::delete(epoll, &self.socket);
+        }
+    }
+
+    /// How many bytes the kernel has not taken.
+    pub(super) fn unwritten_bytes(&self) -> usize {
+        self.queue.iter().map(|(data, at)| data.len() - at).sum()
+    }
+
     /// Bytes that the kernel has not taken.
     pub(super) fn unwritten(&self) -> Vec<u8> {
         let parts = self.queue.iter().map(|(data, at)| &data[*at..]);
         parts.flatten().copied().collect()
     }
 
-    fn new(socket: Socket, token: u64, connecting: bool) -> LocalSock {
+    pub(super) fn new(socket: Socket, token: u64, connecting: bool) -> LocalSock {
         LocalSock {
-            socket,
+            socket: Arc::new(socket),
             token,
             connecting,
             queue: VecDeque::new(),

@@ -1,9 +1,13 @@
-//! The I/O thread: one epoll loop that owns the engine and all sockets. It does what the engine
-//! says and tells it what happened; it decides nothing but how much one socket may do per turn.
+//! The control lane: one epoll loop that owns the engine, DRBD's control sockets, the control
+//! carriers and the listeners. It does what the engine says and tells it what happened; it decides
+//! nothing but how much one socket may do per turn. Sockets that carry bulk are on the shards'
+//! threads (`shard`), so that neither their bytes nor their encryption are in the way of control.
 
 mod carrier;
+mod far;
 pub(crate) mod handover;
 mod local;
+pub(crate) mod shard;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -24,10 +28,14 @@ use crate::spill::Spill;
 use crate::tls::Identity;
 use crate::workers::{Work, Workers};
 use carrier::CarrierSock;
+use far::FarLocal;
 use local::LocalSock;
+use shard::Shard;
 
 /// Bytes that one socket may move per turn.
 const TURN_BYTES: usize = 1 << 20;
+/// Mail that is read before sockets get their turn: those of control come first.
+const MAIL_PER_TURN: usize = 16;
 /// Accepted carriers whose handshake is under way.
 const PENDING_MAX: usize = 64;
 /// How long an accepted carrier may take to authenticate.
@@ -49,11 +57,23 @@ enum Source {
     Pending(u64),
 }
 
-/// Everything that the I/O thread owns.
+/// Threads that work for the control lane.
+pub(crate) struct Threads {
+    pub(crate) shards: Vec<Shard>,
+    pub(crate) workers: Workers,
+    pub(crate) spill: Option<Spill>,
+}
+
+/// Everything that the control lane owns.
 pub(crate) struct Reactor {
     pub(crate) engine: Engine,
     epoll: OwnedFd,
     mailbox: Mailbox,
+    /// There is mail that was not read yet.
+    more_mail: bool,
+    shards: Vec<Shard>,
+    /// The one that got a socket last.
+    turn_shard: usize,
     workers: Workers,
     spill: Option<Spill>,
     identity: Identity,
@@ -64,6 +84,7 @@ pub(crate) struct Reactor {
     /// Outside listeners with the count of connections that use them.
     outside: BTreeMap<SocketAddr, (Socket, u64, usize)>,
     locals: BTreeMap<LocalId, LocalSock>,
+    far_locals: BTreeMap<LocalId, FarLocal>,
     carriers: BTreeMap<CarrierId, CarrierSock>,
     pending: BTreeMap<u64, (CarrierSock, SocketAddr, Clock)>,
     scratch: Vec<u8>,
@@ -81,8 +102,7 @@ impl Reactor {
     pub(crate) fn new(
         engine: Engine,
         mailbox: Mailbox,
-        workers: Workers,
-        spill: Option<Spill>,
+        threads: Threads,
         identity: Identity,
         live: Live,
         started: Clock,
@@ -92,8 +112,11 @@ impl Reactor {
             engine,
             epoll,
             mailbox,
-            workers,
-            spill,
+            more_mail: false,
+            shards: threads.shards,
+            turn_shard: 0,
+            workers: threads.workers,
+            spill: threads.spill,
             identity,
             live,
             sources: BTreeMap::new(),
@@ -101,6 +124,7 @@ impl Reactor {
             inside: BTreeMap::new(),
             outside: BTreeMap::new(),
             locals: BTreeMap::new(),
+            far_locals: BTreeMap::new(),
             carriers: BTreeMap::new(),
             pending: BTreeMap::new(),
             scratch: vec![0; TURN_BYTES],
@@ -126,9 +150,14 @@ impl Reactor {
     /// Whether everything was handed over to another process is the answer.
     pub(crate) fn run(mut self) -> bool {
         let mut events = Vec::with_capacity(64);
+        // Not before: until now DRBD's sockets might have stayed with another process.
+        self.spread();
         while !self.stopping {
             self.perform();
-            let wait = self.patience();
+            let wait = match self.more_mail {
+                true => Duration::ZERO,
+                false => self.patience(),
+            };
             events.clear();
             let timeout = Timespec {
                 tv_sec: wait.as_secs() as i64,
@@ -145,11 +174,14 @@ impl Reactor {
                 let (data, flags) = (event.data.u64(), event.flags);
                 if let Some(source) = self.sources.get(&data).copied() {
                     self.happened(source, flags);
-                    if self.handed {
-                        // Another process reads the sockets now.
-                        return true;
-                    }
                     self.perform();
+                }
+            }
+            if self.more_mail {
+                self.read_mail();
+                if self.handed {
+                    // Another process reads the sockets now.
+                    return true;
                 }
             }
             self.clocks();
@@ -358,19 +390,32 @@ impl Reactor {
 
     fn happened(&mut self, source: Source, flags: epoll::EventFlags) {
         match source {
-            Source::Bell => self.read_mail(),
+            Source::Bell => {
+                self.mailbox.silence();
+                self.more_mail = true;
+            }
             Source::Inside(id) => self.accept_inside(id),
             Source::Outside(addr) => self.accept_outside(addr),
-            Source::Local(local) => self.local_ready(local, flags),
-            Source::Carrier(carrier) => self.carrier_ready(carrier, flags),
+            Source::Local(local) => {
+                self.local_ready(local, flags);
+                self.move_local(local);
+            }
+            Source::Carrier(carrier) => {
+                self.carrier_ready(carrier, flags);
+                self.move_carrier(carrier);
+            }
             Source::Pending(token) => self.pending_ready(token),
         }
     }
 
     fn read_mail(&mut self) {
-        self.mailbox.silence();
-        while let Some(mail) = self.mailbox.take() {
+        for _ in 0..MAIL_PER_TURN {
+            let Some(mail) = self.mailbox.take() else {
+                self.more_mail = false;
+                return;
+            };
             match mail {
+                Mail::News(news) => self.news(news),
                 Mail::Input(input) => {
                     let now = self.now();
                     self.engine.handle(now, input);

@@ -132,11 +132,13 @@ impl World {
         self.links[node] = fresh.add_link(now, config).unwrap();
         self.engines[node] = fresh;
         self.sockets[node].clear();
+        self.ordered[node].clear();
         self.outbox.retain(|(owner, _), _| *owner != node);
         self.disk.retain(|record, _| record.segment != node as u32);
         self.queue.retain(|_, event| match event {
             Event::Input(owner, _)
             | Event::Read { node: owner, .. }
+            | Event::Brought { node: owner, .. }
             | Event::ConnectLocal { node: owner, .. }
             | Event::Dialed { from: owner, .. } => *owner != node,
             Event::Arrive { .. } | Event::Cut | Event::Heal => true,
