@@ -352,7 +352,7 @@ impl Resource {
             ));
         }
         let generations = Generations::from_superblock(&superblock, node_id);
-        if self.serves_newer_data(volume, generations.current, &self.state) {
+        if self.serves_newer_data(volume, &generations, &self.state) {
             return Err(self.data_not_current(volume, path, generations.current));
         }
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
@@ -656,10 +656,16 @@ impl Resource {
         Ok(())
     }
 
-    /// Applications of this Primary saw newer data than those of generation `current`, and nobody
-    /// is there who could bring them up to date (semantics.md, 6). It is asked again when the disk
-    /// comes into use, because such a node may have been lost meanwhile.
-    pub(crate) fn serves_newer_data(&self, volume: VolumeNr, current: Uuid, state: &State) -> bool {
+    /// Applications of this Primary saw newer data than those of a disk, and nobody is there who
+    /// could bring it up to date (semantics.md, 6). It is asked again when the disk comes into use,
+    /// because such a node may have been lost meanwhile. A disk that was given up while this node
+    /// wrote its next generation there may have that one all the same.
+    pub(crate) fn serves_newer_data(
+        &self,
+        volume: VolumeNr,
+        on_disk: &Generations,
+        state: &State,
+    ) -> bool {
         let exposed = self
             .devices
             .get(&volume)
@@ -672,7 +678,7 @@ impl Resource {
         state.role == lockstep_format::wire::Role::Primary
             && !exposed.is_zero()
             && !current_elsewhere
-            && !exposed.same_generation(current)
+            && !on_disk.knows(exposed)
     }
 
     fn data_not_current(&self, volume: VolumeNr, path: &str, current: Uuid) -> CommandError {
@@ -775,11 +781,10 @@ impl Resource {
     /// No connected peer has a disk: the metadata say what this one is worth.
     pub(crate) fn attach_alone(&mut self, volume: VolumeNr) {
         let attached = self.devices.get(&volume).and_then(|d| d.attached());
-        if let Some((current, path)) =
-            attached.map(|disk| (disk.generations.current, disk.data_path.clone()))
-            && self.serves_newer_data(volume, current, &self.state)
+        if let Some(disk) =
+            attached.filter(|disk| self.serves_newer_data(volume, &disk.generations, &self.state))
         {
-            let cause = self.data_not_current(volume, &path, current);
+            let cause = self.data_not_current(volume, &disk.data_path, disk.generations.current);
             self.attach_failed(volume, cause);
             return;
         }

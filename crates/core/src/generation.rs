@@ -784,6 +784,13 @@ pub fn disk_state_of(flags: DeviceFlags, may_be_up_to_date: bool) -> DiskState {
 }
 
 impl Generations {
+    /// The data are of this generation or have come from it.
+    pub fn knows(&self, uuid: Uuid) -> bool {
+        let slots = self.slots.iter().map(|slot| slot.bitmap_uuid);
+        let ancestors = self.history.iter().copied().chain(slots);
+        self.current.same_generation(uuid) || ancestors.into_iter().any(|u| u.same_generation(uuid))
+    }
+
     /// 8.2: whether no fenced-off peer can have newer data. `disk_of` gives the disk of each
     /// node as known (DUnknown without a connection), `diskless_by_config` the nodes configured
     /// without a disk. The caller checks a diskless Primary's generation and owed reconciles.

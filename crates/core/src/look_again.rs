@@ -118,6 +118,16 @@ impl Resource {
         }
     }
 
+    /// Both disks have become UpToDate without a comparison of their marks: one follows if some are
+    /// left after a while.
+    pub(crate) fn watch_marks(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.growth.uncompared = device.growth.uncompared.with(peer);
+        }
+        let at = self.now + PATIENCE;
+        self.timers.set_earliest(Timer::LookAgain(volume), at);
+    }
+
     fn is_uncompared(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let p = self.state.peer_device(volume, peer);
         p.repl == ReplState::Established

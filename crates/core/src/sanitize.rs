@@ -109,7 +109,7 @@ impl Resource {
             .devices
             .get(&volume)
             .and_then(|d| d.attached())
-            .is_some_and(|disk| self.serves_newer_data(volume, disk.generations.current, new));
+            .is_some_and(|disk| self.serves_newer_data(volume, &disk.generations, new));
         if stale {
             DiskState::Detaching
         } else {

@@ -984,7 +984,7 @@ impl Resource {
             && from_primary
             && same
             && self.state.disk(volume) == DiskState::Consistent
-            && self.disk_state_from_metadata(volume) == DiskState::UpToDate
+            && self.is_whole_beside_primary(volume)
         {
             self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
         }

@@ -177,6 +177,21 @@ impl Resource {
         found
     }
 
+    /// The disk is good, and a Primary without one vouches for its generation: that Primary need not
+    /// be fenced off.
+    pub(crate) fn is_whole_beside_primary(&self, volume: VolumeNr) -> bool {
+        let flags = self
+            .devices
+            .get(&volume)
+            .and_then(|d| d.attached())
+            .map(|disk| disk.generations.flags);
+        flags.is_some_and(|flags| {
+            generation::disk_state_of(flags, true) == DiskState::UpToDate
+                && !self.missed_what_was_exposed(volume)
+                && !self.reconcile_hold(volume)
+        })
+    }
+
     /// Since this node lost this disk it has used a peer's data of a generation that the disk does
     /// not know. A Primary refuses such a disk; after its demotion it is at least known as old.
     fn missed_what_was_exposed(&self, volume: VolumeNr) -> bool {
@@ -185,17 +200,7 @@ impl Resource {
         };
         let exposed = device.exposed_uuid;
         device.attached().is_some_and(|disk| {
-            let sets = &disk.generations;
-            let slots = sets.slots.iter().map(|slot| slot.bitmap_uuid);
-            is_real(exposed)
-                && exposed != Uuid::JUST_CREATED
-                && !sets.current.same_generation(exposed)
-                && !sets
-                    .history
-                    .iter()
-                    .copied()
-                    .chain(slots)
-                    .any(|known| known.same_generation(exposed))
+            is_real(exposed) && exposed != Uuid::JUST_CREATED && !disk.generations.knows(exposed)
         })
     }
 

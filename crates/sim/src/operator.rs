@@ -222,13 +222,14 @@ impl Operator {
         }
     }
 
-    /// A Primary that stays frozen beside its successor is demoted by hand.
+    /// A Primary that stays frozen beside its successor is demoted by hand. It gives way by itself,
+    /// if it may, to newer data only: a successor that has written nothing is refused.
     fn demote_frozen(&mut self, w: &mut World) {
         let by_hand = self.settings.resource.on_suspended_primary_outdated
             == OnSuspendedPrimaryOutdated::Disconnect;
         if let Some(frozen) = self.frozen
-            && by_hand
-            && self.primary.is_some()
+            && let Some(successor) = self.primary
+            && (by_hand || are_of_one_generation(w, frozen, successor))
             && w.nodes[frozen].commands.is_empty()
         {
             w.command(frozen, Command::Secondary { force: true });
@@ -930,6 +931,20 @@ impl Operator {
             }
         }
     }
+}
+
+/// Both are up, and all their volumes are of one generation.
+fn are_of_one_generation(w: &World, a: usize, b: usize) -> bool {
+    let generations = |node: usize| {
+        let snapshot = w.nodes[node].resource.as_ref()?.snapshot();
+        let devices = snapshot.devices.iter();
+        Some(
+            devices
+                .map(|d| d.current_uuid.without_primary_bit())
+                .collect::<Vec<_>>(),
+        )
+    };
+    generations(a).is_some_and(|of_a| generations(b) == Some(of_a))
 }
 
 fn resize_to(w: &mut World, node: usize, volume: u16, size_sectors: u64) {

@@ -2,6 +2,7 @@
 
 use lockstep_sim::drive::{Trace, run};
 use lockstep_sim::extras::Extra;
+use lockstep_sim::faults::parse;
 use lockstep_sim::plan::{Numbers, Orders, Size};
 use lockstep_sim::swarm::{self, Limits};
 
@@ -10,6 +11,26 @@ fn holds(seed: u64, size: Size, faults: &str, requests: &str) {
     let orders = Orders {
         size,
         nodes: Some(2),
+        only_faults: Some(Numbers::parse(faults).unwrap()),
+        only_requests: Some(Numbers::parse(requests).unwrap()),
+        ..Orders::default()
+    };
+    let played = run(seed, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(seed));
+}
+
+/// A world of these kinds of faults, or with such options.
+fn named_holds(
+    nodes: Option<usize>,
+    seed: u64,
+    (kinds, extras): (Option<&str>, Vec<Extra>),
+    faults: &str,
+    requests: &str,
+) {
+    let orders = Orders {
+        nodes,
+        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
+        extras,
         only_faults: Some(Numbers::parse(faults).unwrap()),
         only_requests: Some(Numbers::parse(requests).unwrap()),
         ..Orders::default()
@@ -181,4 +202,28 @@ fn disks_fail_under_protocol_c_only() {
 #[test]
 fn the_operator_demotes_a_primary_that_refuses_the_data_of_a_crashed_one() {
     first_design_holds(7294);
+}
+
+#[test]
+fn marks_between_two_disks_that_become_up_to_date_together_are_looked_at() {
+    // Neither of two Consistent disks could be the source of a resync.
+    named_holds(Some(2), 2, (None, vec![Extra::Handlers]), "2,6,10", "0");
+}
+
+#[test]
+fn a_disk_with_the_generation_that_a_primary_without_one_serves_is_good() {
+    // With fencing the Primary counted as one that may have newer data.
+    named_holds(Some(2), 19, (None, vec![Extra::Handlers]), "0-2", "2,8,12");
+}
+
+#[test]
+fn a_disk_that_was_given_up_while_it_got_the_next_generation_comes_back() {
+    const KINDS: &str = "metaerror,hangdisk,resize,powercut,crash,diskless,readerror,writeerror";
+    named_holds(None, 1055, (Some(KINDS), Vec::new()), "0", "0");
+}
+
+#[test]
+fn the_operator_demotes_a_frozen_primary_whose_successor_has_written_nothing() {
+    const KINDS: &str = "takeover,crash,partition,reset";
+    named_holds(Some(3), 28, (Some(KINDS), Vec::new()), "5", "none");
 }
