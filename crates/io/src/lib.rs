@@ -1,8 +1,8 @@
 //! Does what the core says: shards, rings, buffers, disks and transports.
 //!
 //! Nothing here reads a DRBD state to decide what to do next; decisions are the core's. Unsafe code
-//! is confined to `pool`, `ring`, `disk::sys`, `disk::pmem` and `tcp::socket`, where memory and descriptors meet
-//! the kernel.
+//! is confined to `pool`, `ring`, `disk::sys`, `disk::pmem`, `tcp::socket` and `tcp::info`, where
+//! memory and descriptors meet the kernel.
 
 mod arena;
 pub mod digest;

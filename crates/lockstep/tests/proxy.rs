@@ -153,6 +153,62 @@ fn the_log_level_changes_while_the_proxy_runs() {
 }
 
 #[test]
+fn a_hangup_and_a_command_read_the_identity_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let write = |name: &str, text: &str| std::fs::write(at.join(name), text).unwrap();
+    let keys = || lockstep_proxy::generate_keys().unwrap();
+    let ((private, _), (_, first), (_, second)) = (keys(), keys(), keys());
+    write("key", &private);
+    write("peers", &first);
+    let log = std::fs::File::create(at.join("log")).unwrap();
+    let child = Command::new(BIN)
+        .args(["proxy", "run", "--key-file", "key", "--peer-file", "peers"])
+        .args(["--socket", "sock"])
+        .current_dir(at)
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    let socket = at.join("sock");
+    let proxy = Proxy { child, socket };
+    let logged = |text: &str| {
+        std::fs::read_to_string(at.join("log"))
+            .unwrap()
+            .contains(text)
+    };
+    wait("the start", || logged("the proxy is ready"));
+    let hangup = || {
+        let id = rustix::process::Pid::from_raw(proxy.child.id() as i32).unwrap();
+        rustix::process::kill_process(id, rustix::process::Signal::HUP).unwrap();
+    };
+    // Two peers need lists.
+    write("peers", &format!("{first}\n{second}\n"));
+    hangup();
+    wait("the refusal", || logged("the old one stays in use"));
+    assert!(logged("with several peers"));
+    let refused = proxy.ctl(&["reload"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        text.contains("old identity stays in use: with several"),
+        "{text}"
+    );
+    write("peers", &format!("{first}=r0-*\n{second}=r1-*\n"));
+    hangup();
+    wait("the new identity", || logged("the identity was read again"));
+    assert!(proxy.ctl(&["-c", "reload"]).status.success());
+    std::fs::remove_file(at.join("key")).unwrap();
+    let refused = proxy.ctl(&["-c", "reload"]);
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        !refused.status.success() && text.contains("--key-file"),
+        "{text}"
+    );
+    // It goes on.
+    assert!(proxy.ctl(&["-c", "show"]).status.success());
+}
+
+#[test]
 fn drbdadm_brings_two_proxies_up_and_down() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();

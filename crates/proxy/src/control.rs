@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use crate::core::config::{LinkConfig, LinkOptions, parse_addr};
 use crate::core::limits::Origin;
 use crate::core::plugin::{AVAILABLE, CHAIN_MAX, Plugin};
-use crate::core::stats::{LinkSnapshot, Snapshot};
+use crate::core::stats::{CarrierSnapshot, LinkSnapshot, Snapshot};
 use crate::net::Reactor;
 
 const HELP: &str = "\
@@ -27,6 +27,7 @@ show proxy-settings NAME
 show memusage
 show connections | hconnections
 show subconnections | hsubconnections
+show carriers | hcarriers          what TCP says of each connection to the peer proxy
 show avail-plugins
 print statistics
 print metrics                      Prometheus text
@@ -292,6 +293,8 @@ fn report(what: &str, snapshot: &Snapshot, json: bool) -> Result<String, String>
             | "hconnections"
             | "subconnections"
             | "hsubconnections"
+            | "carriers"
+            | "hcarriers"
             | "statistics"
             | "details"
     );
@@ -355,9 +358,44 @@ fn report(what: &str, snapshot: &Snapshot, json: bool) -> Result<String, String>
                 }
             }
         }
+        "carriers" | "hcarriers" => {
+            out.push_str(
+                "name\tclass\tnumber\tlocal\tpeer\tsent\treceived\trtt_us\trtt_deviation_us\t\
+                 min_rtt_us\tcongestion\tcongestion_window\tunacknowledged_segments\t\
+                 retransmitted_segments\tretransmitted\tdelivery_rate\n",
+            );
+            for link in &snapshot.connections {
+                for carrier in &link.carriers {
+                    out.push_str(&carrier_line(&link.name, carrier, &bytes));
+                }
+            }
+        }
         other => return Err(format!("cannot show '{other}'; 'help' lists all")),
     }
     Ok(out)
+}
+
+fn carrier_line(name: &str, carrier: &CarrierSnapshot, bytes: &dyn Fn(u64) -> String) -> String {
+    let tcp = &carrier.tcp;
+    let fields = [
+        name.to_string(),
+        carrier.class.clone(),
+        carrier.number.to_string(),
+        carrier.local.clone(),
+        carrier.peer.clone(),
+        bytes(carrier.sent_bytes),
+        bytes(carrier.received_bytes),
+        tcp.rtt_us.to_string(),
+        tcp.rtt_deviation_us.to_string(),
+        tcp.min_rtt_us.to_string(),
+        carrier.congestion.clone(),
+        bytes(tcp.congestion_window_bytes),
+        tcp.unacknowledged_segments.to_string(),
+        tcp.retransmitted_segments.to_string(),
+        bytes(tcp.retransmitted_bytes),
+        bytes(tcp.delivery_rate),
+    ];
+    fields.join("\t") + "\n"
 }
 
 fn connection_line(link: &LinkSnapshot, bytes: &dyn Fn(u64) -> String) -> String {

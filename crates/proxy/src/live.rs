@@ -1,9 +1,11 @@
 //! What changes while the daemon runs and belongs to no connection: the log level, the identity,
 //! and the memory of all buffers. DRBD's sockets and the carriers that are up notice nothing.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::core::config::{DaemonOptions, format_bytes};
+use crate::core::{CarrierId, LinkId};
 use crate::daemon::Security;
 use crate::net::Reactor;
 use crate::tls::{Identity, Tls};
@@ -138,6 +140,8 @@ pub fn log_filter(text: &str) -> Result<String, String> {
 pub(crate) struct Live {
     pub(crate) log: Option<LogLevel>,
     pub(crate) identity: Option<IdentitySource>,
+    /// Which connection each carrier is for, also when the engine has forgotten it.
+    pub(crate) carriers: BTreeMap<CarrierId, LinkId>,
     log_at_start: String,
     memory_at_start: u64,
     floor_at_start: u64,
@@ -153,6 +157,7 @@ impl Live {
             log_at_start: log.as_ref().map_or(String::new(), |log| log.level.clone()),
             log,
             identity,
+            carriers: BTreeMap::new(),
             memory_at_start: options.memory_max_bytes,
             floor_at_start: options.memlimit_min_bytes,
         }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::core::latency::BOUNDS_US;
 use crate::core::plugin::CODEC_NAMES;
-use crate::core::stats::{LinkSnapshot, Snapshot};
+use crate::core::stats::{LinkSnapshot, Snapshot, TcpSnapshot};
 
 /// Name, help and value of a metric that every connection has.
 type Column = (&'static str, &'static str, fn(&LinkSnapshot) -> f64);
@@ -167,7 +167,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
     for (name, help, value) in gauges {
         metric(name, "gauge", help, each(&value));
     }
-    let counters: [Column; 19] = [
+    let counters: [Column; 20] = [
         ("raw_in_bytes_total", "Bytes read from DRBD.", |l| {
             l.counters.raw_in_bytes as f64
         }),
@@ -201,6 +201,11 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             "carriers_up_total",
             "Carriers that came up, at first or again.",
             |l| l.counters.carriers_up as f64,
+        ),
+        (
+            "retransmits_total",
+            "Segments that TCP sent again, on all carriers.",
+            |l| l.counters.retransmits as f64,
         ),
         ("streams_reset_total", "DRBD sockets reset.", |l| {
             l.counters.streams_reset as f64
@@ -274,6 +279,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         }
     }
     traffic(snapshot, &mut metric);
+    carriers(snapshot, &mut metric);
     choices(snapshot, &mut metric);
     let mut latency = Vec::new();
     for link in &snapshot.connections {
@@ -377,6 +383,49 @@ fn traffic(snapshot: &Snapshot, metric: &mut Writer<'_>) {
         "Processor time of the proxy's threads.",
         threads.collect(),
     );
+}
+
+/// Name, help and value of a metric that every carrier has.
+type CarrierColumn = (&'static str, &'static str, fn(&TcpSnapshot) -> f64);
+
+/// What TCP says of each connection to the peer proxy.
+fn carriers(snapshot: &Snapshot, metric: &mut Writer<'_>) {
+    let columns: [CarrierColumn; 5] = [
+        ("rtt_seconds", "Round trip time that TCP measured.", |tcp| {
+            f64::from(tcp.rtt_us) / 1e6
+        }),
+        (
+            "min_rtt_seconds",
+            "Shortest round trip that TCP measured; 0 is unknown.",
+            |tcp| f64::from(tcp.min_rtt_us) / 1e6,
+        ),
+        (
+            "congestion_window_bytes",
+            "What TCP may have under way unacknowledged.",
+            |tcp| tcp.congestion_window_bytes as f64,
+        ),
+        (
+            "retransmitted_segments",
+            "Segments sent again since the carrier came up.",
+            |tcp| f64::from(tcp.retransmitted_segments),
+        ),
+        (
+            "delivery_bytes_per_second",
+            "What arrived per second lately, as TCP sees it.",
+            |tcp| tcp.delivery_rate as f64,
+        ),
+    ];
+    for (name, help, value) in columns {
+        let mut values = Vec::new();
+        for link in &snapshot.connections {
+            for carrier in &link.carriers {
+                let number = carrier.number.to_string();
+                let more = [("class", carrier.class.as_str()), ("carrier", &number)];
+                values.push((labels(link, &more), value(&carrier.tcp)));
+            }
+        }
+        metric(&format!("carrier_{name}"), "gauge", help, values);
+    }
 }
 
 /// The codec in use, and what the automatic choice knows.

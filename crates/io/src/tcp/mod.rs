@@ -1,10 +1,12 @@
 //! Links over TCP: listeners, pairing of two connections, socket options (wire.md, 2).
 
 pub mod acceptor;
+pub mod info;
 pub mod pairing;
 pub mod socket;
 
 pub use acceptor::{Acceptor, ListenGuard};
+pub use info::TcpInfo;
 pub use socket::{Path, PeerNet, address_is_larger};
 
 /// Addresses for tests that nobody else on the machine uses.

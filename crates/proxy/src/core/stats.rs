@@ -103,6 +103,9 @@ pub(crate) struct Counters {
     /// Carriers that came up, the first ones and those after a loss.
     #[serde(default)]
     pub(crate) carriers_up: u64,
+    /// Segments that TCP sent again: those of carriers that are gone, in a snapshot of all.
+    #[serde(default)]
+    pub(crate) retransmits: u64,
     pub(crate) streams_opened: u64,
     pub(crate) streams_reset: u64,
     pub(crate) opens_refused: u64,
@@ -198,6 +201,27 @@ pub(crate) struct CarrierSnapshot {
     pub(crate) congestion: String,
     /// Unsent bytes that the kernel takes.
     pub(crate) notsent_bytes: u32,
+    /// Number in the session; 0 is the control carrier.
+    pub(crate) number: u32,
+    pub(crate) tcp: TcpSnapshot,
+}
+
+/// What TCP measured on a carrier; 0 is unknown.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct TcpSnapshot {
+    /// Round trip time, its mean deviation, and the shortest.
+    pub(crate) rtt_us: u32,
+    pub(crate) rtt_deviation_us: u32,
+    pub(crate) min_rtt_us: u32,
+    /// What may be, and what is, under way unacknowledged.
+    pub(crate) congestion_window_bytes: u64,
+    pub(crate) congestion_window_segments: u32,
+    pub(crate) unacknowledged_segments: u32,
+    /// Sent again since the carrier came up.
+    pub(crate) retransmitted_segments: u32,
+    pub(crate) retransmitted_bytes: u64,
+    /// What arrived per second lately.
+    pub(crate) delivery_rate: u64,
 }
 
 /// One socket of DRBD.

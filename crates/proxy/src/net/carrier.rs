@@ -96,6 +96,7 @@ impl Reactor {
                 return;
             }
         };
+        self.live.carriers.insert(carrier, id);
         sock.dialled = Some(to);
         sock.connecting = true;
         tune(&sock.socket, kind, &options, rate);
@@ -257,6 +258,8 @@ impl Reactor {
                 let found = found.ok().and_then(|addr| addr.as_socket());
                 found.map_or(String::new(), |addr| addr.to_string())
             };
+            let tcp = super::tcp::tcp_of(&sock.socket);
+            link.counters.retransmits += u64::from(tcp.retransmitted_segments);
             let congestion = sock.socket.tcp_congestion().unwrap_or_default();
             let congestion = String::from_utf8_lossy(&congestion);
             link.carriers.push(CarrierSnapshot {
@@ -272,6 +275,8 @@ impl Reactor {
                 dscp: dscp_of(&sock.socket).map_or(String::new(), |code| code.to_string()),
                 congestion: congestion.trim_end_matches('\0').into(),
                 notsent_bytes: sock.socket.tcp_notsent_lowat().unwrap_or(0),
+                number: entry.number,
+                tcp,
             });
         }
         snapshot
@@ -432,6 +437,7 @@ impl Reactor {
             // The engine may have closed this carrier because of the frame.
             self.perform();
             if begins {
+                self.note_carrier(carrier);
                 self.retune(carrier);
             }
         }
@@ -558,6 +564,7 @@ impl Reactor {
         self.far_carrier_close(carrier);
         if let Some(sock) = self.carriers.remove(&carrier) {
             self.sources.remove(&sock.token);
+            self.note_retransmits(carrier, &sock.socket);
         }
     }
 

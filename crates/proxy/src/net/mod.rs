@@ -8,6 +8,7 @@ mod far;
 pub(crate) mod handover;
 mod local;
 pub(crate) mod shard;
+mod tcp;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -48,6 +48,27 @@ fn statistics_tell_codecs_classes_directions_and_the_automatic_choice() {
     for name in ["control-lane", "proxy-io", "codec"] {
         assert!(threads[name].as_u64() > Some(0), "{name}: {threads}");
     }
+    // What the kernel says of the carriers.
+    let carriers = a["carriers"].as_array().unwrap();
+    let bulk = carriers.iter().find(|one| one["class"] == "bulk").unwrap();
+    for (path, least, most) in [
+        ("/tcp/rtt_us", 1, 2_000_000),
+        ("/tcp/min_rtt_us", 1, 2_000_000),
+        ("/tcp/congestion_window_bytes", 1000, 1 << 30),
+        ("/tcp/congestion_window_segments", 1, 1 << 20),
+        ("/tcp/delivery_rate", 1, 1 << 40),
+        ("/number", 1, 99),
+    ] {
+        let found = count(bulk, path);
+        assert!((least..=most).contains(&found), "{path}: {found}");
+    }
+    let shown = ok(&pair.a, "show carriers");
+    let table: Vec<Vec<&str>> = shown.lines().map(|l| l.split('\t').collect()).collect();
+    assert_eq!(table.len(), 3, "{shown}");
+    assert!(table.iter().all(|line| line.len() == 16), "{shown}");
+    let control = table.iter().find(|line| line[1] == "control").unwrap();
+    assert_eq!((control[0], control[2]), ("r0-b-a", "0"), "{shown}");
+    assert_eq!(control[4], pair.line.addr.to_string());
 
     let values = ok(&pair.a, "print statistics");
     let text = ok(&pair.a, "print metrics");
@@ -78,6 +99,10 @@ fn statistics_tell_codecs_classes_directions_and_the_automatic_choice() {
         "rung_probes_total{connection=\"r0-b-a\",codec=\"lz4\"} ",
         "thread_cpu_seconds_total{thread=\"proxy-io\"} ",
         "control_latency_max_seconds{connection=\"r0-b-a\"} ",
+        "carrier_rtt_seconds{connection=\"r0-b-a\",class=\"control\",carrier=\"0\"} 0.",
+        "carrier_congestion_window_bytes{connection=\"r0-b-a\",class=\"bulk\",carrier=\"",
+        "carrier_retransmitted_segments{connection=\"r0-b-a\",class=\"bulk\",carrier=\"",
+        "retransmits_total{connection=\"r0-b-a\"} ",
         "carriers_up_total{connection=\"r0-b-a\"} 2",
         "buffered_encoded_bytes{connection=\"r0-b-a\"} 0",
     ] {
