@@ -10,6 +10,7 @@ mod daemon;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod live;
+mod load;
 mod mail;
 mod metrics;
 mod net;

@@ -88,7 +88,7 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             .map(|link| (labels(link, &[]), value(link)))
             .collect()
     };
-    let gauges: [Column; 16] = [
+    let gauges: [Column; 17] = [
         (
             "connected",
             "1 if DRBD's sockets are connected through.",
@@ -154,6 +154,11 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
             "wire_bytes_per_second",
             "Bytes per second that the line takes under load; 0 is unknown.",
             |l| l.wire_rate as f64,
+        ),
+        (
+            "peer_decode_bytes_per_second",
+            "Raw bytes that the peer can decode per second; 0 is unknown.",
+            |l| l.peer_decode_rate as f64,
         ),
         ("bulk_carriers", "Carriers for data that are up.", |l| {
             l.bulk_carriers as f64

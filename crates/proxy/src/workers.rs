@@ -12,6 +12,7 @@ use crate::core::history::Prefix;
 use crate::core::plugin::CodecSpec;
 use crate::core::stats::Took;
 use crate::core::{Input, JobId};
+use crate::load::Load;
 use crate::mail::Post;
 
 /// Work for the pool.
@@ -52,12 +53,13 @@ impl Workers {
     /// Starts `count` threads at nice level +10 relative to the caller.
     pub(crate) fn start(count: usize, post: &Post) -> std::io::Result<Workers> {
         let shared = Arc::new((Mutex::new(Queue::default()), Condvar::new()));
+        let load = Arc::new(Load::new(count.max(1)));
         let mut threads = Vec::new();
         for number in 0..count.max(1) {
-            let (shared, post) = (Arc::clone(&shared), post.clone());
+            let (shared, load, post) = (Arc::clone(&shared), Arc::clone(&load), post.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("codec-{number}"))
-                .spawn(move || work(&shared, &post))?;
+                .spawn(move || work(&shared, &load, &post))?;
             threads.push(thread);
         }
         Ok(Workers { shared, threads })
@@ -86,7 +88,7 @@ impl Drop for Workers {
     }
 }
 
-fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
+fn work(shared: &(Mutex<Queue>, Condvar), load: &Load, post: &Post) {
     // On Linux this is the thread's own priority. Without the right to it the pool works as well.
     let _ = rustix::process::nice(10);
     let (queue, wake) = shared;
@@ -133,7 +135,11 @@ fn work(shared: &(Mutex<Queue>, Condvar), post: &Post) {
                 Input::Decoded(job, result, took())
             }
         };
+        let spent = took().cpu;
         post.input(answer);
+        if let Some(millicores) = load.account(spent) {
+            post.input(Input::FreeCores(millicores));
+        }
     }
 }
 

@@ -103,6 +103,8 @@ pub(crate) struct Engine {
     /// The greatest `served` of all connections.
     pub(crate) most_served: u64,
     pub(crate) wall_minute: u32,
+    /// Thousandths of a core that the codec pool can have.
+    pub(crate) free_millicores: Option<u64>,
     pub(crate) started: Instant,
     pub(crate) next_id: u64,
     /// A hand-over is under way: no carrier is dialled, no job begun.
@@ -138,6 +140,7 @@ impl Engine {
             job_blocked: VecDeque::new(),
             most_served: 0,
             wall_minute: 0,
+            free_millicores: None,
             started: now,
             next_id: 1,
             frozen: false,
@@ -347,6 +350,7 @@ impl Engine {
             Input::Decoded(job, result, took) => self.decoded(now, job, result, took),
             Input::SpillWritten(job, result) => self.spill_written(now, job, result),
             Input::SpillRead(job, result) => self.spill_read(now, job, result),
+            Input::FreeCores(millicores) => self.free_millicores = Some(millicores),
             Input::Wall(minute) => self.follow_timetables(now, minute),
         }
     }
@@ -871,6 +875,8 @@ fn snapshot_of(now: Instant, link: &Link, workers: usize) -> LinkSnapshot {
             .then(|| (u128::from(backlog) * 1000 / u128::from(drain.max(1))) as u64),
         ratio: counters.coded_raw_bytes as f64 / (counters.coded_wire_bytes.max(1)) as f64,
         rtt_us: link.rtt.as_micros() as u64,
+        peer_decode_rate: link.peer_decode_rate.unwrap_or(0.0) as u64,
+        peer_free_millicores: link.peer_free_millicores,
         control_p50_us: counters.control_latency.quantile_us(0.5),
         control_p99_us: counters.control_latency.quantile_us(0.99),
         control_max_us: counters.control_latency.max_us,

@@ -471,7 +471,7 @@ impl Engine {
                 && raw.len() >= ACK_BYTES as usize
             {
                 link.decode_rate
-                    .sample(raw.len() as u64, took.wall.max(Duration::from_micros(1)));
+                    .sample(raw.len() as u64, took.cpu.max(Duration::from_micros(1)));
             }
         }
         self.fill(now, id, stream, offset, result);

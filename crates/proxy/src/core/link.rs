@@ -189,6 +189,7 @@ pub(crate) struct Link {
     pub(crate) input_rate: Rate,
     pub(crate) decode_rate: Rate,
     pub(crate) peer_decode_rate: Option<f64>,
+    pub(crate) peer_free_millicores: Option<u64>,
     pub(crate) rtt: Duration,
     pub(crate) held_bytes: u64,
     /// What the shell was told to read and has not brought yet.
@@ -245,6 +246,7 @@ impl Link {
             input_rate: Rate::default(),
             decode_rate: Rate::default(),
             peer_decode_rate: None,
+            peer_free_millicores: None,
             rtt: Duration::ZERO,
             held_bytes: 0,
             promised_bytes: 0,

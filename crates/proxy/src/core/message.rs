@@ -79,6 +79,8 @@ pub(crate) struct Ack {
 pub(crate) struct Stats {
     /// Raw bytes per second that the decoders gave lately; 0 is unknown.
     pub(crate) decode_rate: u64,
+    /// Thousandths of a core that its decoders can have; `None` is unknown.
+    pub(crate) free_millicores: Option<u64>,
     /// (carrier number, bytes received on it); number 0 is the control carrier.
     pub(crate) carriers: Vec<(u32, u64)>,
 }
@@ -134,6 +136,9 @@ impl<'a> Cursor<'a> {
     }
 }
 
+/// In the place of a carrier's number in STATS: the free cores. No carrier has this number, so that
+/// a proxy which does not know it looks past it.
+const CORES: u32 = u32::MAX;
 const TEXT_MAX: usize = 4096;
 
 fn put_text(out: &mut Vec<u8>, text: &str) {
@@ -284,7 +289,8 @@ impl Ack {
 impl Stats {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = self.decode_rate.to_le_bytes().to_vec();
-        for (number, bytes) in &self.carriers {
+        let cores = self.free_millicores.map(|free| (CORES, free));
+        for (number, bytes) in self.carriers.iter().chain(&cores) {
             out.extend_from_slice(&number.to_le_bytes());
             out.extend_from_slice(&bytes.to_le_bytes());
         }
@@ -295,10 +301,14 @@ impl Stats {
         let mut from = Cursor::new("STATS", bytes);
         let mut stats = Stats {
             decode_rate: from.u64()?,
+            free_millicores: None,
             carriers: Vec::new(),
         };
         while !from.rest.is_empty() {
-            stats.carriers.push((from.u32()?, from.u64()?));
+            match (from.u32()?, from.u64()?) {
+                (CORES, free) => stats.free_millicores = Some(free),
+                carrier => stats.carriers.push(carrier),
+            }
         }
         Ok(stats)
     }
@@ -349,9 +359,15 @@ mod tests {
         assert_eq!(Open::decode(&open.encode()), Ok(open));
         let stats = Stats {
             decode_rate: 8,
+            free_millicores: Some(1500),
             carriers: vec![(0, 9), (3, 1 << 40)],
         };
-        assert_eq!(Stats::decode(&stats.encode()), Ok(stats));
+        assert_eq!(Stats::decode(&stats.encode()), Ok(stats.clone()));
+        let older = Stats {
+            free_millicores: None,
+            ..stats
+        };
+        assert_eq!(Stats::decode(&older.encode()), Ok(older));
         let acks = vec![
             Ack {
                 stream: 1,

@@ -119,6 +119,8 @@ pub(crate) enum Input {
     Decoded(JobId, Result<Bytes, crate::codec::DecodeError>, Took),
     SpillWritten(JobId, Result<SpillRef, String>),
     SpillRead(JobId, Result<Vec<u8>, String>),
+    /// Thousandths of a core that coding can have on this machine.
+    FreeCores(u64),
     /// The wall clock: minute of the week, Monday 00:00 first.
     Wall(u32),
 }

@@ -22,6 +22,11 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Time between measurements and reports to the peer.
 const MEASURE_EVERY: Duration = Duration::from_millis(250);
 
+/// Fewest thousandths of a core that a peer's decoders are expected to get: about what threads of
+/// low priority have on a machine that is busy. The most is more than any machine has.
+const MILLICORES_MIN: u64 = 250;
+const MILLICORES_MAX: u64 = 1024 * 1000;
+
 /// The peer broke the rules: its carrier is closed with this text.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Violation {
@@ -939,6 +944,7 @@ impl Engine {
             .collect();
         let stats = Stats {
             decode_rate: link.decode_rate.whole(),
+            free_millicores: self.free_millicores,
             carriers,
         };
         if !stats.carriers.is_empty() {
@@ -950,7 +956,12 @@ impl Engine {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        link.peer_decode_rate = (stats.decode_rate > 0).then_some(stats.decode_rate as f64);
+        link.peer_free_millicores = stats.free_millicores;
+        // Of a peer that does not say, one core is expected.
+        let cores = stats.free_millicores.map_or(1.0, |free| {
+            free.clamp(MILLICORES_MIN, MILLICORES_MAX) as f64 / 1e3
+        });
+        link.peer_decode_rate = (stats.decode_rate > 0).then_some(stats.decode_rate as f64 * cores);
         for carrier in &link.bulk {
             let Some(entry) = self.carriers.get_mut(carrier) else {
                 continue;

@@ -20,6 +20,7 @@ use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output
 use crate::codec;
 
 mod crash;
+mod peer;
 mod reads;
 mod spill;
 mod waits;
@@ -922,6 +923,10 @@ fn swarm(seed: u64) {
                 4 => {
                     let bytes = (1 + rng.below(memlimit_max)) << 20;
                     world.options(|options| options.memlimit_bytes = bytes);
+                    let memory = ["4M", "9M", "24M"][rng.below(3) as usize];
+                    world.engines[rng.below(2) as usize]
+                        .set_daemon_limit(Instant(world.now), "memory-max", memory)
+                        .unwrap();
                 }
                 // What lies on disk does not travel.
                 _ if !spill => world.hand_over(rng.below(2) as usize),

@@ -170,6 +170,10 @@ pub(crate) struct LinkSnapshot {
     /// Raw bytes over wire bytes since the start.
     pub(crate) ratio: f64,
     pub(crate) rtt_us: u64,
+    /// Raw bytes per second that the peer can decode; 0 is unknown.
+    pub(crate) peer_decode_rate: u64,
+    /// Thousandths of a core that it has for that, if it says so.
+    pub(crate) peer_free_millicores: Option<u64>,
     /// One way of DRBD's control traffic, proxy to proxy; 0 is unknown.
     pub(crate) control_p50_us: u64,
     pub(crate) control_p99_us: u64,
