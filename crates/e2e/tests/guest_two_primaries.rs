@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::guest::{HostFiles, can_emulate};
-use lockstep_e2e::guest_drbd::drbd_state;
+use lockstep_e2e::guest_drbd::{DRBD_LIMIT, drbd_state, wait_state};
 use lockstep_e2e::guest_mixed::{Mixed84, MixedSetup, PACE};
+use lockstep_e2e::guest_writes::{host_sh, scribble, scribble_in_kernel};
 use lockstep_e2e::{can_mount, has_program};
 
 const LIMIT: Duration = Duration::from_secs(240);
@@ -106,6 +107,74 @@ fn in_turn(pair: &Mixed84) -> Result<()> {
     Ok(())
 }
 
+/// Both wrote alone and stay Primary: each policy for that.
+fn split_brains(pair: &mut Mixed84) -> Result<()> {
+    let net = |policy: &str| {
+        format!(
+            "protocol C; allow-two-primaries yes; after-sb-0pri discard-least-changes; {policy} \
+             {PACE}"
+        )
+    };
+    let apart = |pair: &Mixed84, kernel_writes_more: bool| -> Result<()> {
+        pair.adm(&["disconnect", "r0"])?;
+        pair.kernel.sh("drbdadm disconnect r0")?;
+        let device = pair.device(0)?;
+        let one = "bs=4k count=1 conv=notrunc,fsync seek=77";
+        if kernel_writes_more {
+            scribble_in_kernel(&pair.kernel, 0)?;
+            host_sh(
+                &format!("dd if=/dev/urandom of=$0 {one} status=none"),
+                &device,
+            )?;
+        } else {
+            scribble(&device)?;
+            let kernel = format!("dd if=/dev/urandom of=/dev/drbd0 {one}");
+            pair.kernel.sh(&kernel)?;
+        }
+        pair.kernel.sh("drbdadm connect r0")?;
+        pair.adm(&["connect", "r0"])
+    };
+    let roles = |pair: &Mixed84| Ok::<_, anyhow::Error>(drbd_state(&pair.kernel, 0)?.roles);
+
+    // Nobody is asked to give way: both stay apart, until the operator says who does.
+    apart(pair, false)?;
+    pair.wait("StandAlone", |pair| Ok(pair.state(0)?[0] == "StandAlone"))?;
+    wait_state(&pair.kernel, "StandAlone", DRBD_LIMIT, |s| {
+        s.connection == "StandAlone"
+    })?;
+    pair.kernel
+        .sh("drbdadm secondary r0 && drbdadm connect --discard-my-data r0")?;
+    pair.adm(&["connect", "r0"])?;
+    pair.wait_in_sync()?;
+    pair.kernel.sh("drbdadm primary r0")?;
+
+    // The one with fewer changes is demoted, since nobody has its device open. (A kernel cannot
+    // demote itself in a handshake: its handler would have to reboot it.) Then it is one Secondary
+    // beside one Primary, for whom the other policy holds.
+    let give_way = net("after-sb-2pri call-pri-lost-after-sb; after-sb-1pri discard-secondary;");
+    pair.set_net(&give_way, &give_way)?;
+    pair.adm(&["adjust", "r0"])?;
+    pair.kernel.sh("drbdadm adjust r0")?;
+    apart(pair, true)?;
+    pair.wait_in_sync()?;
+    let found = roles(pair)?;
+    ensure!(found == "Primary/Secondary", "{found}");
+    pair.adm(&["primary", "r0"])?;
+
+    // It is resynced as a Primary, since both say so.
+    let violently = net("after-sb-2pri violently-as0p; rr-conflict violently;");
+    pair.set_net(&violently, &violently)?;
+    pair.adm(&["adjust", "r0"])?;
+    pair.kernel.sh("drbdadm adjust r0")?;
+    for kernel_writes_more in [false, true] {
+        apart(pair, kernel_writes_more)?;
+        pair.wait_in_sync()?;
+        let found = roles(pair)?;
+        ensure!(found == "Primary/Primary", "{found}");
+    }
+    Ok(())
+}
+
 fn both_primary(minor: u32) -> Result<Mixed84> {
     let pair = Mixed84::start(MixedSetup {
         host_files: HostFiles::ReadOnly,
@@ -128,7 +197,7 @@ fn a_kernel_84_peer_may_be_primary_as_well() -> Result<()> {
     if !can_emulate() || !can_mount() || !has_program("fio") {
         return Ok(());
     }
-    let pair = both_primary(8520)?;
+    let mut pair = both_primary(8520)?;
     in_turn(&pair)?;
     at_once(&pair, &verified(0, 4), &verified(16, 1))?;
     pair.wait_in_sync()?;
@@ -137,7 +206,8 @@ fn a_kernel_84_peer_may_be_primary_as_well() -> Result<()> {
         // Blocks of which the kernel does not say that they are stable are marked here.
         pair.wait_connected()?;
     }
+    split_brains(&mut pair)?;
     pair.kernel.sh("drbdadm secondary r0")?;
     pair.adm(&["secondary", "r0"])?;
-    pair.check_same_data()
+    pair.check_end(&["Split-Brain detected", "error receiving ReportState"])
 }
