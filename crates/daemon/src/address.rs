@@ -3,8 +3,10 @@
 use std::net::SocketAddr;
 
 use lockstep_core::command::{CommandError, ErrorCode};
-use lockstep_format::units::VolumeNr;
+use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_io::tcp::Path;
+
+use crate::report::Configured;
 
 /// A volume's number, checked.
 pub(crate) fn volume_nr(number: u32) -> Result<VolumeNr, CommandError> {
@@ -16,6 +18,38 @@ pub(crate) fn volume_nr(number: u32) -> Result<VolumeNr, CommandError> {
         }),
     }
 }
+
+/// A pair of addresses leads to one peer of a resource.
+pub(crate) fn check_unused(
+    configured: &Configured,
+    peer: NodeId,
+    local: &str,
+    remote: &str,
+) -> Result<(), CommandError> {
+    for (id, other) in &configured.peers {
+        if other
+            .paths
+            .iter()
+            .any(|p| p.local == local && p.remote == remote)
+        {
+            return Err(if *id == peer.0 {
+                CommandError {
+                    code: ErrorCode::ERR_ALREADY_EXISTS,
+                    text: format!("path {local} {remote} exists already"),
+                }
+            } else {
+                CommandError {
+                    code: LOCAL_AND_PEER_ADDR,
+                    text: format!("path {local} {remote} leads to node {id} already"),
+                }
+            });
+        }
+    }
+    Ok(())
+}
+
+/// `ERR_LOCAL_AND_PEER_ADDR` (config-and-cli.md, 16.2).
+const LOCAL_AND_PEER_ADDR: ErrorCode = ErrorCode(173);
 
 /// A path of two addresses as the tools write them.
 pub(crate) fn path(local: &str, remote: &str) -> Result<Path, CommandError> {

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::DiskState;
@@ -58,7 +58,11 @@ pub(crate) struct Handlers {
     board: Arc<Board>,
     place: Place,
     running: Arc<AtomicUsize>,
+    refresh: Arc<OnceLock<Refresh>>,
 }
+
+/// Publishes a resource as it is now.
+pub(crate) type Refresh = Box<dyn Fn(&str) + Send + Sync>;
 
 impl Handlers {
     pub(crate) fn new(board: Arc<Board>, place: Place) -> Handlers {
@@ -66,7 +70,14 @@ impl Handlers {
             board,
             place,
             running: Arc::default(),
+            refresh: Arc::default(),
         }
+    }
+
+    /// Watchers see what led to a handler before its call; `refresh` is called for that.
+    pub(crate) fn after(&self, refresh: Refresh) {
+        // A node says it once.
+        let _ = self.refresh.set(refresh);
     }
 }
 
@@ -89,6 +100,7 @@ impl HandlerExecutor for Handlers {
         }
         let (board, place, running) =
             (self.board.clone(), self.place.clone(), self.running.clone());
+        let refresh = self.refresh.clone();
         let spawned = std::thread::Builder::new()
             .name("handler".into())
             .spawn(move || {
@@ -99,6 +111,9 @@ impl HandlerExecutor for Handlers {
                     helper: call.handler.to_owned(),
                     status,
                 };
+                if let Some(refresh) = refresh.get() {
+                    refresh(&call.resource);
+                }
                 board.helper(&message(None));
                 let report = board.report(&call.resource);
                 let exit_code = execute(&call, report.as_ref(), &place, helper.map(PathBuf::from));

@@ -16,7 +16,7 @@ use lockstep_io::port::{PortSink, VolumePort};
 use lockstep_io::shard::{ResourceId, ResourceView, ShardConfig, ShardEnv, ShardHandle};
 use lockstep_io::tcp::{Acceptor, PeerNet};
 
-use crate::address::{path, volume_nr};
+use crate::address::{self, path, volume_nr};
 use crate::board::Board;
 use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
@@ -104,7 +104,7 @@ fn refuse<T>(code: ErrorCode, text: impl Into<String>) -> Result<T, CommandError
 impl From<OptionError> for CommandError {
     fn from(error: OptionError) -> CommandError {
         CommandError {
-            code: ErrorCode::ERR_INVALID_REQUEST,
+            code: error.code(),
             text: error.to_string(),
         }
     }
@@ -118,9 +118,10 @@ impl Node {
     /// Starts shards, devices and the thread that keeps reports fresh.
     pub fn start(place: &Place, config: &NodeConfig) -> std::io::Result<Arc<Node>> {
         let board = Arc::new(Board::default());
+        let handlers = Arc::new(Handlers::new(board.clone(), place.clone()));
         let env = ShardEnv {
             acceptor: Acceptor::new()?,
-            handlers: Arc::new(Handlers::new(board.clone(), place.clone())),
+            handlers: handlers.clone(),
         };
         let (wake, woken) = sync_channel(1);
         let touched = Arc::new(Touched::new(wake));
@@ -170,6 +171,12 @@ impl Node {
                 promote,
             )?;
         }
+        let weak = Arc::downgrade(&node);
+        handlers.after(Box::new(move |name| {
+            if let Some(node) = weak.upgrade() {
+                node.refresh(name);
+            }
+        }));
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new()
             .name("reports".into())
@@ -970,17 +977,12 @@ impl Node {
         let entry = self.find(name)?;
         let peer = node(peer)?;
         let paths = known_peer(&entry, peer)?.paths;
+        address::check_unused(&lock(&entry.configured).configured, peer, &local, &remote)?;
         let new = path(&local, &remote)?;
         if new.local.is_ipv4() != new.peer.is_ipv4() {
             return refuse(
                 ErrorCode::ERR_INVALID_REQUEST,
                 format!("path {local} {remote}: both ends need the same address family"),
-            );
-        }
-        if paths.iter().any(|p| p.local == local && p.remote == remote) {
-            return refuse(
-                ErrorCode::ERR_ALREADY_EXISTS,
-                format!("path {local} {remote} exists already"),
             );
         }
         if paths.len() >= MAX_PATHS {

@@ -1,5 +1,6 @@
 //! From option texts to the core's option structures, by name, through the one option table.
 
+use lockstep_core::command::ErrorCode;
 use lockstep_core::options as core;
 use lockstep_core::report::SharedOptions;
 use lockstep_format::conf::options as table;
@@ -19,6 +20,9 @@ pub enum OptionError {
         /// The option.
         name: String,
     },
+    /// No mask of processors.
+    #[error("cpu-mask '{0}': hexadecimal digits are needed, after each eight at most a comma")]
+    CpuMask(String),
     /// A known value that this version cannot honour.
     #[error("option '{name}={value}' is not supported: {reason}")]
     Unsupported {
@@ -253,6 +257,9 @@ pub fn resource(
     for (name, value) in texts {
         t.set(name, value)?;
     }
+    if !t.cpu_mask.is_empty() && !t.cpu_mask.split(',').all(is_mask_group) {
+        return Err(OptionError::CpuMask(t.cpu_mask));
+    }
     Ok(core::ResourceOptions {
         auto_promote: t.auto_promote,
         auto_promote_timeout_tenths: t.auto_promote_timeout_tenths_s,
@@ -363,6 +370,23 @@ fn rr_conflict(value: table::RrConflict) -> core::AfterSplitBrain {
         table::RrConflict::Violently => To::ViolentlyAs0p,
         table::RrConflict::RetryConnect => To::RetryConnect,
         table::RrConflict::AutoDiscard => To::AutoDiscard,
+    }
+}
+
+/// Up to 32 processors of a mask.
+fn is_mask_group(group: &str) -> bool {
+    (1..=8).contains(&group.len()) && group.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+impl OptionError {
+    /// As the tools know it (config-and-cli.md, 16.2).
+    pub(crate) fn code(&self) -> ErrorCode {
+        match self {
+            OptionError::CpuMask(_) => ErrorCode(143),
+            OptionError::Table(_) | OptionError::Fixed { .. } | OptionError::Unsupported { .. } => {
+                ErrorCode::ERR_INVALID_REQUEST
+            }
+        }
     }
 }
 

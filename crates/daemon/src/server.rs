@@ -466,6 +466,42 @@ mod tests {
     }
 
     #[test]
+    fn a_pair_of_addresses_leads_to_one_peer_and_processors_are_a_mask() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let path = |peer: u32| {
+            let addresses = r#""local":"ipv4:127.0.0.1:1","remote":"ipv4:127.0.0.1:2""#;
+            format!(r#"{{"do":"new-path","resource":"web","peer":{peer},{addresses}}}"#)
+        };
+        let mask = |mask: &str| {
+            let options = format!(r#""options":{{"cpu-mask":"{mask}"}}"#);
+            format!(r#"{{"do":"resource-options","resource":"web",{options}}}"#)
+        };
+        let requests = [
+            r#"{"do":"new-resource","resource":"web","node_id":0}"#.to_owned(),
+            r#"{"do":"new-peer","resource":"web","peer":1}"#.to_owned(),
+            r#"{"do":"new-peer","resource":"web","peer":2}"#.to_owned(),
+            path(1),
+            path(1),
+            path(2),
+            mask("zz"),
+            mask("123456789"),
+            mask("f,00000001"),
+            mask(""),
+        ];
+        let requests: Vec<&str> = requests.iter().map(String::as_str).collect();
+        let wanted = [
+            "done", "done", "done", "done", "174", "173", "143", "143", "done", "done",
+        ];
+        let answers = converse_with(&node, &requests);
+        assert_eq!(answers.len(), wanted.len());
+        for (answer, wanted) in answers.iter().zip(wanted) {
+            assert!(answer.contains(wanted), "{wanted} is not in {answer}");
+        }
+        node.stop();
+    }
+
+    #[test]
     fn objects_come_and_go_and_minors_are_unique() {
         let dir = tempfile::tempdir().unwrap();
         let node = node(dir.path());
@@ -548,6 +584,34 @@ mod tests {
         disks.dedup();
         use lockstep_format::wire::DiskState;
         assert_eq!(disks, [DiskState::Attaching, DiskState::Diskless]);
+        node.stop();
+    }
+
+    #[test]
+    fn a_watcher_sees_what_led_to_a_handler_before_its_call() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        node.new_peer("web", 1, &Default::default()).unwrap();
+        let (local, remote) = ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2");
+        node.new_path("web", 1, local.into(), remote.into())
+            .unwrap();
+        let (_, changes) = node.watching().watch(None, Statistics::No);
+        node.connect("web", 1, false, false).unwrap();
+        let disconnect = |peer| lockstep_core::command::Command::Disconnect { peer, force: false };
+        node.peer_command("web", 1, disconnect).unwrap();
+        let mut seen = Vec::new();
+        let called = loop {
+            match changes.recv().unwrap() {
+                Reply::Changed { resource } => seen.push(resource.connections[0].state),
+                Reply::Helper { helper, status, .. } => break (helper, status),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(called, ("disconnected".to_owned(), None));
+        seen.dedup();
+        use lockstep_core::state::ConnState::{Connecting, Disconnecting, StandAlone, Unconnected};
+        assert_eq!(seen, [Unconnected, Connecting, Disconnecting, StandAlone]);
         node.stop();
     }
 
