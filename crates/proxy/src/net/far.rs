@@ -11,7 +11,7 @@ use std::time::Duration;
 use socket2::Socket;
 
 use super::local::LocalSock;
-use super::shard::{BulkEnd, News, Order, PIPE_MAX, PIPE_MIN, Piece, UNREAD_MAX};
+use super::shard::{BulkEnd, News, Order, PIPE_FIRST, PIPE_MAX, PIPE_MIN, Piece, UNREAD_MAX};
 use super::{Reactor, Source, TURN_BYTES};
 use crate::core::frame::Bytes;
 use crate::core::link::StreamPhase;
@@ -341,10 +341,7 @@ impl Reactor {
     /// Gives a shard what the engine lets pass, as far as it has room.
     pub(super) fn far_flush(&mut self, carrier: CarrierId) {
         let link = self.engine.carriers.get(&carrier).and_then(|c| c.link);
-        let pipe = match link.map_or(0, |id| self.engine.lowest_rate(id)) {
-            0 => PIPE_MAX,
-            _ => PIPE_MIN,
-        };
+        let pipe = self.pipe_bytes(link);
         let mut pieces = Vec::new();
         loop {
             let Some(sock) = self.carriers.get(&carrier) else {
@@ -375,6 +372,19 @@ impl Reactor {
             let shard = far.shard;
             self.shards[shard].send(Order::Send(carrier, pieces));
         }
+    }
+
+    /// How much a shard may have of a carrier.
+    fn pipe_bytes(&self, link: Option<LinkId>) -> usize {
+        let Some(id) = link else { return PIPE_MIN };
+        let known = || self.engine.links.get(&id)?.wire_rate.get();
+        let rate = match self.engine.lowest_rate(id) {
+            0 => known().map(|rate| rate as u64),
+            rate => Some(rate),
+        };
+        rate.map_or(PIPE_FIRST, |rate| {
+            ((rate / 50) as usize).clamp(PIPE_MIN, PIPE_MAX)
+        })
     }
 
     /// The engine is done with a carrier that a shard has.

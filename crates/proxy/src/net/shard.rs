@@ -27,16 +27,20 @@ use crate::core::{CarrierId, Close, LocalId};
 use crate::mail::{Bell, Mail, Post};
 use crate::tls::failure;
 
-/// Bytes of a carrier that a shard may have and the kernel not.
-pub(super) const PIPE_MAX: usize = 256 << 10;
-/// The same on a limited line.
+/// Bytes of a carrier that a shard may have and the kernel not: what passes in 20 ms, so that
+/// neither thread waits for the other's turn, and not more, for a choice made late (codec, carrier,
+/// rate) is to take effect soon.
+pub(super) const PIPE_MAX: usize = 1 << 20;
+/// At least so many.
 pub(super) const PIPE_MIN: usize = 64 << 10;
+/// As long as nobody knows what passes.
+pub(super) const PIPE_FIRST: usize = 256 << 10;
 /// Bytes of a carrier that the control lane may have to look at before reading rests.
 pub(super) const UNREAD_MAX: usize = 2 << 20;
 /// Orders that are taken before sockets get their turn.
 const ORDERS_PER_TURN: usize = 64;
 /// Shards are so much nicer than the control lane, and less nice than the codecs.
-const NICENESS: i32 = 3;
+const NICENESS: i32 = 2;
 /// Token of the bell; sockets have their number, which all kinds draw from one sequence.
 const BELL: u64 = 0;
 
@@ -113,6 +117,9 @@ pub(super) struct BulkEnd {
     tls: Option<Box<rustls::Connection>>,
     reader: FrameReader,
     queue: VecDeque<Piece>,
+    /// Bytes in the queue, and bytes that went out and of which the control lane was not told.
+    queued_bytes: usize,
+    untold_bytes: usize,
     /// Bytes that the control lane has not looked at.
     unread: Arc<AtomicUsize>,
     resting: bool,
@@ -265,7 +272,7 @@ impl Work {
             }
             Order::Send(carrier, pieces) => {
                 if let Some(end) = self.carriers.get_mut(&carrier) {
-                    end.queue.extend(pieces);
+                    end.put(pieces);
                     self.carrier_flush(carrier);
                 }
             }
@@ -277,7 +284,7 @@ impl Work {
             }
             Order::CloseCarrier(carrier, pieces) => {
                 if let Some(end) = self.carriers.get_mut(&carrier) {
-                    end.queue.extend(pieces);
+                    end.put(pieces);
                     // What it still had to say is said if the socket takes it; waiting longer
                     // would keep a dead socket.
                     let _ = end.write();
@@ -448,8 +455,10 @@ impl Work {
         let Some(end) = self.carriers.get_mut(&carrier) else {
             return;
         };
-        let (sent, failure) = end.write();
-        if sent > 0 {
+        let failure = end.write();
+        // Not for every record: while half of it waits here, the lane need not bring more.
+        if end.untold_bytes > 0 && end.untold_bytes >= end.queued_bytes {
+            let sent = std::mem::take(&mut end.untold_bytes);
             self.tell(News::Sent(carrier, sent));
         }
         match failure {
@@ -492,6 +501,8 @@ impl BulkEnd {
             tls,
             reader,
             queue: VecDeque::new(),
+            queued_bytes: 0,
+            untold_bytes: 0,
             unread,
             resting: false,
             full: false,
@@ -542,25 +553,34 @@ impl BulkEnd {
         (total, all, None)
     }
 
-    /// Writes what the kernel takes, for one turn: bytes of the queue, and a failure.
-    fn write(&mut self) -> (usize, Option<std::io::Error>) {
+    fn put(&mut self, pieces: Vec<Piece>) {
+        self.queued_bytes += pieces.iter().map(Piece::len).sum::<usize>();
+        self.queue.extend(pieces);
+    }
+
+    /// Writes what the kernel takes, for one turn; a failure ends the carrier.
+    fn write(&mut self) -> Option<std::io::Error> {
         let mut sent = 0;
         loop {
             if let Err(error) = self.push_tls() {
-                return (sent, Some(error));
+                return Some(error);
             }
             let blocked = self.full || self.tls.as_ref().is_some_and(|tls| tls.wants_write());
             if blocked || self.queue.is_empty() {
-                return (sent, None);
+                return None;
             }
             if sent >= TURN_BYTES {
                 // The others first; the writable socket brings us back.
                 self.full = true;
-                return (sent, None);
+                return None;
             }
             match self.write_some() {
-                Ok(count) => sent += count,
-                Err(error) => return (sent, Some(error)),
+                Ok(count) => {
+                    sent += count;
+                    self.queued_bytes -= count;
+                    self.untold_bytes += count;
+                }
+                Err(error) => return Some(error),
             }
         }
     }
