@@ -85,6 +85,8 @@ pub enum Fault {
     Takeover,
     /// The operator resizes a volume; mostly all disks have grown before.
     Resize,
+    /// A node is cut off for a while, and writes fail there when it is brought up to date.
+    ResyncError,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -126,7 +128,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 8] = [
+pub const BY_NAME: [(Fault, &str); 9] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -135,6 +137,7 @@ pub const BY_NAME: [(Fault, &str); 8] = [
     (Fault::HangDisk, "hangdisk"),
     (Fault::Takeover, "takeover"),
     (Fault::Resize, "resize"),
+    (Fault::ResyncError, "resyncerror"),
 ];
 
 /// Every kind with its word.
@@ -341,6 +344,17 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::PowerCutTwice => {
             o.crash(w, a, Lose::Unflushed);
             Some(Undo::CutAgain(a))
+        }
+        Fault::ResyncError => {
+            let a = *w.bad_node.get_or_insert(a % w.storage().len());
+            if o.primary == Some(a) {
+                return None;
+            }
+            let trouble = &mut w.nodes[a].disks[usize::from(volume)].trouble;
+            trouble.spares_last = o.settings.disk.on_io_error == OnIoError::PassOn;
+            trouble.writes = rng.range(1, 6) as u32;
+            w.isolate(a);
+            Some(Undo::OpenAll(a))
         }
         Fault::SlowDisk
         | Fault::ReadError

@@ -170,6 +170,7 @@ impl World {
                 let hard = asked.kind == RequestKind::Write { fua: true };
                 if ok {
                     self.acked += 1;
+                    promises::majority_is_there(self, node);
                     for i in 0..asked.count {
                         self.history.write_ends(
                             asked.volume,

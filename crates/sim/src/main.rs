@@ -167,6 +167,8 @@ struct SoakArgs {
 
 #[derive(Args)]
 struct PlantedArgs {
+    #[command(flatten)]
+    orders: OrderArgs,
     /// Only this one.
     name: Option<String>,
     /// One JSON object per bug.
@@ -481,18 +483,20 @@ fn planted(args: PlantedArgs) -> anyhow::Result<ExitCode> {
     use lockstep_sim::drive::Trace;
     use lockstep_sim::planted::{Patience, choose, search_all, with, world_for};
     let choice = choose(args.name.as_deref(), args.third)?;
+    let orders = args.orders.orders()?;
     if let (Some(seed), [bug]) = (args.trace, &choice[..]) {
-        let violation = with(Some(*bug), || world_for(*bug, seed, Trace::Print));
+        let violation = with(Some(*bug), || world_for(*bug, seed, &orders, Trace::Print));
         println!("{}", violation.as_deref().unwrap_or("passes"));
         return Ok(ExitCode::SUCCESS);
     }
     std::panic::set_hook(Box::new(|_| {}));
     let patience = Patience {
+        orders,
         from: args.from,
         worlds: args.worlds,
         time: std::time::Duration::from_secs(args.seconds),
     };
-    let found = search_all(&choice, patience, args.threads, |search| {
+    let found = search_all(&choice, &patience, args.threads, |search| {
         println!(
             "{}",
             if args.json {

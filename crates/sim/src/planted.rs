@@ -155,9 +155,11 @@ pub struct Search {
     pub time: Duration,
 }
 
-/// How long to search.
-#[derive(Clone, Copy, Debug)]
+/// Where and how long to search.
+#[derive(Clone, Debug)]
 pub struct Patience {
+    /// What is fixed of the worlds; if nothing is, they are of all kinds.
+    pub orders: Orders,
     /// First seed.
     pub from: u64,
     /// At most so many worlds.
@@ -189,8 +191,11 @@ pub fn world(seed: u64, trace: Trace) -> Option<String> {
 }
 
 /// As `world`; bugs of two Primaries show only where there are two, and one of persistent memory
-/// only on that.
-pub fn world_for(bug: Planted, seed: u64, trace: Trace) -> Option<String> {
+/// only on that. Orders that fix something come first.
+pub fn world_for(bug: Planted, seed: u64, orders: &Orders, trace: Trace) -> Option<String> {
+    if !variety::is_open(orders) {
+        return drive::run(seed, orders, trace).violation;
+    }
     let extra = match bug {
         Planted::ConflictsNotSeen
         | Planted::ConflictRuleReversed
@@ -206,7 +211,7 @@ pub fn world_for(bug: Planted, seed: u64, trace: Trace) -> Option<String> {
 }
 
 /// Runs one world after the other until one fails because of the bug.
-pub fn search(bug: Planted, patience: Patience) -> Search {
+pub fn search(bug: Planted, patience: &Patience) -> Search {
     let clock = Instant::now();
     let started = core_time(clock);
     let mut search = Search {
@@ -218,9 +223,11 @@ pub fn search(bug: Planted, patience: Patience) -> Search {
     };
     for seed in patience.from..patience.from.saturating_add(patience.worlds) {
         search.worlds += 1;
-        let violation = with(Some(bug), || world_for(bug, seed, Trace::Off));
+        let violation = with(Some(bug), || {
+            world_for(bug, seed, &patience.orders, Trace::Off)
+        });
         if let Some(text) = violation.filter(|text| shows(bug).accepts(text)) {
-            if world_for(bug, seed, Trace::Off).is_none() {
+            if world_for(bug, seed, &patience.orders, Trace::Off).is_none() {
                 search.found = Some((seed, text));
                 break;
             }
@@ -342,7 +349,7 @@ const RARE: &[Planted] = &[
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
 pub fn search_all(
     bugs: &[Planted],
-    patience: Patience,
+    patience: &Patience,
     threads: usize,
     report: impl Fn(&Search) + Sync,
 ) -> usize {
@@ -437,11 +444,12 @@ mod tests {
     fn a_search_says_what_it_found_as_json() {
         let bug = Planted::LostBuffer;
         let patience = Patience {
+            orders: Orders::default(),
             from: 0,
             worlds: 20,
             time: Duration::MAX,
         };
-        let search = search(bug, patience);
+        let search = search(bug, &patience);
         let found = search.found.as_ref().expect("the first worlds show it");
         assert!(!found.1.is_empty());
         let json = search.json();

@@ -5,7 +5,8 @@
 use std::collections::BTreeMap;
 
 use lockstep_core::options::Protocol;
-use lockstep_core::state::Role;
+use lockstep_core::report::Snapshot;
+use lockstep_core::state::{ConnState, DiskState, Role};
 use lockstep_format::disk::v09::DeviceFlags;
 
 use crate::check::is_whole;
@@ -180,6 +181,35 @@ pub(crate) fn superblock_written(w: &mut World, node: usize, volume: usize) {
         w.fail(format!(
             "{} would not come back as a crashed Primary any more, but block {block} of volume \
              {volume}, which it wrote as Primary, is only in its disk's cache",
+            name(node)
+        ));
+    }
+}
+
+/// A node sees fewer nodes with disks, itself among them, than are away without a word.
+pub(crate) fn outnumbered(snapshot: &Snapshot, storage: usize) -> bool {
+    let mut seen = 1;
+    let mut away = 0;
+    for connection in &snapshot.connections {
+        if usize::from(connection.peer.0) >= storage {
+            continue;
+        }
+        let disks = || connection.peer_devices.iter().map(|p| p.disk_state);
+        if connection.state == ConnState::Connected {
+            seen += 1;
+        } else if disks().all(|disk| disk == DiskState::DUnknown) {
+            // One that left in good order is Outdated.
+            away += 1;
+        }
+    }
+    away > seen
+}
+
+/// Where a majority is asked for, a node without one acknowledges nothing.
+pub(crate) fn majority_is_there(w: &mut World, node: usize) {
+    if w.wants_majority && w.view(node).is_some_and(|v| v.outnumbered) {
+        w.fail(format!(
+            "{} acknowledges a write, but most nodes are out of its reach",
             name(node)
         ));
     }

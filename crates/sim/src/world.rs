@@ -7,7 +7,7 @@ use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{
     ALL_ZERO, BufId, CommandId, Input, Output, Payload, RequestKind, Stream, Tag,
 };
-use lockstep_core::options::Protocol;
+use lockstep_core::options::{Protocol, Quorum};
 use lockstep_core::report::{Event, Level, Snapshot};
 use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::state::Role;
@@ -20,6 +20,7 @@ use crate::buffers::Buffers;
 use crate::disk::{BLOCK, Disk, Lose, Toll, Trouble, Where};
 use crate::history::History;
 use crate::marks::{self, Marks};
+use crate::promises;
 use crate::rng::Rng;
 use crate::sometimes;
 use crate::story::{self, Tail};
@@ -238,6 +239,9 @@ pub struct View {
     pub holders: [u32; MAX_VOLUMES],
     /// All volumes have quorum.
     pub quorate: bool,
+    /// It sees fewer nodes with disks than it does not know the whereabouts of: who asks for a
+    /// majority has none, whatever is counted for this node itself.
+    pub outnumbered: bool,
 }
 
 #[derive(Debug)]
@@ -379,6 +383,8 @@ pub struct World {
     pub(crate) read_back: Option<Vec<(usize, Asked)>>,
     /// A flush reaches the peers; those of 8.4 answer none.
     pub flushes_peers: bool,
+    /// Nobody writes without a majority.
+    pub wants_majority: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
     pub spoiled: BTreeMap<(u16, u64), usize>,
     pub(crate) heap: BinaryHeap<Reverse<Scheduled>>,
@@ -470,6 +476,7 @@ impl World {
             seen: crate::promises::Seen::of(config.nodes),
             read_back: None,
             flushes_peers: true,
+            wants_majority: false,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
             events: Vec::new(),
@@ -617,7 +624,9 @@ impl World {
         if n.view.is_none() {
             let snapshot = resource.snapshot();
             marks::see_state(&mut self.marks, &snapshot);
+            let storage = self.config.nodes - self.config.diskless;
             n.view = Some(View {
+                outnumbered: promises::outnumbered(&snapshot, storage),
                 role: snapshot.role,
                 holders: crate::operator::holders(node, &snapshot),
                 quorate: snapshot.devices.iter().all(|d| d.quorum),
@@ -632,6 +641,7 @@ impl World {
     pub fn start(&mut self, node: usize, options: lockstep_core::options::ResourceOptions) {
         assert!(!self.is_up(node));
         self.flushes_peers = options.protocol_max > 101;
+        self.wants_majority = options.quorum == Quorum::Majority;
         let seed = self.chance(Place::Node(node)).bits();
         let n = &mut self.nodes[node];
         n.life += 1;

@@ -227,3 +227,18 @@ fn the_operator_demotes_a_frozen_primary_whose_successor_has_written_nothing() {
     const KINDS: &str = "takeover,crash,partition,reset";
     named_holds(Some(3), 28, (Some(KINDS), Vec::new()), "5", "none");
 }
+
+#[test]
+fn a_copy_on_a_disk_that_is_being_resynced_is_no_copy() {
+    // Its source refused the write, and came back without it.
+    const KINDS: &str = "detach,stall,slowdisk,reset";
+    named_holds(
+        None,
+        114,
+        (Some(KINDS), Vec::new()),
+        "8-9,11,14",
+        "155-160,165-166,169-172,175-182,185-192,195-206,209-210,213-220,223-224,227-232,237-238,\
+         241-246,249-254,275-290,295-302,305-314,319-398,403-438,441-479,481-483,485,487,489-491,\
+         493-504,506",
+    );
+}

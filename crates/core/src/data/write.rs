@@ -568,9 +568,10 @@ impl Resource {
             }
             return;
         }
-        // A copy on a disk that is gone is none: whoever serves the data now has to get the write.
-        let lost_copy =
-            self.state.disk(volume) <= DiskState::Failed && !planted!(self, CopyOnFailedDiskCounts);
+        // A copy on a disk that is gone is none, and one on a disk that is not whole neither: a
+        // resync overwrites it. Whoever serves the data has to get the write.
+        let lost_copy = self.state.disk(volume) <= DiskState::Inconsistent
+            && !planted!(self, CopyOnFailedDiskCounts);
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
