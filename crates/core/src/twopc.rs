@@ -5,6 +5,7 @@
 
 use alloc::collections::VecDeque;
 use alloc::format;
+use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::{TwopcHead, TwopcOutcome, TwopcPrepare, TwopcReply};
@@ -726,6 +727,10 @@ impl Resource {
             self.send_outcome(t, to, incapable);
         }
         let members = t.reachable;
+        let behind: Vec<VolumeNr> = (self.state.devices.iter())
+            .filter(|(_, d)| d.disk < DiskState::UpToDate)
+            .map(|(volume, _)| *volume)
+            .collect();
         match &wish.kind {
             WishKind::Empty => {
                 self.hard_change(Change::new().members(members));
@@ -755,7 +760,8 @@ impl Resource {
             ..
         } = wish.kind
         {
-            self.forced_generation();
+            // The others are as current as before, and their peers follow them.
+            self.forced_generation(&behind);
         }
         self.end_wish(&wish, Ok(Answer::Done));
     }

@@ -556,10 +556,10 @@ impl Resource {
         self.twopc_progress();
     }
 
-    /// A forced promotion made old data current: a new generation that no peer follows.
-    pub(crate) fn forced_generation(&mut self) {
-        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
-        for volume in volumes {
+    /// A forced promotion made old data of these volumes current: a new generation that no peer
+    /// follows.
+    pub(crate) fn forced_generation(&mut self, volumes: &[VolumeNr]) {
+        for volume in volumes.iter().copied() {
             let views = self.peer_views(volume);
             let weak: NodeMask = views
                 .iter()

@@ -1,7 +1,9 @@
 //! Stories with a known end, each in a small world.
 
+use lockstep_core::command::Command;
 use lockstep_core::options::Protocol;
-use lockstep_format::wire::ConnState;
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState};
 use lockstep_sim::disk::Lose;
 use lockstep_sim::scenario::{A, B, C, Scenario};
 use lockstep_sim::world::{Config, MS, SECOND, World};
@@ -191,5 +193,75 @@ fn a_lost_connection_is_made_again_without_a_long_pause() {
     s.run_until("the next connection", connected);
     let took = s.world.now - lost;
     assert!(took < 300 * MS, "{} ms", took / MS);
+    s.in_sync();
+}
+
+/// A forced promotion for a volume without good data made a new generation of the good one too,
+/// which its peers took for a split brain.
+#[test]
+fn a_forced_promotion_leaves_volumes_with_good_data_alone() {
+    let config = Config {
+        volumes: 2,
+        nodes: 3,
+        blocks: 2048,
+        ..Config::small(5)
+    };
+    let mut s = Scenario::with(config, |_| {}, false);
+    s.write_and_wait(A, 5, 4);
+    s.demote(A);
+    let nodes = [A, B, C];
+    let peers = |node| (0..3).map(NodeId).filter(move |n| usize::from(n.0) != node);
+    for node in nodes {
+        for peer in peers(node) {
+            let force = false;
+            s.world.command(node, Command::Disconnect { peer, force });
+            s.pass(100 * MS);
+        }
+    }
+    let volume = VolumeNr(1);
+    for node in nodes {
+        let command = Command::Invalidate {
+            volume,
+            from: None,
+            reset_bitmap: true,
+        };
+        s.world.command(node, command);
+        s.pass(100 * MS);
+    }
+    for node in nodes {
+        for peer in peers(node) {
+            let connect = Command::Connect {
+                peer,
+                discard_my_data: false,
+                tentative: false,
+            };
+            s.world.command(node, connect);
+        }
+    }
+    let connected = |w: &World| {
+        nodes.iter().all(|node| {
+            let all = w.snapshot(*node).map(|s| s.connections);
+            all.is_some_and(|all| all.iter().all(|c| c.state == ConnState::Connected))
+        })
+    };
+    s.run_until("the nodes are connected", connected);
+    let disk = |w: &World, node, index: usize| {
+        let snapshot = w.snapshot(node);
+        snapshot.map(|s| s.devices[index].disk_state)
+    };
+    for node in nodes {
+        assert_eq!(disk(&s.world, node, 1), Some(DiskState::Inconsistent));
+    }
+    s.pass(5 * SECOND);
+    for node in nodes {
+        assert_eq!(disk(&s.world, node, 0), Some(DiskState::UpToDate));
+    }
+    s.world.command(A, Command::Primary { force: true });
+    s.run_until("the data of A are everywhere", |w| {
+        assert!(connected(w), "a connection was lost");
+        let good = |node, index| disk(w, node, index) == Some(DiskState::UpToDate);
+        assert!(nodes.iter().all(|node| good(*node, 0)), "nothing to copy");
+        nodes.iter().all(|node| good(*node, 1))
+    });
     s.in_sync();
 }
