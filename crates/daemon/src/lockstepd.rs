@@ -7,6 +7,7 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use lockstep_front::nbd::{
@@ -142,24 +143,45 @@ fn take_lock(place: &Place) -> anyhow::Result<File> {
         .with_context(|| format!("opening {}", path.display()))?;
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))
         .with_context(|| format!("protecting {}", path.display()))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            let pid = std::fs::read_to_string(&path).unwrap_or_default();
-            bail!(
-                "another lockstepd (pid {}) runs in {}; stop it with SIGTERM, or choose another \
-                 directory with --dir",
-                pid.trim(),
-                place.dir().display()
-            );
+    let begin = Instant::now();
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => break,
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let pid = std::fs::read_to_string(&path).unwrap_or_default();
+                // A child that a killed daemon was starting has its lock until it is a program of
+                // its own.
+                if !runs(pid.trim()) && begin.elapsed() < LOCK_PATIENCE {
+                    std::thread::sleep(Duration::from_millis(10));
+                    continue;
+                }
+                bail!(
+                    "another lockstepd (pid {}) runs in {}; stop it with SIGTERM, or choose \
+                     another directory with --dir",
+                    pid.trim(),
+                    place.dir().display()
+                );
+            }
+            Err(error) => bail!("locking {}: {error}", path.display()),
         }
-        Err(error) => bail!("locking {}: {error}", path.display()),
     }
     file.set_len(0)
         .and_then(|()| file.rewind())
         .and_then(|()| writeln!(file, "{}", std::process::id()))
         .with_context(|| format!("writing {}", path.display()))?;
     Ok(file)
+}
+
+/// How long a dead daemon's children may keep its lock.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The process is there and not dead.
+fn runs(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat
+        .rsplit_once(") ")
+        .and_then(|(_, rest)| rest.chars().next());
+    !matches!(state, None | Some('Z' | 'X'))
 }
 
 /// A volume needs a file, and each connection two; with devices more. A shell's limit would do for
@@ -250,5 +272,50 @@ impl Exports for Volumes {
         sink: Box<dyn PortSink>,
     ) -> Result<Box<dyn VolumePort + Send>, ExportRefusal> {
         self.port(name, sink)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A locked file that names the process.
+    fn locked(place: &Place, pid: u32) -> File {
+        let mut file = File::create(place.pid_file()).unwrap();
+        writeln!(file, "{pid}").unwrap();
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+        file
+    }
+
+    #[test]
+    fn the_lock_of_a_dead_daemons_child_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::find(Some(dir.path()));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let file = locked(&place, child.id());
+        // Dead, and its parent has not asked yet: a zombie.
+        while runs(&child.id().to_string()) {
+            std::thread::yield_now();
+        }
+        std::thread::scope(|scope| {
+            let taken = scope.spawn(|| take_lock(&place));
+            assert!(!taken.is_finished());
+            drop(file);
+            taken.join().unwrap().expect("the lock is free");
+        });
+        child.wait().unwrap();
+        let pid = std::fs::read_to_string(place.pid_file()).unwrap();
+        assert_eq!(pid.trim(), std::process::id().to_string());
+    }
+
+    #[test]
+    fn a_second_daemon_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::find(Some(dir.path()));
+        let _file = locked(&place, std::process::id());
+        let begin = Instant::now();
+        let error = take_lock(&place).expect_err("there is one").to_string();
+        assert!(error.starts_with("another lockstepd (pid "), "{error}");
+        assert!(begin.elapsed() < LOCK_PATIENCE, "it waits for nothing");
     }
 }
