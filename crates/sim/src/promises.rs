@@ -11,7 +11,32 @@ use lockstep_format::disk::v09::DeviceFlags;
 
 use crate::check::is_whole;
 use crate::disk::Disk;
-use crate::world::{Asked, MAX_VOLUMES, SECOND, View, World, name};
+use crate::world::{Asked, MAX_VOLUMES, SECOND, World, name};
+
+/// The part of a node's state that the operator and the checkers ask for all the time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct View {
+    /// Role.
+    pub role: Role,
+    /// For each volume a bit for each node that has all its data according to this one.
+    pub holders: [u32; MAX_VOLUMES],
+    /// All volumes have quorum.
+    pub quorate: bool,
+    /// It sees fewer nodes with disks than it does not know the whereabouts of: who asks for a
+    /// majority has none, whatever is counted for this node itself.
+    pub outnumbered: bool,
+}
+
+impl View {
+    pub(crate) fn of(node: usize, snapshot: &Snapshot, storage: usize) -> View {
+        View {
+            role: snapshot.role,
+            holders: crate::operator::holders(node, snapshot),
+            quorate: snapshot.devices.iter().all(|d| d.quorum),
+            outnumbered: outnumbered(snapshot, storage),
+        }
+    }
+}
 
 /// What a node's last known state amounts to, while it is up.
 #[derive(Clone, Debug, Default)]
@@ -187,7 +212,7 @@ pub(crate) fn superblock_written(w: &mut World, node: usize, volume: usize) {
 }
 
 /// A node sees fewer nodes with disks, itself among them, than are away without a word.
-pub(crate) fn outnumbered(snapshot: &Snapshot, storage: usize) -> bool {
+fn outnumbered(snapshot: &Snapshot, storage: usize) -> bool {
     let mut seen = 1;
     let mut away = 0;
     for connection in &snapshot.connections {

@@ -10,7 +10,6 @@ use lockstep_core::event::{
 use lockstep_core::options::{Protocol, Quorum};
 use lockstep_core::report::{Event, Level, Snapshot};
 use lockstep_core::resource::{Resource, ResourceConfig};
-use lockstep_core::state::Role;
 use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire;
@@ -20,7 +19,7 @@ use crate::buffers::Buffers;
 use crate::disk::{BLOCK, Disk, Lose, Toll, Trouble, Where};
 use crate::history::History;
 use crate::marks::{self, Marks};
-use crate::promises;
+use crate::promises::View;
 use crate::rng::Rng;
 use crate::sometimes;
 use crate::story::{self, Tail};
@@ -229,20 +228,6 @@ impl std::fmt::Display for LogLine {
 
 /// Most volumes of a world.
 pub const MAX_VOLUMES: usize = 4;
-
-/// The part of a node's state that the operator and the checkers ask for all the time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct View {
-    /// Role.
-    pub role: Role,
-    /// For each volume a bit for each node that has all its data according to this one.
-    pub holders: [u32; MAX_VOLUMES],
-    /// All volumes have quorum.
-    pub quorate: bool,
-    /// It sees fewer nodes with disks than it does not know the whereabouts of: who asks for a
-    /// majority has none, whatever is counted for this node itself.
-    pub outnumbered: bool,
-}
 
 #[derive(Debug)]
 pub(crate) struct Message {
@@ -625,12 +610,7 @@ impl World {
             let snapshot = resource.snapshot();
             marks::see_state(&mut self.marks, &snapshot);
             let storage = self.config.nodes - self.config.diskless;
-            n.view = Some(View {
-                outnumbered: promises::outnumbered(&snapshot, storage),
-                role: snapshot.role,
-                holders: crate::operator::holders(node, &snapshot),
-                quorate: snapshot.devices.iter().all(|d| d.quorum),
-            });
+            n.view = Some(View::of(node, &snapshot, storage));
         }
         n.view
     }
