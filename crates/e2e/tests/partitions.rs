@@ -169,6 +169,8 @@ fn postgres_sleeps_through_a_loss_of_quorum_and_io_error_means_errors() -> Resul
     let mut load = postgres.load(0)?;
     for _ in 0..2 {
         load.wait_for_progress()?;
+        // A disk that is being resynced has no vote.
+        cluster.wait_in_sync()?;
         cluster.partition(&[&[1, 2], &[0]])?;
         wait_for_quorum_of(&cluster, 3, &[1, 2])?;
         cluster.wait("I/O is suspended", |c| is_suspended(c, 0))?;
