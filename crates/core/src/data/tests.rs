@@ -29,6 +29,7 @@ mod balancing;
 mod basics;
 mod chaos;
 mod congesting;
+mod copies;
 mod csums;
 mod failing;
 mod fencing;
@@ -308,19 +309,23 @@ impl World {
         );
         self.make_peers(index);
         if self.setup.diskless != Some(index) {
-            self.command(
-                index,
-                Command::Attach {
-                    volume: VOLUME,
-                    data_path: "data".into(),
-                    meta_path: (self.setup.index != MetaIndex::Internal).then(|| "meta".into()),
-                    index: self.setup.index,
-                    options: self.setup.disk.clone(),
-                },
-            );
+            self.attach(index);
         }
         self.run();
         self.open_connections(index);
+    }
+
+    fn attach(&mut self, index: usize) {
+        self.command(
+            index,
+            Command::Attach {
+                volume: VOLUME,
+                data_path: "data".into(),
+                meta_path: (self.setup.index != MetaIndex::Internal).then(|| "meta".into()),
+                index: self.setup.index,
+                options: self.setup.disk.clone(),
+            },
+        );
     }
 
     /// Starts a node without a volume.

@@ -572,10 +572,11 @@ impl Resource {
         // resync overwrites it. Whoever serves the data has to get the write.
         let lost_copy = self.state.disk(volume) <= DiskState::Inconsistent
             && !planted!(self, CopyOnFailedDiskCounts);
-        let Some(req) = self.io.requests.get_mut(key) else {
+        let Some(req) = self.io.requests.get(key) else {
             return;
         };
-        let has_copy = req.local == Local::Ok && !lost_copy || !req.ok.is_empty();
+        let is_whole = |peer| self.state.peer_device(volume, peer).disk > DiskState::Inconsistent;
+        let has_copy = req.local == Local::Ok && !lost_copy || req.ok.iter().any(is_whole);
         if !fails && !has_copy && req.local == Local::Ok && self.data_reachable(volume) {
             self.submit_again(key);
             return;
@@ -610,19 +611,19 @@ impl Resource {
             self.close_epoch();
             return;
         }
+        req.submitted = false;
         req.settled = false;
         req.local = Local::None;
+        req.ok = NodeMask::EMPTY;
         req.in_sync = NodeMask::EMPTY;
         req.mark = NodeMask::EMPTY;
         req.accounted = NodeMask::EMPTY;
-        let (volume, sector, size, al) = (req.volume, req.sector, req.size_bytes, req.al.take());
+        let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         self.io.log.retain(|other| *other != key);
-        // The disk that is gone has it, and nobody else yet.
+        // The disk that is gone, or not whole, has it, and nobody else yet.
         self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
-        if let Some(serial) = al {
-            self.al_put(volume, sector, size, serial);
-        }
-        self.submit_write(key);
+        // Its place in the activity log may be given back already.
+        self.app_write_clear(key);
     }
 
     /// Completions that were held go on if nothing holds them any more.
@@ -665,6 +666,7 @@ impl Resource {
             return;
         };
         req.settled = true;
+        let al = req.al.take();
         let req = match req.completed {
             true => self.io.requests.remove(key),
             false => Some(req.clone()),
@@ -711,7 +713,7 @@ impl Resource {
                 self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
             }
         }
-        if let Some(serial) = req.al {
+        if let Some(serial) = al {
             self.al_put(volume, sector, size, serial);
         }
         self.note_peer_ack(&req);

@@ -1,0 +1,49 @@
+//! What counts as a copy of a write: one that no resync overwrites.
+
+use super::*;
+use crate::options::OnLoss;
+
+/// All but node 1 are to copy everything from it, and wait; then its disk refuses a write.
+fn source_refuses(count: usize) {
+    let options = ResourceOptions {
+        on_no_data_accessible: OnLoss::SuspendIo,
+        ..ResourceOptions::default()
+    };
+    let setup = Setup {
+        options,
+        ..Setup::default()
+    };
+    let mut w = clean(9, count, setup);
+    let (peer, volume) = (node_id(1), VOLUME);
+    for node in (0..count).filter(|node| *node != 1) {
+        w.command(node, Command::PauseSync { peer, volume });
+        w.invalidate_from(node, 1);
+        assert_eq!(w.disk_state(node), DiskState::Inconsistent, "{:#?}", w.log);
+    }
+    w.nodes[1].fail_data_writes = true;
+    let id = w.write(0, 8, 4096, 77);
+    w.pass(Duration::from_secs(3));
+    assert_eq!(w.disk_state(1), DiskState::Diskless, "{:#?}", w.log);
+    assert_eq!(w.nodes[0].completed.get(&id), None, "it waits for data");
+    w.nodes[1].fail_data_writes = false;
+    w.attach(1);
+    for node in (0..count).filter(|node| *node != 1) {
+        w.command(node, Command::ResumeSync { peer, volume });
+    }
+    w.pass_until("all are in sync", 120, World::in_sync);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, id), "{:#?}", w.log);
+    w.check_same_data();
+    w.check_idle();
+    assert_eq!(w.read(0, 8, 4096), vec![77; 4096]);
+}
+
+#[test]
+fn a_copy_on_a_disk_that_is_being_resynced_completes_no_write() {
+    source_refuses(2);
+}
+
+#[test]
+fn nor_do_copies_on_several_of_them() {
+    source_refuses(3);
+}
