@@ -212,6 +212,19 @@ impl Bitmap {
             .is_some()
     }
 
+    /// Set bits of those that a range touches.
+    pub fn count_touched(&self, slot: u8, sector: Sector, size_bytes: u32) -> u64 {
+        let bits = self.shape.touched_bits(sector, u64::from(size_bytes));
+        let end = bits.end.min(self.shape.bits());
+        let mut count = 0;
+        let mut at = bits.start;
+        while let Some(set) = self.slots[usize::from(slot)].next(at, end, true) {
+            at = self.next_clear_within(slot, set, end - set);
+            count += at - set;
+        }
+        count
+    }
+
     /// Some bit that the range touches is set in any slot.
     pub fn any_set_in_all(&self, sector: Sector, size_bytes: u32) -> bool {
         let bits = self.shape.touched_bits(sector, u64::from(size_bytes));

@@ -134,6 +134,13 @@ impl Resource {
                 }
                 if before.repl >= ReplState::Established {
                     p.resync_active = false;
+                    let known = (before.disk, p.disk);
+                    if known == (DiskState::Inconsistent, DiskState::Inconsistent)
+                        && self.may_have_caught_up(volume, *peer, old)
+                    {
+                        // It has a vote then, and may serve this node's generation.
+                        p.disk = DiskState::DUnknown;
+                    }
                 }
             } else if own <= DiskState::Failed
                 && p.disk == DiskState::UpToDate

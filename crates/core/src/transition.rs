@@ -121,6 +121,7 @@ impl Resource {
         self.finish_connections(old, new);
         for volume in new.devices.keys().copied().collect::<Vec<_>>() {
             self.finish_peer_devices(volume, old, new);
+            self.forget_owed(volume, old, new);
             self.finish_metadata_flags(volume, old, new, graceful);
         }
         if old.role == Role::Primary && new.role == Role::Secondary {
@@ -460,10 +461,11 @@ impl Resource {
                     // A tie-breaker counts for quorum once it was seen.
                     slot.flags.insert(PeerFlags::NODE_EXISTS);
                 }
-                slot.flags.set(
-                    PeerFlags::OUTDATED,
-                    matches!(p.disk, DiskState::Inconsistent | DiskState::Outdated),
-                );
+                // Of a connected peer the next packet may say something else; after a crash here
+                // nobody would know of it.
+                let outdated = matches!(p.disk, DiskState::Inconsistent | DiskState::Outdated);
+                slot.flags
+                    .set(PeerFlags::OUTDATED, outdated && p.repl == ReplState::Off);
                 if p.disk >= DiskState::Inconsistent && p.disk != DiskState::DUnknown {
                     slot.flags.insert(PeerFlags::DEVICE_SEEN);
                 } else if p.disk == DiskState::Diskless && intentional.contains(peer) {
@@ -842,16 +844,23 @@ impl Resource {
                 } else if has_disk && became_unstable {
                     uuids = Some(uuids.unwrap_or(UuidFlags::empty()));
                 }
-                if let Some(flags) = uuids {
-                    self.send_uuids(*peer, *volume, flags);
-                }
                 let silent = self.is_legacy(*peer)
                     && ([before.disk, after.disk].contains(&DiskState::Attaching)
                         || crate::legacy::is_silent(was.repl, p.repl)
                         || crate::legacy::names_resync_first(&was, p));
                 let tells = wants_state(&was, p, before.disk, after.disk)
                     || before.have_quorum != after.have_quorum;
-                if tells && !silent {
+                let tells = tells && !silent;
+                // Whoever gets the UUIDs of a stable node takes its own disk for what that node's
+                // is: it must not be what that was before.
+                let worse = after.disk < before.disk;
+                if tells && worse {
+                    self.send_state(*peer, *volume, new);
+                }
+                if let Some(flags) = uuids {
+                    self.send_uuids(*peer, *volume, flags);
+                }
+                if tells && !worse {
                     self.send_state(*peer, *volume, new);
                 }
             }

@@ -11,6 +11,7 @@ use std::str::FromStr;
 
 use lockstep_core::event::LinkId;
 use lockstep_core::event::{Input, LinkDownReason};
+use lockstep_core::options::Quorum;
 
 use crate::check;
 use crate::disk::{Lose, MetaOp, Where};
@@ -151,6 +152,9 @@ pub enum Blow {
     Crash(End),
     /// The sender or the receiver loses its power.
     PowerCut(End),
+    /// The sender's or the receiver's links to all others break and stay broken for a while. Only
+    /// where a majority is asked for: afterwards at most one side may have it.
+    Isolate(End),
 }
 
 /// One end of a packet's way.
@@ -163,12 +167,14 @@ pub enum End {
 }
 
 /// All blows with their words.
-const BLOWS: [(Blow, &str); 5] = [
+const BLOWS: [(Blow, &str); 7] = [
     (Blow::Link, "link"),
     (Blow::Crash(End::Sender), "crash-sender"),
     (Blow::Crash(End::Receiver), "crash-receiver"),
     (Blow::PowerCut(End::Sender), "powercut-sender"),
     (Blow::PowerCut(End::Receiver), "powercut-receiver"),
+    (Blow::Isolate(End::Sender), "isolate-sender"),
+    (Blow::Isolate(End::Receiver), "isolate-receiver"),
 ];
 
 /// A point of a story.
@@ -238,6 +244,8 @@ pub struct Story {
     pub metadata: Where,
     /// The first resync copies everything.
     pub full_sync: bool,
+    /// A majority is asked for.
+    pub majority: bool,
     /// What comes before the part that is cut.
     pub before: fn(&mut Scenario),
     /// Drives the story on; called every millisecond with the number of steps done so far. True:
@@ -288,7 +296,11 @@ impl Story {
             trace: self.trace,
             ..Config::small(11)
         };
-        let mut s = Scenario::with(config, |_| {}, self.full_sync);
+        let quorum = match self.majority {
+            true => Quorum::Majority,
+            false => Quorum::Off,
+        };
+        let mut s = Scenario::with(config, |o| o.resource.quorum = quorum, self.full_sync);
         (self.before)(&mut s);
         s.world.trap = Trap {
             counts: Some(BTreeMap::new()),
@@ -329,8 +341,53 @@ fn blow(s: &mut Scenario, cut: Cut) {
         Blow::Link => s.world.sever(cut.from, cut.to),
         Blow::Crash(end) => s.operator.crash(&mut s.world, node(end), Lose::InFlight),
         Blow::PowerCut(end) => s.operator.crash(&mut s.world, node(end), Lose::Unflushed),
+        Blow::Isolate(end) => {
+            let node = node(end);
+            for other in (0..s.world.nodes.len()).filter(|other| *other != node) {
+                s.world.set_blocked(node, other, true);
+                s.world.set_blocked(other, node, true);
+                s.world.sever(node, other);
+            }
+            one_majority(s, node);
+        }
     }
     check::differences_are_marked(&mut s.world);
+}
+
+/// A node was cut off from all others: when each side knows it, a write is acknowledged or data are
+/// served on one side at most. It dies in the end, and comes back alone: that gives it no majority.
+fn one_majority(s: &mut Scenario, apart: usize) {
+    let pass = |s: &mut Scenario, time: u64| {
+        let end = s.world.now + time;
+        while s.world.now < end && s.world.violation.is_none() {
+            s.world.run_for(20 * MS);
+            s.operator.tick(&mut s.world);
+        }
+    };
+    pass(s, 20 * SECOND);
+    two_majorities(s, apart);
+    s.operator.crash(&mut s.world, apart, Lose::InFlight);
+    s.operator.start(&mut s.world, apart);
+    pass(s, 5 * SECOND);
+    two_majorities(s, apart);
+}
+
+/// Both sides could have a Primary.
+fn two_majorities(s: &mut Scenario, apart: usize) {
+    let may_serve: Vec<usize> = (0..s.world.nodes.len())
+        .filter(|node| {
+            let view = s.world.view(*node);
+            view.is_some_and(|v| v.quorate && v.holders[0] & 1 << node != 0)
+        })
+        .collect();
+    if may_serve.contains(&apart) && may_serve.len() > 1 {
+        let names = may_serve.into_iter().map(name).collect::<String>();
+        let text = format!(
+            "{} is cut off from the others, and all of {names} have quorum and current data",
+            name(apart)
+        );
+        s.world.fail(text);
+    }
 }
 
 /// Everything works again: somebody becomes Primary and writes, and all come together.
@@ -404,7 +461,12 @@ pub fn cut_everywhere(
     for ((from, to), packets) in story.record()? {
         sum.packets += packets;
         for packet in 1..=packets {
-            for (blow, _) in BLOWS {
+            let isolates = |blow: Blow| matches!(blow, Blow::Isolate(_));
+            let blows = BLOWS.map(|(blow, _)| blow);
+            for blow in blows
+                .into_iter()
+                .filter(|b| story.majority || !isolates(*b))
+            {
                 let cut = Cut {
                     from,
                     to,

@@ -164,6 +164,23 @@ pub const STORIES: &[Story] = &[
         steps: 3,
         ..TRIPLE
     },
+    Story {
+        name: "last-man",
+        text: "The last node with quorum is source for both others, which come back.",
+        least_packets: 120,
+        majority: true,
+        before: |s| {
+            for peer in [B, C] {
+                s.operator.disconnect(&mut s.world, A, peer, false);
+                s.pass(SECOND);
+            }
+            write_some(s, A);
+            s.pass(SECOND);
+        },
+        step: |s, _| s.operator.reconnect(&mut s.world),
+        steps: 2,
+        ..TRIPLE
+    },
 ];
 
 /// Two nodes in sync, A Primary.
@@ -175,6 +192,7 @@ const PAIR: Story = Story {
     blocks: 2048,
     metadata: Where::External,
     full_sync: false,
+    majority: false,
     before: |_| {},
     step: |_, _| true,
     steps: 0,

@@ -84,6 +84,14 @@ fn a_handover_among_three_nodes_heals_after_every_cut() {
     every_cut_heals("handover-of-three");
 }
 
+/// The targets of the last node with quorum finish when it is cut off and has not heard of it: they
+/// have a majority then, and it had counted them as Inconsistent, which is no vote. The same if it
+/// dies at that moment and comes back alone.
+#[test]
+fn only_one_partition_has_quorum_after_every_cut() {
+    every_cut_heals("last-man");
+}
+
 /// The follower of a new Primary dies before it gets the first write of the new generation, comes
 /// back, and brings the dead Primary to that generation: the write is not marked anywhere yet,
 /// because it still waits for the follower.

@@ -29,6 +29,7 @@ impl Resource {
                 self.mark_in_flight(volume, peer);
             }
             self.apply_unacked(volume);
+            self.owe_bitmap(volume, peer);
         }
         let dialect = self.dialect(peer);
         let use_rle = self.connections.get(&peer).is_some_and(|c| c.net.use_rle)
@@ -167,9 +168,13 @@ impl Resource {
         let Some(slot) = io.slot(peer) else { return };
         let total = if forgets_end { total & !63 } else { total };
         let scale = io.bitmap.shape().block().sectors() / WIRE_BIT_SECTORS;
+        let mut news = 0;
         for (at, run) in runs {
             let end = (at + run).min(total);
-            io.bitmap.set_bits(slot, at / scale..end.div_ceil(scale));
+            news += io.bitmap.set_bits(slot, at / scale..end.div_ceil(scale));
+        }
+        if self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS {
+            self.owe_more(volume, peer, news);
         }
     }
 

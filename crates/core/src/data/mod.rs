@@ -17,6 +17,7 @@ mod disk;
 mod exchange;
 mod flush_due;
 mod last_copy;
+mod owed;
 mod peer_ack;
 mod peer_write;
 pub(crate) mod pieces;
@@ -241,6 +242,8 @@ pub struct PeerIo {
     /// Online verify with this peer.
     pub(crate) verify: verify::Verify,
     pub(crate) source_by_sector: BTreeMap<Sector, Key>,
+    /// Blocks that the target of this node's resync has marked for certain.
+    pub(crate) owed_blocks: u64,
     /// Bit position up to which the peer's bitmap has come.
     pub(crate) bitmap_in: u64,
     /// The peer's whole bitmap is here and was not used yet.

@@ -463,6 +463,8 @@ impl Resource {
         write.stage = Stage::Done;
         let (sector, size, id) = (write.sector, write.size_bytes, write.block_id);
         let flags = write.flags;
+        // The sender may tell its other replicas that this node and they are equal here.
+        self.owe_less_to_others(volume, peer, sector, size);
         if flags.contains(DataFlags::SEND_WRITE_ACK) {
             let in_sync = flags.contains(DataFlags::MAY_SET_IN_SYNC) && progress;
             if in_sync
@@ -1053,10 +1055,16 @@ impl Resource {
         let mut cleared = 0;
         // What a verify found is settled by a resync only.
         let mask = sync.mask.without(own).difference(verified);
+        let mut known_by = Vec::new();
         for node in mask.iter() {
             if let Some(slot) = io.slot(node) {
-                cleared += io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
+                let blocks = io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
+                known_by.push((node, blocks));
+                cleared += blocks;
             }
+        }
+        for (node, blocks) in known_by {
+            self.no_longer_owed(volume, node, blocks);
         }
         if cleared > 0 {
             self.bits_cleared(volume);

@@ -239,6 +239,7 @@ impl Resource {
         request: &BlockRequest,
         payload: Payload,
     ) {
+        self.owe_less(volume, peer, request.sector, request.size_bytes);
         let data = Data {
             sector: request.sector,
             block_id: request.block_id,
@@ -296,6 +297,7 @@ impl Resource {
         if let Some(io) = self.peer_io(volume, peer) {
             io.resync_same_sectors += u64::from(request.size_bytes) / Sector::SIZE;
         }
+        self.owe_less(volume, peer, request.sector, request.size_bytes);
         self.source_in_sync(volume, peer, &request);
         self.source_end(volume, peer, key);
         let ack = self.source_answer(volume, peer, &request);
@@ -304,6 +306,7 @@ impl Resource {
 
     /// The block is all zero: the target discards its own, and acknowledges that like data.
     fn source_deallocated(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        self.owe_less(volume, peer, request.sector, request.size_bytes);
         let with_id = self
             .connections
             .get(&peer)

@@ -27,6 +27,7 @@ use crate::time::{Duration, Instant};
 mod added;
 mod balancing;
 mod basics;
+mod caught_up;
 mod chaos;
 mod congesting;
 mod copies;

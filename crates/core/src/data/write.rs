@@ -338,6 +338,7 @@ impl Resource {
         let only_copy =
             req.local == Local::None || self.state.disk(volume) <= DiskState::Inconsistent;
         let may_set_in_sync = self.state.peer_device(volume, peer).repl.has_progress();
+        self.owe_less(volume, peer, sector, size);
         self.barrier_before(peer, epoch);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
