@@ -96,8 +96,12 @@ impl Resource {
             }
         }
         let old = self.state.clone();
-        self.finish_actions(&old, &new, graceful);
+        let changed = self.finish_actions(&old, &new, graceful);
         self.state = new.clone();
+        for volume in changed {
+            // Members are part of it: those of the new state.
+            self.write_superblock(volume);
+        }
         self.steps.push_back(Step { old, new, graceful });
     }
 
@@ -115,18 +119,23 @@ impl Resource {
 
     // Finish actions (semantics.md, 5.1).
 
-    fn finish_actions(&mut self, old: &State, new: &State, graceful: bool) {
+    /// Gives the volumes whose superblocks have changed.
+    fn finish_actions(&mut self, old: &State, new: &State, graceful: bool) -> Vec<VolumeNr> {
+        let mut changed = Vec::new();
         self.finish_replication(old, new);
         self.finish_uuid_triggers(old, new);
         self.finish_connections(old, new);
         for volume in new.devices.keys().copied().collect::<Vec<_>>() {
             self.finish_peer_devices(volume, old, new);
             self.forget_owed(volume, old, new);
-            self.finish_metadata_flags(volume, old, new, graceful);
+            if self.finish_metadata_flags(volume, old, new, graceful) {
+                changed.push(volume);
+            }
         }
         if old.role == Role::Primary && new.role == Role::Secondary {
             self.queue_peer_ack();
         }
+        changed
     }
 
     fn finish_replication(&mut self, old: &State, new: &State) {
@@ -378,15 +387,16 @@ impl Resource {
     }
 
     /// Flags of the superblock that follow from the state (semantics.md, 5.1 points 9 and 13).
+    /// True: it has to be written.
     fn finish_metadata_flags(
         &mut self,
         volume: VolumeNr,
         old: &State,
         new: &State,
         graceful: bool,
-    ) {
+    ) -> bool {
         let Some(after) = new.devices.get(&volume) else {
-            return;
+            return false;
         };
         let own = after.disk;
         let before_own = old.disk(volume);
@@ -397,7 +407,7 @@ impl Resource {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
         let Some(device) = self.devices.get_mut(&volume) else {
-            return;
+            return false;
         };
         let intentional: Vec<NodeId> = device
             .peers
@@ -406,7 +416,7 @@ impl Resource {
             .map(|(n, _)| *n)
             .collect();
         let Some(disk) = device.attached_mut() else {
-            return;
+            return false;
         };
         let old_flags = disk.generations.flags;
         let mut flags = old_flags;
@@ -478,9 +488,7 @@ impl Resource {
         if before_own < DiskState::Consistent && own >= DiskState::Consistent {
             device.exposed_uuid = device.current_uuid();
         }
-        if changed {
-            self.write_superblock(volume);
-        }
+        changed
     }
 
     /// A target whose source may change unseen (semantics.md, 14.2).

@@ -43,7 +43,7 @@ fn a_resync_target_recovers_from_a_crash_in_every_write() {
 fn a_resync_source_recovers_from_a_crash_in_every_write() {
     all_recover(
         &cut_once(story("resync-under-writes"), A, Lose::InFlight),
-        30,
+        25,
     );
 }
 
