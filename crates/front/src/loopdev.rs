@@ -9,14 +9,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
-use crate::usage::{BlockAccess, access_of, claimed, set_access, set_access_of};
+use crate::usage::{
+    BlockAccess, Patience, access_of, claimed, set_access, set_access_of, visible_users,
+};
 
 /// Attempts to get a free loop device while other processes take them too.
 const ATTACH_ATTEMPTS: u32 = 64;
 /// How long the kernel may take to let go of a device that nobody uses.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long somebody may look at a device that is to be detached.
-const PASSING_USER_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest label of a loop device in bytes, for old tools; the kernel keeps 64 with the final zero.
 const MAX_LABEL_LEN: usize = 63;
 /// The block layer's major number of loop devices.
@@ -206,13 +206,20 @@ pub(crate) fn detach(number: LoopNumber, expected: &str) -> io::Result<Detached>
 }
 
 fn detach_unused(number: LoopNumber, expected: &str) -> io::Result<Detached> {
-    let deadline = Instant::now() + PASSING_USER_TIMEOUT;
+    let patience = Patience::start();
     loop {
         let detached = try_detach(number, expected)?;
-        if detached == Detached::Yes || Instant::now() > deadline || claimed(number.into())? {
+        if detached == Detached::Yes {
             return Ok(detached);
         }
-        std::thread::sleep(Duration::from_millis(2));
+        let is_claimed = claimed(number.into())?;
+        let users = match is_claimed {
+            true => visible_users(number.into())?,
+            false => Vec::new(),
+        };
+        if !patience.wait(is_claimed, &users) {
+            return Ok(detached);
+        }
     }
 }
 

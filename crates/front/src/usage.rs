@@ -7,10 +7,17 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::loopdev::{self, LoopNumber};
 use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
 use crate::ublk::UblkNumber;
+
+/// How long somebody may look at a device that is to be taken away.
+const PASSING_USER_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long a device may be claimed by nobody who shows before that counts as a user.
+const HIDDEN_USER_TIMEOUT: Duration = Duration::from_secs(2);
+const HIDDEN_USER: &str = "a kernel user that shows in no process's mounts";
 
 /// A block device that a volume has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -229,9 +236,39 @@ impl Usage {
 pub(crate) fn users(number: BlockNumber) -> io::Result<Vec<String>> {
     let mut users = visible_users(number)?;
     if users.is_empty() && claimed(number)? {
-        users.push("a kernel user that shows in no process's mounts".into());
+        users.push(HIDDEN_USER.into());
     }
     Ok(users)
+}
+
+/// Until when a device is waited for that its last user seems to have left. Programs that look at
+/// every block device (udev's, `losetup -a`) do so for a moment; and a file system can outlive its
+/// last mount: that of a mount namespace whose last process has just ended.
+pub(crate) struct Patience {
+    start: Instant,
+}
+
+impl Patience {
+    pub(crate) fn start() -> Patience {
+        Patience {
+            start: Instant::now(),
+        }
+    }
+
+    /// Waits a moment for these users to go; or not, as they are there to stay.
+    pub(crate) fn wait(&self, is_claimed: bool, users: &[String]) -> bool {
+        let timeout = match (is_claimed, users) {
+            (false, _) => PASSING_USER_TIMEOUT,
+            (true, []) => HIDDEN_USER_TIMEOUT,
+            (true, [user]) if user == HIDDEN_USER => HIDDEN_USER_TIMEOUT,
+            (true, _) => return false,
+        };
+        if self.start.elapsed() > timeout {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+        true
+    }
 }
 
 /// The same without opening the device, which may wait while its I/O is held.

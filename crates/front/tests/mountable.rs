@@ -278,6 +278,42 @@ fn a_device_in_use_is_not_taken_away_and_its_users_are_named() {
 }
 
 #[test]
+fn a_file_system_that_outlives_its_last_mount_for_a_moment_is_waited_for() {
+    let Some(_guard) = can_mount() else { return };
+    if !have_programs(&["mkfs.ext4", "unshare"]) {
+        return;
+    }
+    let volume = RamVolume::new(32 * MIB, Runs::OwnThread).unwrap();
+    let device = create(&volume, "outlives");
+    run("mkfs.ext4", &["-q", "-F", device.path().to_str().unwrap()]);
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = Command::new("unshare")
+        .args(["-m", "--propagation", "private", "sh", "-ec"])
+        .args(["mount $1 $2; echo up; read x", "sh"])
+        .args([&device.path(), dir.path()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut up = [0; 3];
+    child.stdout.as_mut().unwrap().read_exact(&mut up).unwrap();
+    // The namespace without a process.
+    let namespace = std::fs::File::open(format!("/proc/{}/ns/mnt", child.id())).unwrap();
+    child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    assert!(child.wait().unwrap().success());
+    assert!(device.is_claimed());
+    let (device, error) = device.detach().err().unwrap();
+    assert!(error.to_string().contains("no process's mounts"), "{error}");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(200));
+            drop(namespace);
+        });
+        detach(*device);
+    });
+}
+
+#[test]
 fn who_has_a_device_open_may_claim_it_while_others_ask_how_it_is_used() {
     let Some(_guard) = can_mount() else { return };
     let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();

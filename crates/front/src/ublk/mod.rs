@@ -27,14 +27,12 @@ use crate::apart::apart;
 use crate::device::{ConnectPort, DeviceError, DeviceSpec, gate, granularity};
 use crate::gate::Gate;
 use crate::links::Links;
-use crate::usage::{self, BlockNumber};
+use crate::usage::{self, BlockNumber, Patience};
 
 /// Largest payload of one request in bytes.
 const MAX_BYTES: u32 = 1 << 20;
 /// How long the kernel may take for a step that needs no answer of a volume.
 const STEP_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long somebody may look at a device that is to be taken away.
-const PASSING_USER_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a volume may take for what the kernel still wants when a device is taken away.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(15);
 /// How often something is looked at that the kernel does not announce.
@@ -440,7 +438,7 @@ fn end_unused(number: UblkNumber, name: &str, mail: Arc<Mail>) -> Result<(), Dev
 /// Claims the device for this process alone.
 fn claim_alone(number: UblkNumber, name: &str) -> Result<File, DeviceError> {
     let device = BlockNumber::from(number);
-    let deadline = Instant::now() + PASSING_USER_TIMEOUT;
+    let patience = Patience::start();
     loop {
         let claim = File::options()
             .read(true)
@@ -460,15 +458,14 @@ fn claim_alone(number: UblkNumber, name: &str) -> Result<File, DeviceError> {
         };
         match claim {
             Ok(claim) if users.is_empty() => return Ok(claim),
-            claim if claim.is_err() || Instant::now() > deadline => {
+            claim if !patience.wait(claim.is_err(), &users) => {
                 return Err(DeviceError::InUse {
                     name: name.to_owned(),
                     device: number.path(),
                     users,
                 });
             }
-            // Programs that look at every block device for a moment.
-            _ => std::thread::sleep(LOOK),
+            _ => {}
         }
     }
 }
