@@ -463,6 +463,13 @@ impl Resource {
         Some(key)
     }
 
+    /// Of the epoch that is open towards a peer something was refused: a kernel that refused it never
+    /// acks it, and must not take what follows for a part of it.
+    pub(super) fn open_epoch_has_refused(&self, peer: NodeId) -> bool {
+        let conn = self.connections.get(&peer);
+        conn.is_some_and(|c| c.io.conflicts.refused.contains_key(&c.io.epoch))
+    }
+
     /// An ack of another epoch or number than was expected: a kernel counts refused writes in its
     /// own way (wire.md, 6.12). Says whether that explains it.
     pub(super) fn uneven_barrier_ack(&mut self, peer: NodeId, barrier: u32, set_size: u32) -> bool {

@@ -196,6 +196,8 @@ pub struct ConnIo {
     /// Epoch of the last write sent and the writes sent in it without a barrier.
     pub(crate) epoch: u32,
     pub(crate) epoch_writes: u32,
+    /// A write of that epoch was sent, though the peer may have refused it since, and no barrier.
+    pub(crate) epoch_is_open: bool,
     /// Barriers sent and not acked: epoch and unconfirmed writes.
     pub(crate) unacked: VecDeque<(u32, u32)>,
     /// Writes sent and neither barrier-acked nor confirmed, in order.

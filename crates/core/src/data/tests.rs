@@ -140,6 +140,8 @@ struct Setup {
     options: ResourceOptions,
     /// Every node says that it is the one that it takes the peer for.
     same_ids: bool,
+    /// Every node takes the other for a kernel, which counts epochs as 8.4 does.
+    kernels: bool,
     /// The node without a disk.
     diskless: Option<usize>,
     /// Where the metadata lies.
@@ -163,6 +165,7 @@ impl Default for Setup {
             },
             options: ResourceOptions::default(),
             same_ids: false,
+            kernels: false,
             diskless: None,
             index: MetaIndex::FlexExternal,
             block_shifts: Vec::new(),
@@ -186,6 +189,8 @@ struct World {
     hanging: stalling::Hanging,
     /// The next payload in a packet of this name is changed on its way.
     spoil: Option<&'static str>,
+    /// What a kernel 8.4 would know of the epochs that each node has sent.
+    kernel_epochs: [two_primaries::KernelEpochs; 2],
     packets: BTreeMap<&'static str, u64>,
     answers: BTreeMap<u64, Result<Answer, CommandError>>,
     /// Handlers that run: node, name, tag.
@@ -282,6 +287,7 @@ impl World {
             stalled: None,
             hanging: stalling::Hanging::default(),
             spoil: None,
+            kernel_epochs: Default::default(),
             packets: BTreeMap::new(),
             answers: BTreeMap::new(),
             handlers: Vec::new(),
@@ -481,6 +487,9 @@ impl World {
                 let mut packet = packet;
                 if let (Packet::ConnectionFeatures(f), true) = (&mut packet, self.setup.same_ids) {
                     core::mem::swap(&mut f.sender_node_id, &mut f.receiver_node_id);
+                }
+                if self.setup.kernels && !self.as_kernels(index, &mut packet) {
+                    return;
                 }
                 let mut bytes = payload.map(|p| self.bytes(index, p));
                 if let (Some(alg), Some(bytes)) = (integrity, &bytes) {

@@ -356,6 +356,7 @@ impl Resource {
         conn.io.mirror = Some(dagtag);
         conn.io.epoch = epoch;
         conn.io.epoch_writes += 1;
+        conn.io.epoch_is_open = true;
         conn.io.sent.push_back(key);
         conn.io.sent_count += 1;
         conn.io.ap_in_flight_sectors += u64::from(size) / Sector::SIZE;
@@ -812,15 +813,23 @@ impl Resource {
 
     /// Ends the connection's epoch if something of a later one follows.
     fn barrier_before(&mut self, peer: NodeId, epoch: u32) {
+        let refused = self.open_epoch_has_refused(peer);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
-        if conn.io.epoch_writes == 0 || conn.io.epoch == epoch {
+        let barrier = conn.io.epoch;
+        if barrier == epoch || !conn.io.epoch_is_open {
             return;
         }
-        let barrier = conn.io.epoch;
-        conn.io.unacked.push_back((barrier, conn.io.epoch_writes));
-        conn.io.epoch_writes = 0;
+        match core::mem::take(&mut conn.io.epoch_writes) {
+            0 if !refused => return,
+            // Nothing of it is left, so that nothing is acked.
+            0 => self.epoch_is_acked(peer, barrier),
+            writes => conn.io.unacked.push_back((barrier, writes)),
+        }
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.io.epoch_is_open = false;
+        }
         self.send(
             peer,
             Stream::Data,
@@ -922,6 +931,7 @@ impl Resource {
         let sent = core::mem::take(&mut conn.io.sent);
         conn.io.unacked.clear();
         conn.io.epoch_writes = 0;
+        conn.io.epoch_is_open = false;
         conn.io.sent_count = 0;
         conn.io.was_async = false;
         conn.io.settled_count = 0;

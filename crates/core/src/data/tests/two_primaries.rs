@@ -1,5 +1,7 @@
 //! Two Primaries: who may become one, and whose write wins (semantics.md, 7.1; wire.md, 6.12).
 
+use lockstep_format::wire::Features;
+
 use super::*;
 use crate::command::ErrorCode;
 use crate::options::AfterSplitBrain;
@@ -131,6 +133,97 @@ fn overlapping_writes_of_8_4_nodes_end_equal() {
         w.check_same_data();
         w.check_idle();
     }
+}
+
+/// What the peer of a sender knows of the epochs, by what came over the wire.
+#[derive(Debug, Default)]
+pub(super) struct KernelEpochs {
+    open: usize,
+    writes: BTreeMap<u64, usize>,
+    ended: BTreeMap<u32, usize>,
+    /// Something in them was refused.
+    refused: Vec<usize>,
+}
+
+impl World {
+    /// Makes a packet what a kernel 8.4 sends. It never acks an epoch in which it has refused a write
+    /// (wire.md, 6.12): says whether the packet is sent.
+    pub(super) fn as_kernels(&mut self, index: usize, packet: &mut Packet) -> bool {
+        let [own, theirs] = match index {
+            0 => [0, 1],
+            _ => [1, 0],
+        };
+        match packet {
+            Packet::ConnectionFeatures(f) => f.features.remove(Features::LOCKSTEP),
+            Packet::Data(d) => {
+                let sent = &mut self.kernel_epochs[own];
+                sent.writes.insert(d.block_id.0, sent.open);
+            }
+            Packet::Barrier(b) => {
+                let sent = &mut self.kernel_epochs[own];
+                sent.ended.insert(b.barrier, sent.open);
+                sent.open += 1;
+            }
+            Packet::Superseded(a) | Packet::RetryWrite(a) => {
+                let received = &mut self.kernel_epochs[theirs];
+                let epoch = received.writes[&a.block_id.0];
+                received.refused.push(epoch);
+            }
+            Packet::BarrierAck(b) => {
+                let received = &self.kernel_epochs[theirs];
+                return !received.refused.contains(&received.ended[&b.barrier]);
+            }
+            _ => {}
+        }
+        true
+    }
+}
+
+#[test]
+fn a_kernel_that_never_acks_an_epoch_of_which_it_refused_a_part_stays_connected() {
+    let mut refused = 0;
+    for seed in 1..60 {
+        let mut w = pair(
+            seed,
+            Setup {
+                kernels: true,
+                ..setup(101)
+            },
+        );
+        let mut ids = Vec::new();
+        for n in 0..60u64 {
+            let node = w.random(2);
+            let sector = w.random(4) as u64 * 8;
+            ids.push((node, w.write(node, sector, 4096, n as u8 + 1)));
+            // Epochs of one write and of several.
+            if w.random(3) == 0 {
+                for _ in 0..w.random(12) {
+                    w.step();
+                }
+            }
+        }
+        w.pass(Duration::from_secs(2));
+        for (node, id) in ids {
+            assert!(w.done(node, id), "seed {seed}: {:#?}", w.log);
+        }
+        assert!(!logged(&w, "barrier ack"), "seed {seed}: {:#?}", w.log);
+        assert_eq!(conn(&w, 0), ConnState::Connected, "seed {seed}");
+        // What comes after it is acked again, so that a flush ends.
+        let after = [w.write(0, 4000, 4096, 1), w.write(1, 5000, 4096, 1)];
+        w.pass(Duration::from_secs(2));
+        let flushes = [0, 1].map(|n| w.request(n, RequestKind::Flush, 0, 0, 0));
+        w.pass(Duration::from_secs(5));
+        for n in 0..2 {
+            assert!(w.done(n, after[n]) && w.done(n, flushes[n]), "seed {seed}");
+        }
+        refused += w
+            .kernel_epochs
+            .iter()
+            .map(|e| e.refused.len())
+            .sum::<usize>();
+        w.check_same_data();
+    }
+    assert!(refused > 200, "{refused} writes refused");
 }
 
 #[test]
