@@ -52,6 +52,9 @@ pub struct Connection {
     pub last_dialect: Option<wire::Dialect>,
     /// `connect --discard-my-data` is in force.
     pub discard_my_data: bool,
+    /// This Primary lost a split brain with the peer and gives its role up: as a Secondary it
+    /// connects as by `connect --discard-my-data`.
+    pub lost_split_brain: bool,
     /// `connect --tentative` is in force.
     pub tentative: bool,
     /// The driver was asked to connect and did not succeed yet.
@@ -145,6 +148,7 @@ impl Connection {
             link: None,
             last_dialect: None,
             discard_my_data: false,
+            lost_split_brain: false,
             tentative: false,
             connecting: false,
             draining: false,
@@ -179,6 +183,15 @@ impl Connection {
     /// The link speaks a dialect of 8.x (protocol below 110).
     pub fn is_legacy(&self) -> bool {
         crate::legacy::is_legacy(self.protocol())
+    }
+
+    /// No changes are given up any more because of a policy. Says whether some were to be.
+    pub fn forget_lost_split_brain(&mut self) -> bool {
+        let lost = core::mem::take(&mut self.lost_split_brain);
+        if lost {
+            self.discard_my_data = false;
+        }
+        lost
     }
 
     /// The time-out of one ping.
@@ -550,6 +563,17 @@ impl Resource {
             return;
         };
         let ours = protocol_packet(conn);
+        if conn.lost_split_brain
+            && conn.discard_my_data
+            && theirs.conn_flags.contains(ConnFlags::DISCARD_MY_DATA)
+        {
+            // Each lost to the other, for instance one volume each: as Secondaries they decide anew.
+            conn.forget_lost_split_brain();
+            let text = "both nodes give up their changes; connecting again without that";
+            self.log(Level::Info, Some(peer), None, text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
         if let Some(text) = protocol_mismatch(&ours, &theirs) {
             self.go_standalone(peer, text);
             return;
@@ -707,6 +731,7 @@ impl Resource {
             });
         }
         conn.discard_my_data = discard_my_data;
+        conn.lost_split_brain = false;
         conn.tentative = tentative;
         conn.attempts = 0;
         self.hard_change(Change::new().conn(peer, ConnState::Unconnected));

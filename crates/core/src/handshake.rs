@@ -542,6 +542,16 @@ impl Resource {
                 .get_or_insert(self.give_role_up(peer, volume));
             return;
         }
+        if !result.split_brain && strategy.direction().is_some() && self.keeps_changes(peer) {
+            verdict.refusal.get_or_insert(Refusal {
+                code: ErrorCode::HANDSHAKE_RETRY,
+                text: format!(
+                    "volume {volume}: the split brain that this node lost is no more; connecting \
+                     without discarding its data"
+                ),
+            });
+            return;
+        }
         if crate::frozen::outdates_primary(strategy) && self.would_give_way() {
             verdict.refusal.get_or_insert(self.give_way(peer, volume));
             return;
@@ -770,6 +780,7 @@ impl Resource {
         }
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.discard_my_data = false;
+            conn.lost_split_brain = false;
             conn.attempts = 0;
             conn.peer_dagtag = None;
         }

@@ -223,6 +223,9 @@ impl Resource {
         }
         self.explicit_primary = false;
         self.opens.demote_at = Some(self.now);
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.lost_split_brain = true;
+        }
         Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!(
@@ -230,6 +233,28 @@ impl Resource {
                  changes are dropped"
             ),
         }
+    }
+
+    /// Demoted: where a split brain was lost, the next handshake drops the changes, whatever
+    /// `after-sb-1pri` says. A kernel 9 node goes on in the handshake that demoted it.
+    pub(crate) fn discard_what_lost(&mut self) {
+        for conn in self.connections.values_mut() {
+            conn.discard_my_data |= conn.lost_split_brain;
+        }
+    }
+
+    /// Promoted: what this node has counts again.
+    pub(crate) fn discard_nothing(&mut self) {
+        for conn in self.connections.values_mut() {
+            conn.forget_lost_split_brain();
+        }
+    }
+
+    /// This node was to give up its changes to the peer by a policy, which was for a split brain
+    /// only. It does not any more.
+    pub(crate) fn keeps_changes(&mut self, peer: NodeId) -> bool {
+        let conn = self.connections.get_mut(&peer);
+        conn.is_some_and(|conn| conn.discard_my_data && conn.forget_lost_split_brain())
     }
 
     /// A volume is open in this way.

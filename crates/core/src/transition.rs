@@ -135,6 +135,9 @@ impl Resource {
         if old.role == Role::Primary && new.role == Role::Secondary {
             self.queue_peer_ack();
         }
+        if old.role != Role::Primary && new.role == Role::Primary {
+            self.discard_nothing();
+        }
         changed
     }
 
@@ -973,6 +976,7 @@ impl Resource {
 
     fn after_demotion(&mut self, new: &State) {
         self.explicit_primary = false;
+        self.discard_what_lost();
         let flushes = !planted!(self, DemotionWithoutFlush);
         for device in self.devices.values_mut() {
             if let Some(disk) = device.attached_mut() {

@@ -148,10 +148,10 @@ fn split_brains(pair: &mut Mixed84) -> Result<()> {
     pair.wait_in_sync()?;
     pair.kernel.sh("drbdadm primary r0")?;
 
-    // The one with fewer changes is demoted, since nobody has its device open. (A kernel cannot
-    // demote itself in a handshake: its handler would have to reboot it.) Then it is one Secondary
-    // beside one Primary, for whom the other policy holds.
-    let give_way = net("after-sb-2pri call-pri-lost-after-sb; after-sb-1pri discard-secondary;");
+    // The one with fewer changes is demoted, since nobody has its device open, and gives its changes
+    // up in the next handshake. (A kernel cannot demote itself in a handshake: its handler would
+    // have to reboot it.)
+    let give_way = net("after-sb-2pri call-pri-lost-after-sb;");
     pair.set_net(&give_way, &give_way)?;
     pair.adm(&["adjust", "r0"])?;
     pair.kernel.sh("drbdadm adjust r0")?;

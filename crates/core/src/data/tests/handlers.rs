@@ -186,6 +186,71 @@ fn a_primary_that_loses_a_split_brain_is_demoted_before_its_changes_are_dropped(
     }
 }
 
+/// Both are Primary and stay so while they are apart; node 0 has fewer changes.
+fn both_primary_and_apart(protocol_max: u32) -> World {
+    let mut setup = Setup::default();
+    setup.options.protocol_max = protocol_max;
+    setup.options.auto_promote = true;
+    setup.net.allow_two_primaries = true;
+    setup.net.after_sb_0pri = AfterSplitBrain::DiscardLeastChanges;
+    setup.net.after_sb_2pri = AfterSplitBrain::CallPriLostAfterSb;
+    let mut w = clean(61, 2, setup);
+    w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    assert_eq!(w.nodes[1].resource.state.role, Role::Primary);
+    w.cut = true;
+    w.cut_links();
+    w.pass(Duration::from_secs(1));
+    w.write(0, 0, 4096, 1);
+    for n in 0..10 {
+        w.write(1, n * 8, 4096, 101 + n as u8);
+    }
+    w.pass(Duration::from_secs(1));
+    w
+}
+
+#[test]
+fn a_demoted_loser_beside_a_primary_needs_no_other_policy() {
+    for protocol_max in [101, 124] {
+        let mut w = both_primary_and_apart(protocol_max);
+        w.cut = false;
+        w.pass_until("the loser's changes are dropped", 60, World::in_sync);
+        assert_eq!(w.nodes[0].resource.state.role, Role::Secondary);
+        assert_eq!(w.nodes[1].resource.state.role, Role::Primary);
+        assert_eq!(w.nodes[0].data.block(0), &[101; 4096]);
+        w.check_same_data();
+        // It held for that split brain only: in the next one nobody gives way unasked.
+        let conn = &w.nodes[0].resource.connections[&node_id(1)];
+        assert!(!conn.discard_my_data && !conn.lost_split_brain);
+    }
+}
+
+#[test]
+fn a_loser_that_is_promoted_again_keeps_its_changes() {
+    for protocol_max in [101, 124] {
+        let mut w = both_primary_and_apart(protocol_max);
+        w.cut = false;
+        let lost = |w: &World| {
+            let conn = &w.nodes[0].resource.connections[&node_id(1)];
+            conn.discard_my_data
+        };
+        for _ in 0..2000 {
+            if lost(&w) {
+                break;
+            }
+            w.pass(Duration::from_millis(10));
+        }
+        assert!(lost(&w), "it was demoted");
+        w.cut = true;
+        w.cut_links();
+        w.command(0, Command::Primary { force: true });
+        w.pass(Duration::from_secs(1));
+        assert_eq!(w.nodes[0].resource.state.role, Role::Primary);
+        assert!(!lost(&w));
+        assert_eq!(w.nodes[0].data.block(0), &[1; 4096]);
+    }
+}
+
 #[test]
 fn a_primary_in_use_that_loses_a_split_brain_keeps_its_data_and_calls_its_handler() {
     for protocol_max in [101, 124] {
