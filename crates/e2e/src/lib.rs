@@ -19,6 +19,7 @@ pub mod guest_image;
 pub mod guest_line;
 pub mod guest_mixed;
 pub mod guest_proxy;
+pub mod guest_trouble;
 pub mod guest_writes;
 
 use std::fs;

@@ -4,77 +4,15 @@
 //!
 //! `LOCKSTEP_SOAK_ROUNDS` says how many rounds, `LOCKSTEP_SOAK_SEED` which; a failure names both.
 
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use lockstep_e2e::can_mount;
 use lockstep_e2e::guest::{COMMAND_LIMIT, can_emulate};
 use lockstep_e2e::guest_line::LineState;
 use lockstep_e2e::guest_mixed::{AfterBoot, Mixed84, MixedSetup};
-
-/// A small generator of numbers; the same seed gives the same plan.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) % bound
-    }
-}
-
-/// Who is Primary, with what it writes by.
-enum Writer {
-    Kernel,
-    Lockstep(Child, PathBuf),
-}
-
-const WRITE: &str = "n=$SEED; while [ ! -e $STOP ]; do n=$((n + 1)); dd if=/dev/urandom of=$DEV \
-     bs=4k count=$((n % 5 + 1)) conv=notrunc,fsync seek=$((n * 6997 % 8000)) 2> /dev/null || \
-     exit 1; done";
-
-fn start_writer(pair: &Mixed84, kernel: bool, seed: u64) -> Result<Writer> {
-    let script = WRITE.replace("$SEED", &seed.to_string());
-    if kernel {
-        pair.kernel.sh("drbdadm primary r0; rm -f /run/stop")?;
-        let script = script
-            .replace("$STOP", "/run/stop")
-            .replace("$DEV", "/dev/drbd0");
-        pair.kernel.start_job("writes", &script)?;
-        return Ok(Writer::Kernel);
-    }
-    pair.adm(&["primary", "r0"])?;
-    let stop = pair.notes().join(format!("stop{seed}"));
-    let device = pair.device(0)?;
-    let script = script
-        .replace("$STOP", &stop.display().to_string())
-        .replace("$DEV", &device.display().to_string());
-    let child = Command::new("sh")
-        .args(["-c", &script])
-        .stdin(Stdio::null())
-        .spawn()
-        .context("sh")?;
-    Ok(Writer::Lockstep(child, stop))
-}
-
-fn stop_writer(pair: &Mixed84, writer: Writer) -> Result<()> {
-    match writer {
-        Writer::Kernel => {
-            pair.kernel.sh("touch /run/stop")?;
-            pair.kernel.finish_job("writes", Duration::from_secs(120))?;
-            pair.kernel.sh("drbdadm secondary r0").map(drop)
-        }
-        Writer::Lockstep(mut child, stop) => {
-            std::fs::write(stop, "")?;
-            ensure!(child.wait()?.success(), "a write failed here");
-            pair.adm(&["secondary", "r0"])
-        }
-    }
-}
+use lockstep_e2e::guest_trouble::{Dice, TROUBLE_WORDS, Writer};
 
 /// Commands that the state of the moment may forbid: a refusal is an answer too.
 fn perhaps_here(pair: &Mixed84, verb: &str, object: &str) -> Result<()> {
@@ -190,10 +128,10 @@ fn a_pair_with_a_kernel_comes_together_after_every_trouble() -> Result<()> {
     pair.kernel
         .sh("drbdadm new-current-uuid --clear-bitmap r0/0")?;
     pair.wait_in_sync()?;
-    let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut dice = Dice::new(seed);
     for round in 0..rounds {
         let kernel_writes = dice.below(2) == 0;
-        let writer = start_writer(&pair, kernel_writes, dice.below(100_000))?;
+        let writer = Writer::start(&pair, kernel_writes, dice.below(100_000))?;
         let mut done = Vec::new();
         let result = (|| {
             for _ in 0..1 + dice.below(3) {
@@ -208,25 +146,10 @@ fn a_pair_with_a_kernel_comes_together_after_every_trouble() -> Result<()> {
             done.join(", ")
         );
         result.with_context(|| format!("seed {seed}, round {round}, {who} writes: {done:?}"))?;
-        stop_writer(&pair, writer).with_context(|| format!("seed {seed}, round {round}"))?;
+        writer
+            .stop(&pair)
+            .with_context(|| format!("seed {seed}, round {round}"))?;
         pair.wait_in_sync()?;
     }
-    pair.check_end(EXPECTED)
+    pair.check_end(TROUBLE_WORDS)
 }
-
-/// Words of the kernel about what this test does to it.
-const EXPECTED: &[&str] = &[
-    "timed out",
-    "error receiving",
-    "() failed",
-    "State change failed",
-    "state = {",
-    "wanted = {",
-    "Out of sync: start=",
-    "Online verify found",
-    "sock_sendmsg",
-    "sock_recvmsg",
-    "short read",
-    "old_conn:",
-    "mask = 0x",
-];

@@ -209,5 +209,10 @@ fn a_kernel_84_peer_may_be_primary_as_well() -> Result<()> {
     split_brains(&mut pair)?;
     pair.kernel.sh("drbdadm secondary r0")?;
     pair.adm(&["secondary", "r0"])?;
-    pair.check_end(&["Split-Brain detected", "error receiving ReportState"])
+    let mut expected = vec!["Split-Brain detected", "error receiving ReportState"];
+    if rounds_of_overlap() > 0 {
+        // It says at the end that it never finished the epochs in which it refused a write.
+        expected.push("current_epoch->list not empty");
+    }
+    pair.check_end(&expected)
 }
