@@ -1,4 +1,4 @@
-//! Addresses and numbers in the tools' words.
+//! Addresses, names and numbers in the tools' words.
 
 use std::net::SocketAddr;
 
@@ -18,6 +18,24 @@ pub(crate) fn volume_nr(number: u32) -> Result<VolumeNr, CommandError> {
         }),
     }
 }
+
+/// A resource's name: what the original takes with its strict names, which are its default.
+pub(crate) fn check_name(name: &str) -> Result<(), CommandError> {
+    let fine = |b: u8| b.is_ascii_alphanumeric() || b"+._-".contains(&b);
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(fine) || name == "all" {
+        return Err(CommandError {
+            code: ErrorCode::ERR_INVALID_REQUEST,
+            text: format!(
+                "resource name {name:?}: 1 to {MAX_NAME_BYTES} of the characters 0-9 A-Z a-z + . \
+                 _ - are needed, and not 'all'"
+            ),
+        });
+    }
+    Ok(())
+}
+
+/// Longest name of a resource.
+const MAX_NAME_BYTES: usize = 127;
 
 /// A pair of addresses leads to one peer of a resource.
 pub(crate) fn check_unused(

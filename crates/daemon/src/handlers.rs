@@ -1,9 +1,11 @@
 //! Runs handlers of the configuration as child processes (config-and-cli.md, 19).
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::DiskState;
@@ -38,6 +40,8 @@ pub(crate) const NAMES: &[&str] = &[
 const MAX_RUNNING: usize = 64;
 /// The same where a call that is lost would leave I/O frozen or end a connection.
 const MAX_DECIDING: usize = 1024;
+/// How long the removal of a resource waits at most for watchers to be told of its handlers.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Handlers whose exit code decides.
 const DECIDING: [&str; 3] = ["fence-peer", "before-resync-target", "before-resync-source"];
 /// Names another program than `drbdadm`, or `disabled`.
@@ -58,7 +62,36 @@ pub(crate) struct Handlers {
     board: Arc<Board>,
     place: Place,
     running: Arc<AtomicUsize>,
+    untold: Arc<Untold>,
     refresh: Arc<OnceLock<Refresh>>,
+}
+
+/// Calls by resource that watchers have not been told of yet.
+#[derive(Default)]
+struct Untold {
+    calls: Mutex<BTreeMap<String, usize>>,
+    fewer: Condvar,
+}
+
+impl Untold {
+    fn calls(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begins(&self, resource: &str) {
+        *self.calls().entry(resource.to_owned()).or_default() += 1;
+    }
+
+    fn told(&self, resource: &str) {
+        let mut calls = self.calls();
+        if let Some(count) = calls.get_mut(resource) {
+            *count -= 1;
+            if *count == 0 {
+                calls.remove(resource);
+            }
+        }
+        self.fewer.notify_all();
+    }
 }
 
 /// Publishes a resource as it is now.
@@ -70,6 +103,7 @@ impl Handlers {
             board,
             place,
             running: Arc::default(),
+            untold: Arc::default(),
             refresh: Arc::default(),
         }
     }
@@ -78,6 +112,16 @@ impl Handlers {
     pub(crate) fn after(&self, refresh: Refresh) {
         // A node says it once.
         let _ = self.refresh.set(refresh);
+    }
+
+    /// Waits until watchers know of every call so far: what it is about is going to be removed.
+    pub(crate) fn wait_until_told(&self, resource: &str) {
+        let waits = |calls: &mut BTreeMap<String, usize>| calls.contains_key(resource);
+        // A machine that starts no thread in all this time has other worries.
+        let _ = self
+            .untold
+            .fewer
+            .wait_timeout_while(self.untold.calls(), PATIENCE, waits);
     }
 }
 
@@ -100,7 +144,9 @@ impl HandlerExecutor for Handlers {
         }
         let (board, place, running) =
             (self.board.clone(), self.place.clone(), self.running.clone());
-        let refresh = self.refresh.clone();
+        let (refresh, untold) = (self.refresh.clone(), self.untold.clone());
+        self.untold.begins(&call.resource);
+        let resource = call.resource.clone();
         let spawned = std::thread::Builder::new()
             .name("handler".into())
             .spawn(move || {
@@ -115,6 +161,7 @@ impl HandlerExecutor for Handlers {
                     refresh(&call.resource);
                 }
                 board.helper(&message(None));
+                untold.told(&call.resource);
                 let report = board.report(&call.resource);
                 let exit_code = execute(&call, report.as_ref(), &place, helper.map(PathBuf::from));
                 board.helper(&message(Some(i32::from(exit_code) << 8)));
@@ -124,6 +171,7 @@ impl HandlerExecutor for Handlers {
         if let Err(error) = spawned {
             // The closure is gone, and `done` with it, which reports the loss.
             self.running.fetch_sub(1, Ordering::Relaxed);
+            self.untold.told(&resource);
             tracing::error!(%error, "no thread for a handler");
         }
     }

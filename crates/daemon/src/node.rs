@@ -16,7 +16,7 @@ use lockstep_io::port::{PortSink, VolumePort};
 use lockstep_io::shard::{ResourceId, ResourceView, ShardConfig, ShardEnv, ShardHandle};
 use lockstep_io::tcp::{Acceptor, PeerNet};
 
-use crate::address::{self, path, volume_nr};
+use crate::address::{self, check_name, path, volume_nr};
 use crate::board::Board;
 use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
@@ -24,6 +24,7 @@ use crate::meter::{Counted, Meter, Metering};
 use crate::metrics::{AckCounts, VolumeCounts};
 use crate::minors::Minors;
 use crate::options::{self, Moment, OptionError};
+use crate::peers;
 use crate::place::Place;
 use crate::progress::Progress;
 use crate::report::{
@@ -61,6 +62,7 @@ pub struct Node {
     minors: Minors<Arc<Entry>>,
     board: Arc<Board>,
     devices: Mutex<Devices>,
+    handlers: Arc<Handlers>,
     touched: Arc<Touched>,
     watching: Watching,
     resync_order: ResyncOrder,
@@ -91,7 +93,6 @@ pub type CommandResult = Result<(), CommandError>;
 /// Most resources of a node, of volumes and of paths of a resource: bounds what a client can use.
 const MAX_RESOURCES: usize = 16_384;
 const MAX_PATHS: usize = 16;
-const MAX_NAME_BYTES: usize = 127;
 const MAX_MINOR: u32 = (1 << 20) - 1;
 
 fn refuse<T>(code: ErrorCode, text: impl Into<String>) -> Result<T, CommandError> {
@@ -147,6 +148,7 @@ impl Node {
             minors: Minors::default(),
             board: board.clone(),
             devices: Mutex::new(Devices::none()),
+            handlers: handlers.clone(),
             touched,
             resync_order: ResyncOrder::new(config.max_parallel_resyncs),
             protocol_max: config.protocol_max,
@@ -599,6 +601,7 @@ impl Node {
     }
 
     fn remove(&self, name: &str, entry: &Entry) -> CommandResult {
+        self.handlers.wait_until_told(name);
         {
             let mut state = lock(&entry.configured);
             state.gone = true;
@@ -912,7 +915,8 @@ impl Node {
                 format!("node id {} is this node's own", peer.0),
             );
         }
-        let texts = options::merged(Set::Net, &OptionTexts::new(), given, Moment::Creation)?;
+        let mut texts = options::merged(Set::Net, &OptionTexts::new(), given, Moment::Creation)?;
+        peers::name(&mut texts, peer, &lock(&entry.configured).configured)?;
         let net = options::net(&texts)?;
         let result = self.core(&entry, Command::NewPeer { peer, net });
         self.done(name, &entry, result, |c| {
@@ -934,6 +938,7 @@ impl Node {
             Err(error) if error.code != ErrorCode::ALREADY_STANDALONE => return Err(error),
             Ok(()) | Err(_) => {}
         }
+        self.handlers.wait_until_told(name);
         let result = self.core(&entry, Command::DelPeer { peer });
         self.done(name, &entry, result, |c| {
             c.peers.remove(&peer.0);
@@ -955,7 +960,8 @@ impl Node {
         {
             old = options::with_shared(&old, &conn.shared);
         }
-        let texts = options::merged(Set::Net, &old, given, moment)?;
+        let mut texts = options::merged(Set::Net, &old, given, moment)?;
+        peers::name(&mut texts, peer, &lock(&entry.configured).configured)?;
         let net = options::net(&texts)?;
         let result = self.core(&entry, Command::NetOptions { peer, net });
         let result = self.done(name, &entry, result, |c| {
@@ -1018,6 +1024,12 @@ impl Node {
                 ErrorCode::ERR_INVALID_REQUEST,
                 format!("there is no path {local} {remote}"),
             );
+        }
+        if let [_] = paths.as_slice()
+            && let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id)
+            && let Some(conn) = snapshot.connections.iter().find(|conn| conn.peer == peer)
+        {
+            peers::check_last_path(peer, conn.state)?;
         }
         self.done(name, &entry, Ok(()), |c| {
             if let Some(configured) = c.peers.get_mut(&peer.0) {
@@ -1130,20 +1142,6 @@ impl Node {
             }
         })
     }
-}
-
-fn check_name(name: &str) -> CommandResult {
-    let fine = |c: char| !c.is_whitespace() && !c.is_control() && !"/\"'\\;{}:".contains(c);
-    if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(fine) || name == "all" {
-        return refuse(
-            ErrorCode::ERR_INVALID_REQUEST,
-            format!(
-                "resource name {name:?}: 1 to {MAX_NAME_BYTES} bytes without blanks, quotes, \
-                 slashes, colons, semicolons and braces are needed, and not 'all'"
-            ),
-        );
-    }
-    Ok(())
 }
 
 fn known_peer(entry: &Entry, peer: NodeId) -> Result<ConfiguredPeer, CommandError> {

@@ -55,8 +55,9 @@ pub fn merged(
 ) -> Result<OptionTexts, OptionError> {
     let mut new = OptionTexts::new();
     for (name, value) in old {
-        let fixed = table::find(set, name).is_some_and(is_fixed);
-        if moment == Moment::Change || (moment == Moment::Replace && fixed) {
+        // A name is what an object is known by; it has no default to go back to.
+        let kept = name == CONNECTION_NAME || table::find(set, name).is_some_and(is_fixed);
+        if moment == Moment::Change || (moment == Moment::Replace && kept) {
             new.insert(name.clone(), value.clone());
         }
     }
@@ -81,6 +82,9 @@ pub fn merged(
 fn is_fixed(spec: &table::OptionSpec) -> bool {
     spec.change == table::Change::AtCreation
 }
+
+/// The option that names a connection.
+pub(crate) const CONNECTION_NAME: &str = "_name";
 
 /// `net` options for the core.
 pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {

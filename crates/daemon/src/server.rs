@@ -615,6 +615,118 @@ mod tests {
         node.stop();
     }
 
+    #[test]
+    fn a_watcher_hears_of_a_handler_s_call_before_its_resource_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        for _ in 0..20 {
+            node.new_resource("web", 0, &Default::default()).unwrap();
+            node.new_peer("web", 1, &Default::default()).unwrap();
+            let (local, remote) = ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2");
+            node.new_path("web", 1, local.into(), remote.into())
+                .unwrap();
+            node.connect("web", 1, false, false).unwrap();
+            let (_, changes) = node.watching().watch(None, Statistics::No);
+            node.down("web").unwrap();
+            let mut called = false;
+            loop {
+                match changes.recv().unwrap() {
+                    Reply::Helper { status: None, .. } => called = true,
+                    Reply::Removed { .. } => break,
+                    Reply::Changed { .. } | Reply::Helper { .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            assert!(called, "the resource was gone before the call was told");
+        }
+        assert_eq!(node.stop(), Left::Nothing);
+    }
+
+    #[test]
+    fn connections_have_names_of_their_own_and_keep_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let peer = |peer: u32, options: &str| {
+            format!(r#"{{"do":"new-peer","resource":"web","peer":{peer},"options":{{{options}}}}}"#)
+        };
+        let net = |peer: u32, options: &str| {
+            format!(
+                r#"{{"do":"net-options","resource":"web","peer":{peer},"set_defaults":true,"options":{{{options}}}}}"#
+            )
+        };
+        let requests = [
+            r#"{"do":"new-resource","resource":"web","node_id":0}"#.to_owned(),
+            peer(1, ""),
+            peer(2, r#""_name":"bravo""#),
+            peer(3, r#""_name":"bravo""#),
+            peer(4, r#""_name":"node-1""#),
+            peer(5, r#""_name":"""#),
+            net(2, r#""ping-int":"3""#),
+            net(1, r#""_name":"bravo""#),
+            net(5, r#""_name":"echo""#),
+        ];
+        let requests: Vec<&str> = requests.iter().map(String::as_str).collect();
+        let wanted = [
+            "done", "done", "done", "174", "174", "done", "done", "174", "done",
+        ];
+        let answers = converse_with(&node, &requests);
+        assert_eq!(answers.len(), wanted.len());
+        for (answer, wanted) in answers.iter().zip(wanted) {
+            assert!(answer.contains(wanted), "{wanted} is not in {answer}");
+        }
+        let report = node.reports(None).remove(0);
+        let mut names: Vec<(u8, String)> = report
+            .connections
+            .iter()
+            .map(|c| (c.peer_node_id, c.name.clone()))
+            .collect();
+        names.sort();
+        let named = |id: u8, name: &str| (id, name.to_owned());
+        assert_eq!(
+            names,
+            [named(1, "node-1"), named(2, "bravo"), named(5, "echo")]
+        );
+        node.stop();
+    }
+
+    #[test]
+    fn the_only_path_of_a_connection_stays_until_it_is_stand_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        let (local, first, second) = ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2", "ipv4:127.0.0.1:3");
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        node.new_peer("web", 1, &Default::default()).unwrap();
+        for remote in [first, second] {
+            node.new_path("web", 1, local.into(), remote.into())
+                .unwrap();
+        }
+        node.connect("web", 1, false, false).unwrap();
+        node.del_path("web", 1, local, first).unwrap();
+        let refused = node.del_path("web", 1, local, second).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::ERR_NET_CONFIGURED);
+        assert_eq!(node.reports(None)[0].connections[0].paths.len(), 1);
+        let disconnect = |peer| lockstep_core::command::Command::Disconnect { peer, force: false };
+        node.peer_command("web", 1, disconnect).unwrap();
+        node.del_path("web", 1, local, second).unwrap();
+        node.stop();
+    }
+
+    #[test]
+    fn names_of_resources_are_those_that_the_original_takes() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        for name in ["r0", "A+b.c_d-9"] {
+            node.new_resource(name, 0, &Default::default()).unwrap();
+        }
+        let long = "x".repeat(128);
+        for name in ["", "a/b", "a b", "h\u{fc}", "a@b", "all", &long] {
+            let refused = node.new_resource(name, 0, &Default::default());
+            let code = refused.unwrap_err().code;
+            assert_eq!(code, ErrorCode::ERR_INVALID_REQUEST, "{name}");
+        }
+        node.stop();
+    }
+
     /// Counters that nobody looks at do not reach a watcher; a refresh does not repeat what is
     /// known, and a watcher that says something else is hung up on.
     #[test]

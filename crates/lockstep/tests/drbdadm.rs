@@ -3,7 +3,8 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// A node with a file for a disk. There is no helper beside the program, so it calls itself.
 fn node() -> tempfile::TempDir {
@@ -63,4 +64,35 @@ fn a_bad_configuration_has_exit_code_10() {
         text.contains("drbd.conf:1: Parse error: '}' expected,"),
         "{text}"
     );
+}
+
+/// Such calls need no process of their own; what they say went through a lock that drbdadm held.
+#[test]
+fn a_call_that_fails_says_so_at_once() {
+    let node = node();
+    assert!(drbdadm(node.path(), &["create-md", "r"]).status.success());
+    for command in ["attach", "new-minor", "new-peer", "new-path", "connect"] {
+        let mut child = Command::new(node.path().join("drbdadm"))
+            .args([command, "r"])
+            .env("LOCKSTEP_DIR", node.path())
+            .env_remove("__DRBD_NODE__")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let begun = Instant::now();
+        while child.try_wait().unwrap().is_none() {
+            if begun.elapsed() > Duration::from_secs(30) {
+                child.kill().unwrap();
+                panic!("drbdadm {command} hangs");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let ended = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(20), "{command}: {said}");
+        assert!(said.contains("lockstepd"), "{command}: {said}");
+        assert!(!said.contains("did not terminate"), "{command}: {said}");
+    }
 }

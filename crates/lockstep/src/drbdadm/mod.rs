@@ -37,8 +37,8 @@ use targets::Target;
 pub(crate) fn run(words: &[String]) -> ExitCode {
     let program = words.first().map_or("drbdadm", String::as_str);
     let rest = words.get(1..).unwrap_or_default();
-    let mut out = std::io::stdout().lock();
-    let mut err = std::io::stderr().lock();
+    // Not locked: calls that run within this process speak from threads of their own.
+    let (mut out, mut err) = (std::io::stdout(), std::io::stderr());
     let code = run_with(&System::real(program), rest, &mut out, &mut err);
     let _ = out.flush();
     ExitCode::from(code)

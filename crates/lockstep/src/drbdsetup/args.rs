@@ -138,9 +138,13 @@ impl Parsed {
             word: format!("--{name}"),
             near: nearest(name, verb.option_names().into_iter()),
         };
+        let without_value =
+            |name: &str| Wrong::Value(format!("{}: option '--{name}' needs a value", verb.name));
         if let Some(flag) = self.verb.flag(name) {
             let value = match (flag.value, value) {
-                (FlagValue::Needed, None) => Some(rest.next().ok_or_else(unknown)?),
+                (FlagValue::Needed, None) => {
+                    Some(rest.next().ok_or_else(|| without_value(flag.name))?)
+                }
                 (FlagValue::None, Some(_)) => return Err(unknown()),
                 (_, value) => value,
             };
@@ -157,7 +161,7 @@ impl Parsed {
         let value = match (value, &spec.kind) {
             (Some(value), _) => value,
             (None, Kind::Bool { .. } | Kind::Flag) => "yes".to_owned(),
-            (None, _) => rest.next().ok_or_else(unknown)?,
+            (None, _) => rest.next().ok_or_else(|| without_value(spec.name))?,
         };
         let checked = spec
             .parse(&value)
@@ -292,6 +296,24 @@ mod tests {
             assert_eq!(
                 (parsed.verb.name, parsed.words),
                 ("dstate", vec!["10".to_owned()])
+            );
+        }
+    }
+
+    #[test]
+    fn an_option_without_its_value_is_no_unknown_option() {
+        for (text, option) in [
+            ("events2 --rcvbuf", "rcvbuf"),
+            ("net-options r 1 --ping-int", "ping-int"),
+            ("net-options r 1 --after-sb-0", "after-sb-0pri"),
+        ] {
+            let wrong = line(text).unwrap_err();
+            let Wrong::Value(said) = &wrong else {
+                panic!("{text}: {wrong:?}")
+            };
+            assert!(
+                said.contains(&format!("'--{option}' needs a value")),
+                "{said}"
             );
         }
     }

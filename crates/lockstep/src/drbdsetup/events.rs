@@ -105,6 +105,15 @@ struct Field {
     new: String,
 }
 
+/// Counters at the end of a line.
+enum Tail<'a> {
+    None,
+    /// Printed where the line is printed anyway.
+    Known(&'a str),
+    /// They have changed.
+    New(&'a str),
+}
+
 fn field<O>(key: &'static str, old: Option<&O>, new: &O, text: impl Fn(&O) -> String) -> Field {
     Field {
         key,
@@ -251,7 +260,7 @@ impl Lines {
             &format!(" name:{}", new.name),
             old.is_none(),
             groups,
-            "",
+            Tail::None,
         );
     }
 
@@ -279,7 +288,7 @@ impl Lines {
             ]);
         }
         let id = format!(" name:{name}{}", of_connection(new));
-        self.line("connection", &id, old.is_none(), groups, "");
+        self.line("connection", &id, old.is_none(), groups, Tail::None);
     }
 
     fn device(&mut self, name: &str, old: Option<&DeviceReport>, new: &DeviceReport) {
@@ -314,7 +323,7 @@ impl Lines {
             groups.push(vec![field("blocked", old, new, |d| blocked(d).to_owned())]);
         }
         let id = format!(" name:{name} volume:{} minor:{}", new.volume, new.minor);
-        self.line("device", &id, old.is_none(), groups, "");
+        self.line("device", &id, old.is_none(), groups, Tail::None);
     }
 
     fn peer_device(
@@ -340,12 +349,16 @@ impl Lines {
                 list_or_no(&p.resync_suspended)
             })],
         ];
-        let mut counters = String::new();
-        if old.is_none_or(|o| counters_differ(o, new)) || self.detail.full {
-            counters = peer_device_counters(new, self.detail);
-        }
+        let counters = peer_device_counters(new, self.detail);
+        let tail = if old.is_none_or(|o| counters_differ(o, new)) {
+            Tail::New(&counters)
+        } else if self.detail.full {
+            Tail::Known(&counters)
+        } else {
+            Tail::None
+        };
         let id = format!(" name:{name}{id} volume:{}", new.volume);
-        self.line("peer-device", &id, old.is_none(), groups, &counters);
+        self.line("peer-device", &id, old.is_none(), groups, tail);
     }
 
     fn path(&mut self, name: &str, id: &str, old: Option<&PathReport>, new: &PathReport) {
@@ -353,12 +366,24 @@ impl Lines {
             yes_no(p.established).to_owned()
         })]];
         let id = format!(" name:{name}{id} local:{} peer:{}", new.local, new.remote);
-        self.line("path", &id, old.is_none(), groups, "");
+        self.line("path", &id, old.is_none(), groups, Tail::None);
     }
 
-    fn line(&mut self, object: &str, id: &str, is_new: bool, groups: Vec<Vec<Field>>, tail: &str) {
+    fn line(
+        &mut self,
+        object: &str,
+        id: &str,
+        is_new: bool,
+        groups: Vec<Vec<Field>>,
+        tail: Tail<'_>,
+    ) {
         let verb = if is_new { self.first } else { Verb::Change };
-        let any = groups.iter().flatten().any(Field::changed) || !tail.is_empty();
+        let (tail, moved) = match tail {
+            Tail::None => ("", false),
+            Tail::Known(text) => (text, false),
+            Tail::New(text) => (text, !text.is_empty()),
+        };
+        let any = groups.iter().flatten().any(Field::changed) || moved;
         if !is_new && !any {
             return;
         }
@@ -498,7 +523,7 @@ impl Known {
 
 #[cfg(test)]
 mod tests {
-    use lockstep_core::state::{ConnState, ReplState, Role};
+    use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
     use super::super::sample;
     use super::*;
@@ -617,6 +642,29 @@ exists path name:web peer-node-id:2 conn-name:charlie local:ipv4:10.1.0.1:7790 p
             changes(Some(&old), Some(&new), detail()),
             ["change peer-device name:web peer-node-id:1 conn-name:bravo volume:0 done:100.00",]
         );
+    }
+
+    #[test]
+    fn full_lines_are_complete_but_come_for_what_changed_only() {
+        let full = Detail {
+            full: true,
+            statistics: true,
+            ..detail()
+        };
+        let old = sample::web();
+        assert!(changes(Some(&old), Some(&old), full).is_empty());
+        let mut new = old.clone();
+        new.connections[0].peer_devices[1].sent_sectors += 8;
+        let lines = changes(Some(&old), Some(&new), full);
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        let start = "change peer-device name:web peer-node-id:1 conn-name:bravo volume:1 \
+                     replication:Established peer-disk:UpToDate";
+        assert!(lines[0].starts_with(start), "{}", lines[0]);
+        // Another change of the same object brings the counters along.
+        new = old.clone();
+        new.connections[0].peer_devices[1].disk_state = DiskState::Outdated;
+        let lines = changes(Some(&old), Some(&new), full);
+        assert!(lines[0].contains(" sent:"), "{lines:?}");
     }
 
     #[test]

@@ -152,6 +152,16 @@ fn change(place: &Place, parsed: Parsed) -> u8 {
             return USAGE;
         }
     };
+    if let Request::Attach {
+        data_path,
+        meta_path,
+        ..
+    } = &request
+        && let Err(text) = can_be_opened(&[data_path, meta_path])
+    {
+        eprintln!("{text}");
+        return USAGE;
+    }
     let autostart = std::env::var_os("LOCKSTEP_AUTOSTART").is_none_or(|value| value != "no");
     let client = if name == "new-resource" && autostart {
         Client::connect_or_start(place)
@@ -195,6 +205,21 @@ fn change(place: &Place, parsed: Parsed) -> u8 {
             Err(error) => return lost(&object, &error),
         }
     }
+}
+
+/// Disks that cannot be opened are told by name before the daemon is asked, as the original does.
+fn can_be_opened(paths: &[&str]) -> Result<(), String> {
+    let disks = paths
+        .iter()
+        .filter(|path| **path != "internal" && !path.starts_with("ram:"));
+    for path in disks {
+        let mut how = std::fs::File::options();
+        how.read(true)
+            .write(true)
+            .open(path)
+            .map_err(|error| format!("Can not open device '{path}': {error}"))?;
+    }
+    Ok(())
 }
 
 /// The links by which drbdadm finds the configuration of what is going to be removed.
@@ -644,6 +669,16 @@ mod tests {
             ask("udev 10").unwrap(),
             "DEVICE=drbd10\nSYMLINK_BY_RES=drbd/by-res/web/0\n\
              SYMLINK_BY_DISK=drbd/by-disk/vg0/web0"
+        );
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_opened_is_named_before_the_daemon_is_asked() {
+        assert_eq!(can_be_opened(&["ram:1M", "internal", "/dev/null"]), Ok(()));
+        let missing = can_be_opened(&["/dev/null", "/nonexistent/disk"]).unwrap_err();
+        assert!(
+            missing.starts_with("Can not open device '/nonexistent/disk': No such file"),
+            "{missing}"
         );
     }
 
