@@ -91,6 +91,7 @@ pub const TROUBLE_WORDS: &[&str] = &[
     "timed out",
     "error receiving",
     "() failed",
+    "csum) failed",
     "State change failed",
     "state = {",
     "wanted = {",

@@ -13,13 +13,19 @@ use lockstep_e2e::{binary, has_program, run};
 /// SIGKILLs of the Primary's daemon; `LOCKSTEP_UBLK_KILLS` asks for more.
 const KILLS: usize = 3;
 
+/// SIGKILLs in each of making a device and taking it away; `LOCKSTEP_UBLK_STEPS` asks for more.
+const STEPS: usize = 3;
+
 /// Kills that do not wait until the daemon before has brought the I/O back, and the longest time
-/// between two of them.
-const QUICK_KILLS: u64 = 3;
+/// between two of them; `LOCKSTEP_UBLK_QUICK` asks for more.
+const QUICK_KILLS: usize = 3;
 const QUICK_US: u64 = 6_000_000;
 
 /// One round of fio in an emulated machine.
 const ROUND_LIMIT: Duration = Duration::from_secs(300);
+
+/// One kill and what follows it.
+const STEP_LIMIT: Duration = Duration::from_secs(90);
 
 const DISK_BYTES: u64 = 64 << 20;
 
@@ -129,6 +135,25 @@ impl Nodes {
             self.report()?
         );
         Ok(output)
+    }
+
+    /// The same for what may hang if something is wrong: the error says who waits for what then.
+    fn step(&self, script: &str) -> Result<String> {
+        let script = format!(". /run/helpers\n{script}");
+        self.guest.start_job("step", &script)?;
+        self.guest
+            .finish_job("step", STEP_LIMIT)
+            .map_err(|error| match self.waiting() {
+                Ok(waiting) => error.context(waiting),
+                Err(_) => error,
+            })
+    }
+
+    fn waiting(&self) -> Result<String> {
+        let waiting = "cat /run/job-step.out; ps; cd /proc; for t in [0-9]*/task/*; do
+             grep -q '^State:.[DZ]' $t/status || continue
+             echo $t; grep -e Name -e State $t/status; cat $t/wchan; cat $t/stack; done";
+        Ok(format!("{}\n{}", self.raw(waiting)?.1, self.report()?))
     }
 
     fn raw(&self, script: &str) -> Result<(i32, String)> {
@@ -260,7 +285,7 @@ fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
     let longest =
         guest.sh("awk '{ print $2 - $1 }' /run/probed | sort -rn | head -n 30 | tr '\\n' ' '")?;
     eprintln!("longest waits for a durable write in seconds, {kills} kills: {longest}");
-    for quick in 0..QUICK_KILLS {
+    for quick in 0..kills_of("LOCKSTEP_UBLK_QUICK", QUICK_KILLS)? as u64 {
         // In any step of the recovery; some after it.
         nodes.sh(&format!(
             "killed alfa; start alfa; adm alfa up r0; usleep {}",
@@ -291,10 +316,7 @@ fn a_ublk_device_outlives_its_daemon() -> Result<()> {
     if !can_emulate() || !has_program("fio") || !has_program("strip") {
         return Ok(());
     }
-    let kills = match std::env::var("LOCKSTEP_UBLK_KILLS") {
-        Ok(text) => text.parse().context("LOCKSTEP_UBLK_KILLS")?,
-        Err(_) => KILLS,
-    };
+    let kills = kills_of("LOCKSTEP_UBLK_KILLS", KILLS)?;
     let nodes = Nodes::start()?;
     match story(&nodes, kills) {
         Ok(()) => Ok(()),
@@ -329,7 +351,97 @@ fn ends(nodes: &Nodes) -> Result<()> {
          try $d && killed alfa; ! try $d && [ ! -e $d ] || exit 1
          again alfa && primary alfa && try $(disk alfa)",
     )?;
-    nodes.wait_in_sync()
+    nodes.wait_in_sync()?;
+    coming_and_going(nodes)?;
+    growing(nodes)
+}
+
+/// The daemon is killed while its device is made or taken away. The next one takes up or away what it
+/// finds, and the device works.
+fn coming_and_going(nodes: &Nodes) -> Result<()> {
+    nodes.sh("adm alfa secondary r0")?;
+    // No process that waits for a device of nobody, and no device but one of each node.
+    let works = "d=$(disk bravo); try $d || exit 1
+         n=0; while [ $(ls /sys/class/ublk-char | wc -l) != 2 ]; do
+             n=$((n + 1)); [ $n -lt 100 ] || exit 2; usleep 100000; done
+         ! grep -l '^State:.D' /proc/[0-9]*/task/*/status";
+    let time = |words: &str| -> Result<u64> {
+        let script = format!(
+            "read a x < /proc/uptime; adm bravo {words} r0 > /dev/null || exit 1
+             read b x < /proc/uptime; echo $a $b | awk '{{ printf \"%d\", ($2 - $1) * 1000000 }}'"
+        );
+        Ok(nodes.sh(&script)?.trim().parse()?)
+    };
+    let (down_us, up_us) = (time("down")?, time("up")?);
+    eprintln!("down takes {down_us} us, up {up_us} us");
+    let kills = kills_of("LOCKSTEP_UBLK_STEPS", STEPS)? as u64;
+    for kill in 0..kills {
+        for (words, whole_us) in [("down", down_us), ("up", up_us)] {
+            let after_us = whole_us * kill / kills;
+            let context = format!("kill {after_us} us into {words}");
+            let before = if words == "up" {
+                "adm bravo down r0"
+            } else {
+                ""
+            };
+            let script = format!(
+                "{before}
+                 adm bravo {words} r0 & p=$!
+                 usleep {after_us}; killed bravo; wait $p
+                 # An `up` that finds no daemon starts one, without a holder.
+                 killed bravo
+                 again bravo || exit 1
+                 {works}"
+            );
+            nodes.step(&script).with_context(|| context.clone())?;
+            nodes.wait_in_sync().context(context)?;
+        }
+    }
+    Ok(())
+}
+
+/// Both disks grow under a mounted device, which keeps its size; the one that comes after it is larger.
+fn growing(nodes: &Nodes) -> Result<()> {
+    let size = |node: &str| -> Result<u64> {
+        let script = format!("cat /sys/block/$(basename $(disk {node}))/size");
+        Ok(nodes.sh(&script)?.trim().parse()?)
+    };
+    nodes.sh("adm alfa primary r0 && d=$(disk alfa) && mkfs.ext4 -q $d && mount $d /host/mnt")?;
+    let before = size("alfa")?;
+    for index in 0..2 {
+        nodes.guest.resize_disk(index, 2 * DISK_BYTES)?;
+    }
+    nodes.sh("adm alfa resize r0")?;
+    nodes.wait_in_sync()?;
+    ensure!(size("alfa")? == before, "resized under its user");
+    nodes.sh("dd if=/dev/urandom of=/host/mnt/file bs=64k count=32 conv=fsync 2> /dev/null")?;
+    let grown = before + DISK_BYTES / 512;
+    // The Secondary's device has no user.
+    let wait = |node: &'static str| {
+        nodes.guest.wait("the new size", COMMAND_LIMIT, |_| {
+            Ok(size(node).unwrap_or(0) >= grown)
+        })
+    };
+    wait("bravo")?;
+    nodes.sh("cd / && md5sum < /host/mnt/file > /run/sum && umount /host/mnt")?;
+    wait("alfa")?;
+    nodes.sh(
+        "d=$(disk alfa); chroot /host /sbin/e2fsck -f -p $d; [ $? -le 1 ] || exit 1
+         chroot /host /sbin/resize2fs $d && mount $d /host/mnt || exit 1
+         md5sum < /host/mnt/file | cmp - /run/sum || exit 1
+         dd if=/dev/urandom of=/host/mnt/more bs=64k count=32 conv=fsync || exit 1
+         umount /host/mnt",
+    )?;
+    nodes.wait_in_sync()?;
+    nodes.sh("for n in alfa bravo; do adm $n down r0 || exit 1; done")?;
+    nodes.check_equal_disks(grown * 512)
+}
+
+fn kills_of(variable: &str, otherwise: usize) -> Result<usize> {
+    match std::env::var(variable) {
+        Ok(text) => text.parse().with_context(|| variable.to_owned()),
+        Err(_) => Ok(otherwise),
+    }
 }
 
 fn story(nodes: &Nodes, kills: usize) -> Result<()> {
