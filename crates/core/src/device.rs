@@ -252,6 +252,8 @@ pub struct PeerDevice {
     pub reconcile: Reconcile,
     /// The peer ended its resync while this node's was not yet started.
     pub finished_early: Option<lockstep_format::wire::DiskState>,
+    /// This node's resync has ended, and its source was not seen to begin it.
+    pub source_is_late: bool,
     /// UUID of a resync from an 8.4 source that came before this node was ready for it.
     pub early_sync_uuid: Option<Uuid>,
     /// Its slot was empty before a crash: what is marked is what the activity log covered then.
@@ -366,6 +368,7 @@ impl PeerDevice {
             provisional: None,
             reconcile: Reconcile::No,
             finished_early: None,
+            source_is_late: false,
             early_sync_uuid: None,
             marks_of_log: false,
             resync_gate: None,

@@ -927,6 +927,11 @@ impl Resource {
             || (self.is_legacy(peer) && mine.repl.is_sync_source());
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.peer_was_target = theirs.repl.is_sync_target();
+            pd.source_is_late &= theirs.repl == ReplState::WfBitmapS;
+            if theirs.repl == ReplState::Established && mine.repl == ReplState::WfBitmapS {
+                // What its disk is worth may change until this node's handler has ended.
+                pd.finished_early = pd.finished_early.map(|_| theirs.disk);
+            }
         }
         if source && own >= DiskState::Inconsistent {
             match theirs.repl {
@@ -1001,7 +1006,8 @@ impl Resource {
     /// made with an older disk state of the peer: it is made again.
     fn answer_waiting_peer(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
         let waits = |resource: &Self| {
-            matches!(theirs.repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
+            !(theirs.repl == ReplState::WfBitmapS && resource.source_is_late(volume, peer))
+                && matches!(theirs.repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
                 && resource.state.peer_device(volume, peer).repl == ReplState::Established
         };
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());

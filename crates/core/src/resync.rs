@@ -268,6 +268,8 @@ impl Resource {
                     Reconcile::No | Reconcile::Pending { .. } => None,
                 };
                 pd.resync_ready = false;
+                let heard = pd.last_state.map(|state| state.repl);
+                pd.source_is_late = heard == Some(ReplState::WfBitmapS);
                 if let Some(uuids) = pd.uuids.as_mut().filter(|_| disk.is_some()) {
                     // What the peer had marked at the start has been copied.
                     uuids.dirty_bits = 0;

@@ -283,6 +283,7 @@ impl Resource {
                         pd.presented = None;
                         pd.negotiation = None;
                         pd.finished_early = None;
+                        pd.source_is_late = false;
                         pd.early_sync_uuid = None;
                         pd.resync_gate = None;
                         pd.resync_agreed = false;

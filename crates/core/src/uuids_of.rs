@@ -13,6 +13,15 @@ use crate::state::{PeerDeviceState, ReplSets, State};
 use crate::uuids::{PeerUuids, is_real};
 
 impl Resource {
+    /// The peer runs its handler before a resync whose target has finished: when the handler ends, it
+    /// has heard of that end, and waits for nobody.
+    pub(crate) fn source_is_late(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        device
+            .and_then(|d| d.peers.get(&peer))
+            .is_some_and(|pd| pd.source_is_late)
+    }
+
     pub(crate) fn peer_device_mut(
         &mut self,
         volume: VolumeNr,

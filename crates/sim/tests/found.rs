@@ -242,3 +242,13 @@ fn a_copy_on_a_disk_that_is_being_resynced_is_no_copy() {
          493-504,506",
     );
 }
+
+/// A resync ended while its source still waited for its handler. The target took the source's next
+/// state for the begin of another resync, and waited for it in vain; the source knew the target's disk
+/// as it had been at the end.
+#[test]
+fn a_source_in_its_handler_does_not_keep_a_target_that_has_finished() {
+    let handlers = || (None, vec![Extra::Handlers]);
+    named_holds(Some(3), 14, handlers(), "4,6-7", "none");
+    named_holds(Some(3), 14, handlers(), "0-99", "0-99");
+}
