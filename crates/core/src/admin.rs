@@ -784,6 +784,10 @@ impl Resource {
             self.answer(id, Err(no_peer(peer)));
             return;
         }
+        if let Err(error) = self.with_disk(volume) {
+            self.answer(id, Err(error));
+            return;
+        }
         let repl = if reset_bitmap {
             ReplState::StartingSyncS
         } else {
@@ -797,6 +801,18 @@ impl Resource {
         self.answer(id, fail(ErrorCode::NEED_CONNECTION, text));
     }
 
+    /// A volume that has a disk.
+    fn with_disk(&self, volume: VolumeNr) -> Result<&crate::device::Device, CommandError> {
+        let device = self.devices.get(&volume).ok_or_else(|| no_volume(volume))?;
+        match device.attached() {
+            Some(_) => Ok(device),
+            None => fail(
+                ErrorCode::ERR_NO_DISK,
+                format!("volume {volume} has no disk"),
+            ),
+        }
+    }
+
     fn command_verify(
         &mut self,
         id: CommandId,
@@ -805,17 +821,10 @@ impl Resource {
         start: Option<u64>,
         stop: Option<u64>,
     ) -> Result<(), CommandError> {
-        let device = self.devices.get(&volume).ok_or_else(|| no_volume(volume))?;
         if !self.connections.contains_key(&peer) {
             return Err(no_peer(peer));
         }
-        let size = device.size_sectors;
-        if device.attached().is_none() {
-            return Err(CommandError {
-                code: ErrorCode::ERR_NO_DISK,
-                text: format!("volume {volume} has no disk"),
-            });
-        }
+        let size = self.with_disk(volume)?.size_sectors;
         let start_at = start.unwrap_or(0);
         if start_at >= size.max(1) || stop.is_some_and(|stop| stop <= start_at) {
             return Err(CommandError {
@@ -832,8 +841,17 @@ impl Resource {
                 text: format!("the protocol version of node {peer} has no stop sector of a verify"),
             });
         }
-        if self.state.peer_device(volume, peer).repl == ReplState::Established {
-            self.verify_wanted(volume, peer, start, stop);
+        match self.state.peer_device(volume, peer).repl {
+            ReplState::Established => self.verify_wanted(volume, peer, start, stop),
+            // No change of state would come of it: what the operator wants would be dropped.
+            ReplState::VerifyS => {
+                return fail(
+                    ErrorCode::RESYNC_RUNNING,
+                    format!("volume {volume} is being verified with node {peer} already"),
+                );
+            }
+            // The rules for changes of state say what is wrong with the others.
+            _ => {}
         }
         let repl = ReplState::VerifyS;
         self.wish(WishKind::Resync { volume, peer, repl }, Some(id));

@@ -65,6 +65,16 @@ struct Span {
     stop: Option<u64>,
 }
 
+impl Span {
+    /// First sector and end on a volume of this size. Where one goes on that was cut short, but is
+    /// told to stop before, the part before is meant.
+    fn within(self, size: u64) -> (u64, u64) {
+        let end = self.stop.unwrap_or(size).min(size);
+        let start = if self.start < end { self.start } else { 0 };
+        (start, end)
+    }
+}
+
 #[derive(Debug)]
 struct Driver {
     start: u64,
@@ -166,12 +176,7 @@ impl Resource {
         if !drives {
             return;
         }
-        let start = if verify.next.start < size {
-            verify.next.start
-        } else {
-            0
-        };
-        let end = verify.next.stop.unwrap_or(size).min(size);
+        let (start, end) = verify.next.within(size);
         verify.driver = Some(Driver {
             start,
             end,
@@ -191,6 +196,7 @@ impl Resource {
         let Some(verify) = self.verify(volume, peer) else {
             return;
         };
+        verify.position = 0;
         if let Some(driver) = verify.driver.take() {
             // Cut short: the next one goes on with the first block that was not compared.
             let first = verify.by_sector.keys().next().map(|s| s.0);
@@ -832,6 +838,17 @@ impl Resource {
                     left_sectors: (driver.end - driver.start).saturating_sub(driver.done_sectors),
                     skipped_sectors: driver.skipped_sectors,
                 },
+                // Agreed on; it begins when the peer knows as well.
+                (ReplState::VerifyS, None) => {
+                    let (start, end) = verify.next.within(device.size_sectors);
+                    VerifyReport {
+                        start_sector: start,
+                        stop_sector: (end < device.size_sectors).then_some(end),
+                        position_sector: start,
+                        left_sectors: end - start,
+                        skipped_sectors: 0,
+                    }
+                }
                 (ReplState::VerifyT, _) => VerifyReport {
                     start_sector: 0,
                     stop_sector: None,
