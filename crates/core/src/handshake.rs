@@ -683,6 +683,15 @@ impl Resource {
         if newer && self.state.role == Role::Secondary {
             return;
         }
+        // This Primary announced that generation while it had no disk, and the link broke before the
+        // answer came. Who took it over from there would have made one of its own.
+        let announced = device
+            .announced
+            .iter()
+            .any(|uuid| uuid.same_generation(uuids.current));
+        if newer && announced {
+            return;
+        }
         if newer {
             let refusal = self.older_than(peer, volume);
             verdict.refusal.get_or_insert(refusal);
@@ -799,7 +808,8 @@ impl Resource {
         self.learn_exposed(volume, peer, verdict);
     }
 
-    /// A diskless Secondary takes the generation of the UpToDate peer for its own.
+    /// A diskless Secondary takes the generation of the UpToDate peer for its own, a Primary one that
+    /// it has announced and had no answer to.
     fn learn_exposed(&mut self, volume: VolumeNr, peer: NodeId, verdict: &ConnectVerdict) {
         let own = self.state.disk(volume);
         let Some(device) = self.devices.get_mut(&volume) else {
@@ -813,9 +823,14 @@ impl Resource {
             .get(&peer)
             .and_then(|pd| pd.uuids.as_ref())
             .map(|u| u.current);
-        if let Some(current) = current
-            && (device.exposed_uuid.is_zero() || self.state.role == Role::Secondary)
-        {
+        let Some(current) = current else { return };
+        let is_secondary = self.state.role == Role::Secondary;
+        let announced = device.announced.len();
+        if !is_secondary {
+            device.announced.retain(|u| !u.same_generation(current));
+        }
+        let confirmed = device.announced.len() < announced;
+        if confirmed || is_secondary || device.exposed_uuid.is_zero() {
             device.exposed_uuid = current;
         }
     }

@@ -88,7 +88,7 @@ impl World {
         writes.push((bytes.len() / 512) as u32);
         let Some(stop) = stop else { return false };
         self.trap.sprung = true;
-        let at = *offset as usize;
+        let at = *offset;
         // The superblock is written whole or not at all.
         let whole = *offset == disk.layout.superblock_byte() && (stop.sectors as usize) < 8;
         let len = if whole {
@@ -97,7 +97,7 @@ impl World {
             stop.sectors as usize * 512
         };
         let bytes = bytes[..len].to_vec();
-        disk.meta[at..at + len].copy_from_slice(&bytes);
+        disk.store_meta(at, &bytes);
         disk.flying_meta.remove(&id);
         true
     }

@@ -2,7 +2,9 @@
 //! is bytes, durable at completion. On persistent memory these are stored by words of 8 bytes; of
 //! those behind the last fence a power cut keeps any (`words`).
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
 
 use lockstep_core::event::{DiskInfo, Tag};
 use lockstep_format::disk::BLOCK_BYTES;
@@ -12,7 +14,7 @@ use lockstep_format::disk::layout::{BitmapBlock, Geometry, Layout, Placement};
 use lockstep_format::disk::pmem::WordStore;
 use lockstep_format::disk::v08;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
-use lockstep_format::units::NodeId;
+use lockstep_format::units::{AlExtent, NodeId, Sector};
 
 use crate::rng::Rng;
 
@@ -277,6 +279,23 @@ pub struct Disk {
     pub closing: Option<Tag>,
     /// What is wrong with it.
     pub trouble: Trouble,
+    /// What the metadata say beside the bitmap, as they were read last.
+    read: RefCell<Option<Rc<Read>>>,
+}
+
+/// What metadata say beside the bitmap.
+#[derive(Debug)]
+struct Read {
+    superblock: Result<SuperBlock, String>,
+    log: Log,
+}
+
+/// Which extents an attach would mark.
+#[derive(Debug)]
+enum Log {
+    None,
+    Extents(Vec<AlExtent>),
+    All,
 }
 
 /// Size of an external metadata device, and room for internal metadata.
@@ -335,6 +354,7 @@ impl Disk {
             given_up: false,
             closing: None,
             trouble: Trouble::default(),
+            read: RefCell::default(),
         }
     }
 
@@ -379,6 +399,15 @@ impl Disk {
     pub fn store_meta(&mut self, offset: u64, bytes: &[u8]) {
         let at = self.meta_index(offset);
         self.meta[at..at + bytes.len()].copy_from_slice(bytes);
+        let end = offset + bytes.len() as u64;
+        let log = self.layout.al_byte();
+        let parts = [
+            (self.layout.superblock_byte(), BLOCK_BYTES as u64),
+            (log, self.layout.geometry().al.bytes()),
+        ];
+        if parts.iter().any(|(at, len)| offset < at + len && *at < end) {
+            self.read.take();
+        }
     }
 
     /// The bytes lie in the metadata area.
@@ -524,6 +553,40 @@ impl Disk {
 
     /// The superblock on the medium.
     pub fn superblock(&self) -> Result<SuperBlock, String> {
+        self.read().superblock.clone()
+    }
+
+    /// What the medium says beside the bitmap.
+    fn read(&self) -> Rc<Read> {
+        let mut last = self.read.borrow_mut();
+        let read = last.get_or_insert_with(|| {
+            let superblock = self.read_superblock();
+            let log = match &superblock {
+                Ok(s) if !s.flags.contains(DeviceFlags::AL_CLEAN) => self.read_log(s.al_extents),
+                Ok(_) | Err(_) => Log::None,
+            };
+            Rc::new(Read { superblock, log })
+        });
+        Rc::clone(read)
+    }
+
+    fn read_log(&self, al_extents: u32) -> Log {
+        let geometry = self.layout.geometry().al;
+        let area = self.meta_at(self.layout.al_byte(), geometry.bytes() as usize);
+        let slots =
+            self.persistent && AlForm::of(area, geometry, false) == AlForm::PersistentMemory;
+        let replay = match slots {
+            true => Ok(al::replay_persistent_memory(area, al_extents)),
+            false => al::replay(area, geometry),
+        };
+        match replay {
+            Ok(replay) if replay.coverage == al::Coverage::Complete => Log::Extents(replay.active),
+            // Nothing is known: an attach marks everything.
+            _ => Log::All,
+        }
+    }
+
+    fn read_superblock(&self) -> Result<SuperBlock, String> {
         let block = self
             .meta_at(self.layout.superblock_byte(), BLOCK_BYTES)
             .try_into()
@@ -555,7 +618,8 @@ impl Disk {
     /// For each block of the list: does this disk's metadata mark it towards the peer?
     pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
         use lockstep_format::disk::v09::PeerFlags;
-        let superblock = self.superblock()?;
+        let read = self.read();
+        let superblock = read.superblock.as_ref().map_err(Clone::clone)?;
         let entry = superblock.peer(NodeId(peer as u8));
         let sectors = superblock.effective_size.0;
         if entry.flags.contains(PeerFlags::FULL_SYNC) || sectors == 0 {
@@ -563,38 +627,19 @@ impl Disk {
         }
         let shape = self.layout.bitmap_shape(sectors);
         let base = self.meta_index(self.layout.bitmap_byte());
-        let mut marked: Vec<bool> = blocks
-            .iter()
-            .map(|block| {
-                entry.bitmap_index.is_some_and(|slot| {
-                    let bit = block * 8 / shape.block().sectors();
-                    let (byte, mask) = shape.position(slot, bit);
-                    self.meta[base + byte as usize] & mask != 0
-                })
+        let is_marked = |block: u64| {
+            entry.bitmap_index.is_some_and(|slot| {
+                let bit = block * 8 / shape.block().sectors();
+                let (byte, mask) = shape.position(slot, bit);
+                self.meta[base + byte as usize] & mask != 0
             })
-            .collect();
-        // The log is read only if the bitmap does not tell all.
-        if marked.contains(&false) && !superblock.flags.contains(DeviceFlags::AL_CLEAN) {
-            let len = self.layout.geometry().al.bytes() as usize;
-            let area = self.meta_at(self.layout.al_byte(), len);
-            let geometry = self.layout.geometry().al;
-            let slots =
-                self.persistent && AlForm::of(area, geometry, false) == AlForm::PersistentMemory;
-            let replay = match slots {
-                true => Ok(al::replay_persistent_memory(area, superblock.al_extents)),
-                false => al::replay(area, geometry),
-            };
-            match replay {
-                Ok(replay) if replay.coverage == al::Coverage::Complete => {
-                    for (block, marked) in blocks.iter().zip(&mut marked) {
-                        let sector = lockstep_format::units::Sector(block * 8);
-                        *marked |= replay.active.contains(&sector.al_extent());
-                    }
-                }
-                // Nothing is known: an attach marks everything.
-                _ => marked.fill(true),
-            }
-        }
-        Ok(marked)
+        };
+        let is_hot = |block: u64| match &read.log {
+            Log::None => false,
+            Log::Extents(active) => active.binary_search(&Sector(block * 8).al_extent()).is_ok(),
+            Log::All => true,
+        };
+        let blocks = blocks.iter();
+        Ok(blocks.map(|b| is_marked(*b) || is_hot(*b)).collect())
     }
 }

@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::check;
+use crate::cover;
 use crate::disk::Lose;
 use crate::faults::{Fault, Undo, happen, revert, word};
 use crate::marks::{self, Marks};
@@ -12,6 +13,7 @@ use crate::pair::Pair;
 use crate::plan::{Orders, Plan, PlannedFault};
 use crate::promises;
 use crate::rng::{Rng, mixed};
+use crate::rot;
 use crate::story::{self, Tail};
 use crate::swarm::{bring_up, rest, wait_for};
 use crate::world::{MS, SECOND, World};
@@ -233,6 +235,9 @@ impl<'a> Drive<'a> {
         if w.violation.is_some() {
             return;
         }
+        if self.plan.verifies() {
+            rot::is_found(w, o, self.plan.seed);
+        }
         check::replicas_are_equal(w);
         check::differences_are_marked(w);
         check::generations_agree(w);
@@ -295,6 +300,7 @@ impl<'a> Drive<'a> {
             self.heal_at = Some(w.now + SECOND);
             o.heal(w);
         }
+        cover::differences_are_known(w);
         if self.plan.watches && w.violation.is_none() {
             check::differences_are_marked(w);
             check::losses_are_marked(w);
@@ -416,4 +422,4 @@ fn promote_an_heir(w: &mut World, o: &mut Operator, number: u64) -> bool {
 }
 
 /// How long the cluster may take to become whole, from the last block of a resync.
-const PATIENCE: u64 = 400 * SECOND;
+pub(crate) const PATIENCE: u64 = 400 * SECOND;

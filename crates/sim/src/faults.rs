@@ -87,6 +87,8 @@ pub enum Fault {
     Resize,
     /// A node is cut off for a while, and writes fail there when it is brought up to date.
     ResyncError,
+    /// The operator starts an online verify of a part where requests go.
+    VerifyPart,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -128,7 +130,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 9] = [
+pub const BY_NAME: [(Fault, &str); 10] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -138,6 +140,7 @@ pub const BY_NAME: [(Fault, &str); 9] = [
     (Fault::Takeover, "takeover"),
     (Fault::Resize, "resize"),
     (Fault::ResyncError, "resyncerror"),
+    (Fault::VerifyPart, "verifypart"),
 ];
 
 /// Every kind with its word.
@@ -401,7 +404,16 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             None
         }
         Fault::Verify => {
-            o.verify(w, a, b, volume);
+            o.verify(w, a, b, volume, None);
+            None
+        }
+        Fault::VerifyPart => {
+            let touched = w.history.touched_blocks(volume);
+            if !touched.is_empty() {
+                let middle = touched[rng.below(touched.len() as u64) as usize];
+                let first = middle.saturating_sub(rng.below(200));
+                o.verify(w, a, b, volume, Some((first, first + 300)));
+            }
             None
         }
         Fault::Balance => {

@@ -46,6 +46,8 @@ struct Volume {
     /// By block: index into `registers` plus one; 0 is none.
     index: Vec<u32>,
     registers: Vec<Register>,
+    /// Their blocks.
+    blocks: Vec<u64>,
     /// Registers with versions that ended and are not known to be durable.
     soft: Vec<u32>,
 }
@@ -60,14 +62,15 @@ pub struct History {
 }
 
 impl Volume {
-    fn number(&mut self, block: u64) -> u32 {
-        let block = block as usize;
+    fn number(&mut self, number: u64) -> u32 {
+        let block = number as usize;
         if block >= self.index.len() {
             let len = (block + 1).next_power_of_two().max(1024);
             self.index.resize(len, 0);
         }
         if self.index[block] == 0 {
             self.registers.push(Register::default());
+            self.blocks.push(number);
             self.index[block] = self.registers.len() as u32;
         }
         self.index[block] - 1
@@ -403,16 +406,17 @@ impl History {
         text
     }
 
-    /// Blocks of a volume that were ever written or read.
+    /// Blocks of a volume that were ever written or read, ascending.
     pub fn touched(&self, volume: u16) -> Vec<u64> {
-        let Some(volume) = self.volumes.get(usize::from(volume)) else {
-            return Vec::new();
-        };
-        let blocks = volume.index.iter().enumerate();
+        let mut blocks = self.touched_blocks(volume).to_vec();
+        blocks.sort_unstable();
         blocks
-            .filter(|(_, number)| **number != 0)
-            .map(|(block, _)| block as u64)
-            .collect()
+    }
+
+    /// The same in the order in which they were first asked for.
+    pub fn touched_blocks(&self, volume: u16) -> &[u64] {
+        let volume = self.volumes.get(usize::from(volume));
+        volume.map_or(&[], |v| &v.blocks)
     }
 }
 

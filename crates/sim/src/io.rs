@@ -5,6 +5,7 @@ use lockstep_core::event::{DiskError, DiskOp, Input, Tag};
 use lockstep_format::units::{Sector, VolumeNr};
 
 use crate::check;
+use crate::cover;
 use crate::disk::{BLOCK, DataOp, Fate, Flying, MetaOp};
 use crate::promises;
 use crate::sometimes;
@@ -98,6 +99,7 @@ impl World {
                 }
             }
         }
+        cover::write_is_marked(self, node, v, &op);
         let id = self.next();
         let typical = self.config.disk_delay * self.nodes[node].disks[v].trouble.slowness;
         let delay = self.delay(Place::Disk(node, v), typical);

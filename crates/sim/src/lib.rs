@@ -5,6 +5,7 @@
 
 mod buffers;
 pub mod check;
+mod cover;
 pub mod crash_points;
 pub mod cuts;
 pub mod disk;
@@ -25,6 +26,7 @@ pub mod plan;
 pub mod planted;
 pub mod promises;
 pub mod rng;
+mod rot;
 pub mod scenario;
 pub mod shrink;
 pub mod soak;

@@ -816,15 +816,22 @@ impl Operator {
     }
 
     /// Starts an online verify.
-    pub fn verify(&mut self, w: &mut World, node: usize, peer: usize, volume: u16) {
+    pub fn verify(
+        &mut self,
+        w: &mut World,
+        node: usize,
+        peer: usize,
+        volume: u16,
+        blocks: Option<(u64, u64)>,
+    ) {
         if self.is_up(node) {
             w.command(
                 node,
                 Command::Verify {
                     peer: peer_id(peer),
                     volume: VolumeNr(volume),
-                    start: None,
-                    stop: None,
+                    start: blocks.map(|(first, _)| first * 8),
+                    stop: blocks.map(|(_, end)| end * 8),
                 },
             );
         }
@@ -865,7 +872,11 @@ impl Operator {
             .iter()
             .any(|c| c.state == ConnState::StandAlone);
         for device in snapshot.devices.iter().filter(|_| alone) {
-            let wanted = self.sizes[usize::from(device.volume.0)];
+            // A growth that was asked for last may have been refused.
+            let wanted = match self.sizes[usize::from(device.volume.0)] {
+                0 => smallest(w, device.volume),
+                wanted => wanted,
+            };
             if wanted != 0 && device.size_sectors > wanted {
                 resize_to(w, node, device.volume.0, wanted);
             }
@@ -945,6 +956,16 @@ fn are_of_one_generation(w: &World, a: usize, b: usize) -> bool {
         )
     };
     generations(a).is_some_and(|of_a| generations(b) == Some(of_a))
+}
+
+/// The smallest size of a volume on the nodes that know one; 0 if none does.
+fn smallest(w: &World, volume: VolumeNr) -> u64 {
+    let snapshots = (0..w.nodes.len()).filter_map(|node| w.snapshot(node));
+    let devices = snapshots.flat_map(|s| s.devices);
+    let sizes = devices
+        .filter(|d| d.volume == volume)
+        .map(|d| d.size_sectors);
+    sizes.filter(|size| *size != 0).min().unwrap_or(0)
 }
 
 fn resize_to(w: &mut World, node: usize, volume: u16, size_sectors: u64) {

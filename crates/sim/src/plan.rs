@@ -195,6 +195,8 @@ pub struct Plan {
     pub theme: Theme,
     /// Both nodes are Primary.
     pub shares: Option<Shares>,
+    /// Verifies are among what may happen.
+    verifies: bool,
 }
 
 /// What the parts of a plan draw from: one stream for each, by name.
@@ -300,7 +302,15 @@ impl Plan {
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
             theme,
             shares,
+            verifies: kinds.contains(&Fault::Verify) || kinds.contains(&Fault::VerifyPart),
         }
+    }
+
+    /// Once all is well a verify has to find what a disk has silently changed.
+    pub fn verifies(&self) -> bool {
+        // Whatever is marked, nodes of 8.4 with equal generations copy nothing.
+        let modern = self.settings.resource.protocol_max > 101;
+        self.verifies && modern && self.config.nodes == 2 && self.shares.is_none()
     }
 
     /// In words: what kind of world it is.

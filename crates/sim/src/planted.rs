@@ -97,7 +97,6 @@ fn shows(bug: Planted) -> Shows {
         | P::LocalFailureNotMarked
         | P::ParkedNotResent
         | P::UnsentNotMarked
-        | P::PeerDiskLossForgetsSent
         | P::FlushJoinsRunningOne
         | P::MarkedAgainForgotten
         | P::ResyncWriteErrorIgnored
@@ -123,6 +122,7 @@ fn shows(bug: Planted) -> Shows {
         | P::LostBuffer
         | P::OutOfSyncNotMarked
         | P::SilentPeerKept
+        | P::PeerDiskLossForgetsSent
         | P::TwopcBothGiveWay
         | P::PeerAckNeverSent => Shows::Anything,
     }

@@ -252,3 +252,17 @@ fn a_source_in_its_handler_does_not_keep_a_target_that_has_finished() {
     named_holds(Some(3), 14, handlers(), "4,6-7", "none");
     named_holds(Some(3), 14, handlers(), "0-99", "0-99");
 }
+
+#[test]
+fn a_primary_without_a_disk_takes_the_generation_that_it_announced_to_a_peer_that_was_lost() {
+    // It refused that peer, and then its own disk, for ever.
+    const KINDS: &str = "writeerror,writeerror,writeerror,suspend,reset,crash";
+    let kinds = || (Some(KINDS), Vec::new());
+    named_holds(Some(2), 500_026, kinds(), "6,8-9", "31,35,57");
+}
+
+#[test]
+fn the_operator_shrinks_the_rest_after_a_growth_was_refused() {
+    let kinds = || (Some("resize,crash,partition,powercut"), Vec::new());
+    named_holds(Some(2), 100_719, kinds(), "13-16", "none");
+}

@@ -10,6 +10,7 @@
 //! `settle_data`.
 
 mod ack_times;
+mod audit;
 mod balance;
 mod conflict;
 mod dagtag;

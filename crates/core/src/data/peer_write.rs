@@ -811,7 +811,7 @@ impl Resource {
     /// Who has the write is known: bits, then the extents.
     fn settle_peer_write(&mut self, peer: NodeId, write: &PeerWrite, mask: NodeMask) {
         let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
-        let failed = write.stage == Stage::Failed;
+        let failed = write.stage == Stage::Failed && !planted!(self, NegAckIgnored);
         let clears_all = planted!(self, PeerAckClearsAll);
         if let Some(io) = self.disk_io(volume) {
             let sender = io.slot_mask(NodeMask::of(peer));

@@ -1,0 +1,37 @@
+//! What a checker outside may ask: whether this node knows of a difference to a peer.
+
+use lockstep_format::disk::v09::PeerFlags;
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::DiskState;
+
+use crate::resource::Resource;
+
+impl Resource {
+    /// Whether this node, as it is in memory, would not take a block for equal to a peer's: it is
+    /// marked, or a write that covers it is not settled, after which it is marked if it has to be.
+    /// None without a disk whose metadata are in memory, or without a bitmap for the peer.
+    pub fn suspects(&self, volume: VolumeNr, peer: NodeId, sector: Sector) -> Option<bool> {
+        let disk = self.devices.get(&volume)?.attached()?;
+        if self.state.disk(volume) <= DiskState::Failed {
+            return None;
+        }
+        let slot = disk.io.slot(peer)?;
+        let bit = sector.0 / disk.io.bitmap.shape().block().sectors();
+        let full = PeerFlags::FULL_SYNC;
+        let marked = disk.io.bitmap.any_set(slot, bit..bit + 1)
+            || disk.generations.slot(peer).flags.contains(full);
+        Some(marked || self.is_unsettled(volume, sector))
+    }
+
+    fn is_unsettled(&self, volume: VolumeNr, sector: Sector) -> bool {
+        let covers = |from: Sector, size: u32| from <= sector && sector < from.end_of(size);
+        let own = self.io.log.iter().any(|key| {
+            let req = self.io.requests.get(*key);
+            req.is_some_and(|r| r.volume == volume && covers(r.sector, r.size_bytes))
+        });
+        own || self.connections.values().any(|conn| {
+            let mut writes = conn.io.writes.iter();
+            writes.any(|w| w.volume == volume && covers(w.sector, w.size_bytes))
+        })
+    }
+}

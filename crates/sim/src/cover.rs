@@ -1,0 +1,109 @@
+//! Marks, looked at block by block all the time: before a write reaches a disk, whether a node that
+//! died now would know of the difference; and whether nodes that are up, and will not read their
+//! metadata again before they meet, know it in memory.
+
+use lockstep_format::disk::v09::DeviceFlags;
+use lockstep_format::units::{Sector, VolumeNr};
+
+use crate::disk::DataOp;
+use crate::world::{World, id, name};
+
+/// A write goes to a node's disk, and from now on any part of it may be there: where it differs
+/// from another node's disk one of the two metadata areas says so.
+pub(crate) fn write_is_marked(w: &mut World, node: usize, volume: usize, op: &DataOp) {
+    let DataOp::Write { block, content, .. } = op else {
+        return;
+    };
+    for peer in w.storage().filter(|peer| *peer != node) {
+        if w.storage().len() > 2 && (is_partial(w, node, volume) || is_partial(w, peer, volume)) {
+            // A disk that is being resynced is marked by its source.
+            continue;
+        }
+        let theirs = &w.nodes[peer].disks[volume].content;
+        let differing: Vec<u64> = (*block..*block + content.len() as u64)
+            .filter(|b| theirs.get(*b as usize) != content.get((*b - *block) as usize))
+            .filter(|b| !w.spoiled.contains_key(&(volume as u16, *b)))
+            .collect();
+        if differing.is_empty() {
+            continue;
+        }
+        let marks =
+            |of: usize, towards: usize| w.nodes[of].disks[volume].marks(towards, &differing);
+        let (Ok(own), Ok(theirs)) = (marks(node, peer), marks(peer, node)) else {
+            continue;
+        };
+        if let Some(i) = (0..differing.len()).find(|i| !own[*i] && !theirs[*i]) {
+            let block = differing[i];
+            let text = format!(
+                "{} writes block {block} of volume {volume}; if it died now, neither its metadata \
+                 nor those of {} would mark the difference; {}",
+                name(node),
+                name(peer),
+                w.history.describe(volume as u16, block)
+            );
+            w.fail(text);
+            return;
+        }
+    }
+}
+
+/// Nodes that are up know in memory what differs between them. One that is down, or has no disk
+/// now, will know what its metadata say.
+pub(crate) fn differences_are_known(w: &mut World) {
+    for volume in 0..usize::from(w.config.volumes) {
+        for x in w.storage() {
+            for y in x + 1..w.storage().end {
+                pair_knows(w, volume, x, y);
+            }
+        }
+    }
+}
+
+fn pair_knows(w: &mut World, volume: usize, x: usize, y: usize) {
+    let content =
+        |node: usize, block: &u64| w.nodes[node].disks[volume].content.get(*block as usize);
+    let blocks = w.history.touched_blocks(volume as u16).iter();
+    let differing = blocks.filter(|b| content(x, b) != content(y, b)).copied();
+    let unknown = differing
+        .filter(|block| !w.spoiled.contains_key(&(volume as u16, *block)))
+        .find(|block| !suspects(w, volume, x, y, *block) && !suspects(w, volume, y, x, *block));
+    let Some(block) = unknown else { return };
+    let partial = is_partial(w, x, volume) || is_partial(w, y, volume);
+    if partial && w.storage().len() > 2 || is_asked_for(w, volume, block) {
+        return;
+    }
+    let text = format!(
+        "volume {volume} block {block} differs between {} ({}) and {} ({}), and neither of them \
+         knows it; {}",
+        name(x),
+        w.nodes[x].disks[volume].content[block as usize],
+        name(y),
+        w.nodes[y].disks[volume].content[block as usize],
+        w.history.describe(volume as u16, block)
+    );
+    w.fail(text);
+}
+
+/// The node would compare the block with the peer's.
+pub(crate) fn suspects(w: &World, volume: usize, node: usize, peer: usize, block: u64) -> bool {
+    let resource = w.nodes[node].resource.as_ref();
+    let known =
+        resource.and_then(|r| r.suspects(VolumeNr(volume as u16), id(peer), Sector(block * 8)));
+    known.unwrap_or_else(|| {
+        let marks = w.nodes[node].disks[volume].marks(peer, &[block]);
+        marks.is_ok_and(|m| m[0])
+    })
+}
+
+/// A front end waits for a request of the block: whatever becomes of it is not decided.
+fn is_asked_for(w: &World, volume: usize, block: u64) -> bool {
+    let mut requests = w.nodes.iter().flat_map(|n| n.requests.values());
+    requests
+        .any(|r| usize::from(r.volume) == volume && (r.block..r.block + r.count).contains(&block))
+}
+
+/// According to its metadata the disk does not have all data of a generation.
+fn is_partial(w: &World, node: usize, volume: usize) -> bool {
+    let superblock = w.nodes[node].disks[volume].superblock();
+    superblock.is_ok_and(|s| !s.flags.contains(DeviceFlags::CONSISTENT))
+}
