@@ -486,7 +486,11 @@ impl Resource {
                 for extent in &replay.active {
                     let bits = disk.io.bitmap.extent_bits(*extent);
                     let bits = bits.start.min(size)..bits.end.min(size);
-                    for slot in 0..disk.io.bitmap.shape().slots() {
+                    let slots = match planted!(self, LogMarksFirstPeer) {
+                        true => 0..1,
+                        false => 0..disk.io.bitmap.shape().slots(),
+                    };
+                    for slot in slots {
                         disk.io.bitmap.set_bits(slot, bits.clone());
                     }
                 }
@@ -1089,7 +1093,9 @@ impl Resource {
             let shape = layout.bitmap_shape(size);
             let loaded = disk.io.bitmap.shape().bits();
             if shape.bits() != loaded {
-                disk.io.bitmap.resize(shape, true);
+                disk.io
+                    .bitmap
+                    .resize(shape, !planted!(self, NewAreaUnmarked));
             }
         }
         self.log(

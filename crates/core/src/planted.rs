@@ -207,4 +207,34 @@ registry! {
         "A node that sees too few others keeps its quorum.";
     OldLogCounts "old-log-counts"
         "A write keeps its place in the activity log of a disk that was replaced.";
+    ExtentLetGoEarly "extent-let-go-early"
+        "A write's place in the activity log is given back before all peers have it on stable storage.";
+    AheadForgetsMarks "ahead-forgets-marks"
+        "What was written Ahead and is not settled is not marked when the resync begins.";
+    LocalErrorIgnored "local-error-ignored"
+        "A write that failed on the Primary's disk counts as done.";
+    PostponedLost "postponed-lost"
+        "The first of the writes that waited for the end of a suspension is forgotten.";
+    DrainWaitsForNothing "drain-waits-for-nothing"
+        "A lost connection is taken for drained while its writes are on their way to the disk.";
+    InSyncWhileBusy "in-sync-while-busy"
+        "What a third node calls equal is taken for equal while it is being written.";
+    PeerDiscardShort "peer-discard-short"
+        "A received discard reaches only the first half of its range.";
+    FlushRequestAnsweredEarly "flush-request-answered-early"
+        "A resync ends before the peer acks of earlier writes are out.";
+    ReplacedNotMarked "replaced-not-marked"
+        "A block that a resync replaces is not marked towards third nodes.";
+    FrozenWritesGoOn "frozen-writes-go-on"
+        "Writes are submitted and completed while requests are frozen.";
+    LogMarksFirstPeer "log-marks-first-peer"
+        "An attach after a crash marks the activity log's extents towards one peer only.";
+    FlushErrorIgnored "flush-error-ignored"
+        "A flush that failed counts as done.";
+    LogErrorIgnored "log-error-ignored"
+        "An activity-log write that failed counts as done.";
+    ZeroUnchecked "zero-unchecked"
+        "A thin resync takes every block for zeroes.";
+    NewAreaUnmarked "new-area-unmarked"
+        "The area that a resize adds is not marked, and so not copied.";
 }

@@ -322,11 +322,16 @@ impl World {
                     disk.flushed(upto);
                 }
                 disk.store_meta(offset, &bytes);
+                let log = disk.layout.al_byte();
+                let is_log = offset >= log && offset < log + disk.layout.geometry().al.bytes();
                 if offset == disk.layout.superblock_byte() {
                     promises::superblock_written(self, node, v);
                 }
                 if self.watches {
                     check::differences_are_marked(self);
+                    check::losses_are_marked(self);
+                } else if is_log {
+                    // Some extent may have left the log.
                     check::losses_are_marked(self);
                 }
                 Vec::new()

@@ -104,6 +104,16 @@ fn shows(bug: Planted) -> Shows {
         | P::VerifyForgetsDifference
         | P::CrashedPrimaryForgotten
         | P::QuorumNeverLost
+        | P::ExtentLetGoEarly
+        | P::LocalErrorIgnored
+        | P::InSyncWhileBusy
+        | P::PeerDiscardShort
+        | P::ReplacedNotMarked
+        | P::LogMarksFirstPeer
+        | P::FlushErrorIgnored
+        | P::LogErrorIgnored
+        | P::ZeroUnchecked
+        | P::NewAreaUnmarked
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -111,6 +121,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DisklessKeepsGeneration
         | P::PlannedUuidNotNoted
         | P::AckBeforeGeneration
+        | P::FrozenWritesGoOn
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -123,6 +134,10 @@ fn shows(bug: Planted) -> Shows {
         | P::OutOfSyncNotMarked
         | P::SilentPeerKept
         | P::PeerDiskLossForgetsSent
+        | P::AheadForgetsMarks
+        | P::PostponedLost
+        | P::DrainWaitsForNothing
+        | P::FlushRequestAnsweredEarly
         | P::TwopcBothGiveWay
         | P::PeerAckNeverSent => Shows::Anything,
     }
@@ -344,6 +359,16 @@ const RARE: &[Planted] = &[
     Planted::TwopcBothGiveWay,
     Planted::QuorumNeverLost,
     Planted::OldLogCounts,
+    Planted::ExtentLetGoEarly,
+    Planted::AheadForgetsMarks,
+    Planted::LocalErrorIgnored,
+    Planted::InSyncWhileBusy,
+    Planted::FlushRequestAnsweredEarly,
+    Planted::ReplacedNotMarked,
+    Planted::FrozenWritesGoOn,
+    Planted::FlushErrorIgnored,
+    Planted::LogErrorIgnored,
+    Planted::NewAreaUnmarked,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

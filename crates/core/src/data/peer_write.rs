@@ -364,7 +364,12 @@ impl Resource {
                 write.durable = durable;
             }
         }
-        let op = self.disk_write(volume, kind, sector, size, payload);
+        let short = planted!(self, PeerDiscardShort) && payload.is_none();
+        let reach = match short {
+            true => size.div_ceil(2).next_multiple_of(4096),
+            false => size,
+        };
+        let op = self.disk_write(volume, kind, sector, reach, payload);
         self.disk_op(volume, op, DataOp::PeerWrite(volume, peer, number));
     }
 
@@ -962,7 +967,7 @@ impl Resource {
             self.forward_marks(volume, peer, NodeMask::EMPTY, sector, size);
             self.al_put(volume, sector, size, serial);
         }
-        if left {
+        if left && !planted!(self, DrainWaitsForNothing) {
             return;
         }
         self.drained(peer);
@@ -977,7 +982,9 @@ impl Resource {
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
-        if !conn.io.draining || busy || conn.io.writes.iter().any(|w| w.stage == Stage::Active) {
+        let writes = conn.io.writes.iter().any(|w| w.stage == Stage::Active)
+            && !planted!(self, DrainWaitsForNothing);
+        if !conn.io.draining || busy || writes {
             return;
         }
         conn.io.draining = false;
@@ -1044,12 +1051,14 @@ impl Resource {
             let found = d.peers.iter().filter(|(_, pd)| pd.io.verify.found);
             found.map(|(node, _)| *node).collect()
         });
+        let careless = planted!(self, InSyncWhileBusy);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let extents: Vec<AlExtent> = Extents::of(sync.sector, sync.size_bytes).iter().collect();
         // Something is being written: what the sender saw may be over.
-        if busy || extents.iter().any(|extent| io.al.is_referenced(*extent)) {
+        let hot = extents.iter().any(|extent| io.al.is_referenced(*extent));
+        if (busy || hot) && !careless {
             return;
         }
         let mut cleared = 0;

@@ -109,7 +109,7 @@ impl Resource {
     /// No request is admitted now (semantics.md, 3.6).
     pub(crate) fn requests_wait(&self, volume: VolumeNr) -> bool {
         // What the metadata say of a promotion has to be durable before its first write.
-        self.state.suspended()
+        self.state.suspended() && !planted!(self, FrozenWritesGoOn)
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
             || self.is_demoting()
@@ -123,7 +123,7 @@ impl Resource {
 
     /// No write is completed now.
     pub(crate) fn completions_wait(&self, volume: VolumeNr) -> bool {
-        self.state.suspended() || self.uuid_hold(volume)
+        self.state.suspended() && !planted!(self, FrozenWritesGoOn) || self.uuid_hold(volume)
     }
 
     /// Somebody waits for a new current UUID that is due: it is written now.

@@ -671,7 +671,9 @@ impl Resource {
         };
         let (sector, size) = (request.sector, request.size_bytes);
         // How other nodes stand to this block is not known from here on.
-        if let Some(io) = self.disk_io(volume) {
+        if !planted!(self, ReplacedNotMarked)
+            && let Some(io) = self.disk_io(volume)
+        {
             io.mark_replaced(peer, sector, size);
         }
         let primary = self.state.primary_peer();

@@ -225,7 +225,11 @@ impl Resource {
 
     /// The end of a suspension: writes that were admitted before it go on.
     pub(crate) fn retry_postponed(&mut self) {
-        for key in core::mem::take(&mut self.io.postponed) {
+        let skipped = usize::from(planted!(self, PostponedLost));
+        for key in core::mem::take(&mut self.io.postponed)
+            .into_iter()
+            .skip(skipped)
+        {
             self.start_write(key);
         }
     }
@@ -443,7 +447,7 @@ impl Resource {
             return;
         };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
-        req.local = if result.is_ok() {
+        req.local = if result.is_ok() || planted!(self, LocalErrorIgnored) {
             Local::Ok
         } else {
             Local::Failed
@@ -459,7 +463,7 @@ impl Resource {
             }
         }
         // Zero-outs are always possible, so a failed one is as bad as a failed write.
-        if result.is_err() {
+        if result.is_err() && !planted!(self, LocalErrorIgnored) {
             self.await_only_copies(key);
             // Nobody knows what is here now. With `pass_on` the disk stays, and whatever is marked
             // is not read from it.
@@ -593,6 +597,13 @@ impl Resource {
             self.close_epoch();
         }
         self.drop_range(key);
+        if planted!(self, ExtentLetGoEarly)
+            && let Some(req) = self.io.requests.get_mut(key)
+            && let Some(serial) = req.al.take()
+        {
+            let (sector, size) = (req.sector, req.size_bytes);
+            self.al_put(volume, sector, size, serial);
+        }
         if settled {
             self.io.requests.remove(key);
         }
@@ -752,6 +763,9 @@ impl Resource {
     /// The end of Ahead: what is not settled yet is marked and told now, so that the resync that
     /// follows cannot miss it.
     pub(crate) fn tell_marks(&mut self, volume: VolumeNr, peer: NodeId) {
+        if planted!(self, AheadForgetsMarks) {
+            return;
+        }
         let keys: Vec<Key> = self.io.log.iter().copied().collect();
         for key in keys {
             let Some(req) = self.io.requests.get_mut(key) else {
