@@ -221,10 +221,8 @@ fn has_just_failed(w: &mut World, node: usize, volume: usize) -> bool {
 
 /// According to its metadata the disk has all data of a generation.
 pub(crate) fn is_whole(w: &World, node: usize, volume: usize) -> bool {
-    w.nodes[node].disks[volume].superblock().is_ok_and(|s| {
-        s.flags
-            .contains(DeviceFlags::CONSISTENT | DeviceFlags::WAS_UP_TO_DATE)
-    })
+    let flags = w.nodes[node].disks[volume].flags();
+    flags.is_some_and(|f| f.contains(DeviceFlags::CONSISTENT | DeviceFlags::WAS_UP_TO_DATE))
 }
 
 /// The generations on a node's disks follow the rules: it opens, and the history neither repeats

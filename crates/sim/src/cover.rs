@@ -14,6 +14,9 @@ pub(crate) fn write_is_marked(w: &mut World, node: usize, volume: usize, op: &Da
     let DataOp::Write { block, content, .. } = op else {
         return;
     };
+    if w.nodes[node].disks[volume].is_hot(*block..*block + content.len() as u64) {
+        return;
+    }
     for peer in w.storage().filter(|peer| *peer != node) {
         if w.storage().len() > 2 && (is_partial(w, node, volume) || is_partial(w, peer, volume)) {
             // A disk that is being resynced is marked by its source.
@@ -104,6 +107,6 @@ fn is_asked_for(w: &World, volume: usize, block: u64) -> bool {
 
 /// According to its metadata the disk does not have all data of a generation.
 fn is_partial(w: &World, node: usize, volume: usize) -> bool {
-    let superblock = w.nodes[node].disks[volume].superblock();
-    superblock.is_ok_and(|s| !s.flags.contains(DeviceFlags::CONSISTENT))
+    let flags = w.nodes[node].disks[volume].flags();
+    flags.is_some_and(|f| !f.contains(DeviceFlags::CONSISTENT))
 }

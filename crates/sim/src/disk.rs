@@ -615,6 +615,26 @@ impl Disk {
         self.store_meta(at, &block);
     }
 
+    /// The flags of the superblock on the medium; none if it does not open.
+    pub fn flags(&self) -> Option<DeviceFlags> {
+        self.read().superblock.as_ref().ok().map(|s| s.flags)
+    }
+
+    /// An attach would mark these blocks towards everybody, because they are in the activity log.
+    pub fn is_hot(&self, blocks: std::ops::Range<u64>) -> bool {
+        let read = self.read();
+        let extent = |block: u64| Sector(block * 8).al_extent();
+        let Some(last) = blocks.end.checked_sub(1) else {
+            return true;
+        };
+        match &read.log {
+            Log::None => false,
+            Log::Extents(active) => (extent(blocks.start).0..=extent(last).0)
+                .all(|e| active.binary_search(&AlExtent(e)).is_ok()),
+            Log::All => true,
+        }
+    }
+
     /// For each block of the list: does this disk's metadata mark it towards the peer?
     pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
         use lockstep_format::disk::v09::PeerFlags;

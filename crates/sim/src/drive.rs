@@ -144,6 +144,8 @@ struct Drive<'a> {
     promotions: u64,
     /// When followers are compared with what was acknowledged.
     compare_at: u64,
+    /// When nodes are asked next whether they know of each difference.
+    know_at: u64,
     /// When the operator mends things next; none while there is trouble.
     heal_at: Option<u64>,
     /// The operator of two Primaries.
@@ -162,6 +164,7 @@ impl<'a> Drive<'a> {
             promote_at: None,
             promotions: 0,
             compare_at: 0,
+            know_at: 0,
             heal_at: None,
             pair: None,
         }
@@ -300,7 +303,10 @@ impl<'a> Drive<'a> {
             self.heal_at = Some(w.now + SECOND);
             o.heal(w);
         }
-        cover::differences_are_known(w);
+        if w.now >= self.know_at {
+            self.know_at = w.now + 20 * MS;
+            cover::differences_are_known(w);
+        }
         if self.plan.watches && w.violation.is_none() {
             check::differences_are_marked(w);
             check::losses_are_marked(w);

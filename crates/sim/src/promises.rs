@@ -186,8 +186,8 @@ pub(crate) fn last_copy_is_durable(w: &mut World, primary: usize, asked: &Asked)
 
 /// A crash now would make the disk that of a crashed Primary.
 fn is_crashed_primary(disk: &Disk) -> bool {
-    let superblock = disk.superblock();
-    superblock.is_ok_and(|s| s.flags.contains(DeviceFlags::CRASHED_PRIMARY))
+    let flags = disk.flags();
+    flags.is_some_and(|f| f.contains(DeviceFlags::CRASHED_PRIMARY))
 }
 
 /// A superblock was written. After a demotion the first one that would not make the node a crashed
