@@ -808,33 +808,6 @@ impl Resource {
         self.learn_exposed(volume, peer, verdict);
     }
 
-    /// A diskless Secondary takes the generation of the UpToDate peer for its own, a Primary one that
-    /// it has announced and had no answer to.
-    fn learn_exposed(&mut self, volume: VolumeNr, peer: NodeId, verdict: &ConnectVerdict) {
-        let own = self.state.disk(volume);
-        let Some(device) = self.devices.get_mut(&volume) else {
-            return;
-        };
-        if own >= DiskState::Inconsistent || verdict.peer_disk != DiskState::UpToDate {
-            return;
-        }
-        let current = device
-            .peers
-            .get(&peer)
-            .and_then(|pd| pd.uuids.as_ref())
-            .map(|u| u.current);
-        let Some(current) = current else { return };
-        let is_secondary = self.state.role == Role::Secondary;
-        let announced = device.announced.len();
-        if !is_secondary {
-            device.announced.retain(|u| !u.same_generation(current));
-        }
-        let confirmed = device.announced.len() < announced;
-        if confirmed || is_secondary || device.exposed_uuid.is_zero() {
-            device.exposed_uuid = current;
-        }
-    }
-
     /// Sets, clears or copies the slot before the bitmaps are exchanged (semantics.md, 13.9).
     pub(crate) fn prepare_bitmap(
         &mut self,

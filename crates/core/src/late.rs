@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
-use crate::device::Device;
+use crate::device::{ConnectVerdict, Device};
 use crate::resource::Resource;
 use crate::uuids::is_real;
 
@@ -139,6 +139,38 @@ impl Resource {
             {
                 self.vouch_for(peer, volume, current);
             }
+        }
+    }
+
+    /// A diskless Secondary takes the generation of the UpToDate peer for its own, a Primary one that
+    /// it has announced and had no answer to.
+    pub(crate) fn learn_exposed(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        verdict: &ConnectVerdict,
+    ) {
+        let own = self.state.disk(volume);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        if own >= DiskState::Inconsistent || verdict.peer_disk != DiskState::UpToDate {
+            return;
+        }
+        let current = device
+            .peers
+            .get(&peer)
+            .and_then(|pd| pd.uuids.as_ref())
+            .map(|u| u.current);
+        let Some(current) = current else { return };
+        let is_secondary = self.state.role == Role::Secondary;
+        let announced = device.announced.len();
+        if !is_secondary {
+            device.announced.retain(|u| !u.same_generation(current));
+        }
+        let confirmed = device.announced.len() < announced;
+        if confirmed || is_secondary || device.exposed_uuid.is_zero() {
+            device.exposed_uuid = current;
         }
     }
 }
