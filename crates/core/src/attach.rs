@@ -975,7 +975,7 @@ impl Resource {
             device.exposed_uuid = exposed;
         }
         if let Some(sets) = sets.filter(|s| s.current.same_generation(device.exposed_uuid)) {
-            device.left_behind = sets.ancestors().collect();
+            device.left_behind = sets.older().collect();
         }
         let command = device.disk.take().and_then(|d| match d.phase {
             DiskPhase::Closing { command } => command,

@@ -147,6 +147,16 @@ impl Generations {
         known.filter(|uuid| is_real(*uuid) && !uuid.same_generation(self.current))
     }
 
+    /// Those of them that came before the current one. What was announced since then and not made
+    /// is none: who follows it is not behind.
+    pub fn older(&self) -> impl Iterator<Item = Uuid> + '_ {
+        let announced = |uuid: &Uuid| uuid.0 & Uuid::PRIMARY_BIT != 0;
+        let since = self.history.iter().take_while(|uuid| announced(uuid));
+        let since = since.count();
+        self.ancestors()
+            .filter(move |uuid| !self.history[..since].contains(uuid))
+    }
+
     /// Puts the set into a superblock that will be written.
     pub fn store(&self, block: &mut SuperBlock) {
         block.node_id = Some(self.node);

@@ -1,6 +1,7 @@
 //! Rules of the UUID set one by one, and the invariants of semantics.md 23.5 over random histories.
 
 use alloc::vec;
+use alloc::vec::Vec;
 
 use super::*;
 use crate::compare::{Handshake, Phase, Side, Strategy, compare};
@@ -711,4 +712,18 @@ fn a_noted_generation_becomes_an_ancestor_when_it_is_retired_elsewhere() {
     set.note_planned(Uuid(0x200));
     set.push_history(Uuid(0x200));
     assert_eq!(set.history[..2], [Uuid(0x200), Uuid::ZERO]);
+}
+
+#[test]
+fn what_was_announced_and_not_made_is_not_older() {
+    let mut set = set();
+    set.push_history(Uuid(0x50));
+    set.note_planned(Uuid(0x200));
+    set.current = Uuid(0x300);
+    set.push_history(Uuid(0x100));
+    set.note_planned(Uuid(0x400));
+    set.note_planned(Uuid(0x500));
+    let older: Vec<Uuid> = set.older().map(Uuid::without_primary_bit).collect();
+    assert_eq!(older, [Uuid(0x100), Uuid(0x200), Uuid(0x50)]);
+    assert_eq!(set.ancestors().count(), 5);
 }

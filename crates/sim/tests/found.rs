@@ -266,3 +266,12 @@ fn the_operator_shrinks_the_rest_after_a_growth_was_refused() {
     let kinds = || (Some("resize,crash,partition,powercut"), Vec::new());
     named_holds(Some(2), 100_719, kinds(), "13-16", "none");
 }
+
+/// A Primary lost its disk while a generation was announced that one peer had taken already: it took
+/// that peer for one that stayed behind, wrote without it, and gave it the next generation all the same.
+#[test]
+fn who_took_an_announced_generation_is_not_behind_when_the_primarys_disk_goes() {
+    const REQUESTS: &str = "0-13,16-17,19-20,22-26,28-29,31,37,57,59-60,63-70";
+    named_holds(Some(4), 8_300_222, (None, Vec::new()), "0,2-3", REQUESTS);
+    named_holds(Some(4), 8_300_222, (None, Vec::new()), "0-99", "0-999");
+}
