@@ -974,8 +974,16 @@ impl Resource {
         if device.exposed_uuid.is_zero() && exposed != Uuid::JUST_CREATED {
             device.exposed_uuid = exposed;
         }
-        if let Some(sets) = sets.filter(|s| s.current.same_generation(device.exposed_uuid)) {
-            device.left_behind = sets.older().collect();
+        if let Some(sets) = sets {
+            // While it went, a peer may have taken the next generation already.
+            if sets.current.same_generation(device.exposed_uuid) {
+                device.left_behind.clear();
+            }
+            for old in sets.older() {
+                if !device.left_behind.contains(&old) {
+                    device.left_behind.push(old);
+                }
+            }
         }
         let command = device.disk.take().and_then(|d| match d.phase {
             DiskPhase::Closing { command } => command,

@@ -556,6 +556,12 @@ impl Resource {
             verdict.refusal.get_or_insert(self.give_way(peer, volume));
             return;
         }
+        if strategy.direction() != Some(compare::Direction::Source)
+            && let Some(refusal) = self.refuse_step_back(volume, peer)
+        {
+            verdict.refusal.get_or_insert(refusal);
+            return;
+        }
         match strategy.to_repl_state(own_role, theirs.role) {
             Some(repl) => verdict.repl = repl,
             None => {

@@ -9,6 +9,7 @@ use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
+use crate::command::ErrorCode;
 use crate::compare;
 use crate::data::BitmapThen;
 use crate::device::{AfterMeta, Reconcile};
@@ -19,6 +20,7 @@ use crate::state::ReplSets;
 use crate::timers::Timer;
 use crate::transition::Change;
 use crate::uuids::{PeerUuids, is_real};
+use crate::validity::Refusal;
 
 impl Resource {
     /// Bitmap exchange begins, this node is source.
@@ -340,14 +342,8 @@ impl Resource {
         };
         let exposed = device.exposed_uuid;
         let is_exposed = |uuid: Uuid| is_real(exposed) && uuid.same_generation(exposed);
-        let known = is_exposed(source.current)
-            || source.history.iter().any(|old| is_exposed(*old))
-            || source
-                .slots
-                .iter()
-                .any(|node| is_exposed(source.slot(node)));
         self.state.role == Role::Primary
-            && !known
+            && !knows(source, exposed)
             && device.peers.keys().any(|peer| {
                 let p = self.state.peer_device(volume, *peer);
                 let set = self.peer_uuids(volume, *peer);
@@ -355,6 +351,28 @@ impl Resource {
                     && p.disk == DiskState::UpToDate
                     && set.is_some_and(|set| is_exposed(set.current))
             })
+    }
+
+    /// This Primary's disk is not whole, and applications have seen the data of the node that was its
+    /// source. A peer whose data do not come from those is no source in that one's place.
+    pub(crate) fn refuse_step_back(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
+        let device = self.devices.get(&volume)?;
+        let exposed = device.exposed_uuid;
+        let beside_own = self.state.role == Role::Primary
+            && self.state.disk(volume) == DiskState::Inconsistent
+            && is_real(exposed)
+            && !exposed.same_generation(device.current_uuid())
+            && !self.is_legacy(peer);
+        if !beside_own || knows(self.peer_uuids(volume, peer)?, exposed) {
+            return None;
+        }
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "node {peer} has older data of volume {volume} than applications of this Primary have \
+                 seen; waiting for the node that has those"
+            ),
+        })
     }
 
     /// The peer's data have left generation `uuid` behind.
@@ -554,4 +572,12 @@ impl Resource {
         let at = self.now + crate::time::Duration::from_secs(2);
         self.timers.set_earliest(Timer::BitmapWrite(volume), at);
     }
+}
+
+/// The data of the set are of this generation or have come from it.
+fn knows(set: &PeerUuids, uuid: Uuid) -> bool {
+    let slots = set.slots.iter().map(|node| set.slot(node));
+    let known = set.history.iter().copied().chain(slots);
+    let mut known = known.chain([set.current]);
+    is_real(uuid) && known.any(|known| known.same_generation(uuid))
 }

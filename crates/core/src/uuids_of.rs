@@ -153,16 +153,22 @@ impl Resource {
 
     /// The peer's data are older than what this node, which lost its disk, has shown.
     pub(crate) fn is_left_behind(&self, volume: VolumeNr, peer: NodeId) -> bool {
-        let Some(device) = self.devices.get(&volume).filter(|d| d.attached().is_none()) else {
+        let (Some(device), Some(set)) = (
+            self.devices.get(&volume),
+            self.peer_uuids(volume, peer).map(|set| set.current),
+        ) else {
             return false;
         };
-        self.peer_uuids(volume, peer).is_some_and(|set| {
-            !set.current.same_generation(device.exposed_uuid)
-                && device
-                    .left_behind
-                    .iter()
-                    .any(|old| old.same_generation(set.current))
-        })
+        let is_old = |old: Uuid| old.same_generation(set);
+        let behind = match device.attached() {
+            None => device.left_behind.iter().copied().any(is_old),
+            // On its way out.
+            Some(disk) if self.state.disk(volume) < DiskState::Inconsistent => {
+                disk.generations.older().any(is_old)
+            }
+            Some(_) => false,
+        };
+        behind && !set.same_generation(device.exposed_uuid)
     }
 
     /// What the flags of the metadata make of the disk (semantics.md, 8.2).

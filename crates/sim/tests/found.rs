@@ -275,3 +275,22 @@ fn who_took_an_announced_generation_is_not_behind_when_the_primarys_disk_goes() 
     named_holds(Some(4), 8_300_222, (None, Vec::new()), "0,2-3", REQUESTS);
     named_holds(Some(4), 8_300_222, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary whose disk was being resynced lost its source, and with it its quorum. A third node with
+/// older data became the source, and gave the quorum back: applications read what they had overwritten.
+#[test]
+fn a_node_with_older_data_does_not_take_the_place_of_a_primarys_source() {
+    const KINDS: &str = "takeover,crash,partition,reset";
+    let kinds = || (Some(KINDS), Vec::new());
+    named_holds(Some(3), 900_902, kinds(), "0-99", "0-999");
+}
+
+/// A node came back while the disk of the Primary was on its way out. Its own word made an UpToDate disk
+/// of one that the handshake had found to be old, and reads went there.
+#[test]
+fn a_peer_that_returns_while_the_primarys_disk_goes_stays_outdated() {
+    const REQUESTS: &str = "1,3-4,33-34,39-41,43-50,54-57,65,67-74,77-78,81-82,96-107,110-115,117-119,\
+                            128-130";
+    named_holds(Some(3), 8_600_057, (None, Vec::new()), "0,4,6", REQUESTS);
+    named_holds(Some(3), 8_600_057, (None, Vec::new()), "0-99", "0-999");
+}
