@@ -36,12 +36,19 @@ pub(super) fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
 }
 
 /// Between two Lockstep nodes: one disk is UpToDate, and the other is known to have missed
-/// something. (One that is Consistent becomes UpToDate when it knows that it may.)
+/// something. (One that is Consistent becomes UpToDate when it knows that it may. Beside a Primary
+/// that would be without another comparison.)
 fn by_one_up_to_date(h: &Handshake<'_>) -> Option<Direction> {
     match (h.own.effective_disk(), h.peer.effective_disk()) {
         _ if !h.is_lockstep() => None,
         (DiskState::UpToDate, DiskState::Outdated) => Some(Direction::Source),
         (DiskState::Outdated, DiskState::UpToDate) => Some(Direction::Target),
+        (DiskState::UpToDate, DiskState::Consistent) if h.own.is_primary() => {
+            Some(Direction::Source)
+        }
+        (DiskState::Consistent, DiskState::UpToDate) if h.peer.is_primary() => {
+            Some(Direction::Target)
+        }
         _ => None,
     }
 }

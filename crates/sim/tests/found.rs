@@ -294,3 +294,10 @@ fn a_peer_that_returns_while_the_primarys_disk_goes_stays_outdated() {
     named_holds(Some(3), 8_600_057, (None, Vec::new()), "0,4,6", REQUESTS);
     named_holds(Some(3), 8_600_057, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary died with a write under way, came back, was promoted again and had marks. A follower whose
+/// disk was Consistent became UpToDate beside it without a resync.
+#[test]
+fn a_consistent_disk_that_a_primary_has_marks_for_is_resynced() {
+    named_holds(Some(3), 8_610_130, (None, Vec::new()), "0-99", "0-999");
+}
