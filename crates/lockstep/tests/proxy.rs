@@ -19,13 +19,19 @@ struct Proxy {
 
 impl Proxy {
     fn start(directory: &Path, name: &str) -> Proxy {
+        let options = ["--log", "error", "--memory-max", "64M"];
+        let mut command = Command::new(BIN);
+        command.args(["proxy", "run", "--secret-file", "secret"]);
+        Proxy::spawn(command.args(options), directory, name)
+    }
+
+    /// Runs a command that ends in 'proxy run', and waits until it answers on `NAME.sock`.
+    fn spawn(command: &mut Command, directory: &Path, name: &str) -> Proxy {
         let socket = directory.join(format!("{name}.sock"));
-        let child = Command::new(BIN)
-            .args(["proxy", "run", "--log", "error", "--memory-max", "64M"])
-            .arg("--secret-file")
-            .arg(directory.join("secret"))
+        let child = command
             .arg("--socket")
             .arg(&socket)
+            .current_dir(directory)
             .spawn()
             .unwrap();
         let proxy = Proxy { child, socket };
@@ -95,15 +101,8 @@ fn the_limit_of_open_files_is_raised_as_far_as_it_goes() {
             "sh",
             BIN,
         ])
-        .args(["proxy", "run", "--log", "error", "--secret-file", "secret"])
-        .args(["--socket", "sock"])
-        .current_dir(directory.path());
-    let socket = directory.path().join("sock");
-    let child = command.spawn().unwrap();
-    let proxy = Proxy { child, socket };
-    wait("the control socket", || {
-        proxy.ctl(&["-c", "show"]).status.success()
-    });
+        .args(["proxy", "run", "--log", "error", "--secret-file", "secret"]);
+    let proxy = Proxy::spawn(&mut command, directory.path(), "a");
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", proxy.child.id())).unwrap();
     let line = limits.lines().find(|l| l.starts_with("Max open files"));
     let words: Vec<&str> = line.unwrap().split_whitespace().collect();
@@ -116,18 +115,9 @@ fn the_log_level_changes_while_the_proxy_runs() {
     let at = directory.path();
     std::fs::write(at.join("secret"), [b'x'; 32]).unwrap();
     let log = std::fs::File::create(at.join("log")).unwrap();
-    let child = Command::new(BIN)
-        .args(["proxy", "run", "--log", "error", "--secret-file", "secret"])
-        .args(["--socket", "sock"])
-        .current_dir(at)
-        .stderr(log)
-        .spawn()
-        .unwrap();
-    let socket = at.join("sock");
-    let proxy = Proxy { child, socket };
-    wait("the control socket", || {
-        proxy.ctl(&["-c", "show"]).status.success()
-    });
+    let mut command = Command::new(BIN);
+    command.args(["proxy", "run", "--log", "error", "--secret-file", "secret"]);
+    let proxy = Proxy::spawn(command.stderr(log), at, "a");
     let logged = || std::fs::read_to_string(at.join("log")).unwrap();
     proxy.ctl(&["-c", "list"]);
     assert!(proxy.ctl(&["-c", "set loglevel debug"]).status.success());
@@ -162,15 +152,9 @@ fn a_hangup_and_a_command_read_the_identity_again() {
     write("key", &private);
     write("peers", &first);
     let log = std::fs::File::create(at.join("log")).unwrap();
-    let child = Command::new(BIN)
-        .args(["proxy", "run", "--key-file", "key", "--peer-file", "peers"])
-        .args(["--socket", "sock"])
-        .current_dir(at)
-        .stderr(log)
-        .spawn()
-        .unwrap();
-    let socket = at.join("sock");
-    let proxy = Proxy { child, socket };
+    let mut command = Command::new(BIN);
+    command.args(["proxy", "run", "--key-file", "key", "--peer-file", "peers"]);
+    let proxy = Proxy::spawn(command.stderr(log), at, "a");
     let logged = |text: &str| {
         std::fs::read_to_string(at.join("log"))
             .unwrap()

@@ -294,6 +294,40 @@ fn a_new_process_takes_over_in_mid_stream_without_a_reset() {
 }
 
 #[test]
+fn a_new_process_with_too_little_memory_takes_over_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let with = |memory_max_bytes, take_over| Options {
+        control: Some(dir.path().join("a")),
+        memory_max_bytes,
+        take_over,
+        ..options(secret())
+    };
+    let extra = "--memlimit=24M --max-lag=0 --bwlimit=64k";
+    let mut pair = Pair::up(with(256 << 20, false), options(secret()), extra);
+    let (data_a, mut data_b) = pair.open(DATA);
+    let forth = noise(20_000_000);
+    let sender = send(data_a, forth.clone());
+    wait("a full buffer", || {
+        connection(&pair.a)["buffered_memory_bytes"].as_u64() > Some(16 << 20)
+    });
+    let refused = Daemon::start(with(8 << 20, true)).unwrap_err();
+    assert!(
+        refused.contains("memory-max 8M is too small")
+            && refused.contains("what the running proxy has buffered"),
+        "{refused}"
+    );
+    // The old process has everything and goes on; one with room takes over.
+    assert_eq!(connection(&pair.a)["counters"]["streams_reset"], 0);
+    let new = Daemon::start(with(64 << 20, true)).unwrap();
+    assert_eq!(new.taken_over(), Some(1));
+    std::mem::replace(&mut pair.a, new).wait();
+    ok(&pair.a, "set bwlimit r0-b-a 0");
+    receive(&mut data_b, &forth);
+    sender.join().unwrap();
+    assert_eq!(connection(&pair.a)["counters"]["streams_reset"], 0);
+}
+
+#[test]
 fn a_new_process_takes_over_what_is_on_disk() {
     let dir = tempfile::tempdir().unwrap();
     let plain = |take_over| Options {

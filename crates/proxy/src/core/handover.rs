@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::config::{Dial, LinkConfig, LinkOptions};
+use super::config::{Dial, LinkConfig, LinkOptions, format_bytes};
 use super::dscp::Dscp;
 use super::engine::{Engine, Job};
 use super::frame::Bytes;
 use super::history::RxHistory;
-use super::limits::Origin;
+use super::limits::{Origin, memory_needed};
 use super::link::{Link, Phase, SessionKey, Stream, StreamPhase};
 use super::ping::PingHold;
 use super::plugin::Plugin;
@@ -314,6 +314,7 @@ impl Engine {
         handed: &HandedEngine,
         pieces: Vec<Bytes>,
     ) -> Result<(), String> {
+        self.check_room(handed)?;
         self.instance = handed.instance;
         self.next_id = self.next_id.max(handed.next_id);
         for (peer, limit) in &handed.sessions {
@@ -358,6 +359,31 @@ impl Engine {
             self.settle(now, id);
         }
         Ok(())
+    }
+}
+
+impl Engine {
+    /// Everything that is given must fit the memory of this process: bytes that DRBD believes to be
+    /// on their way cannot be left out, and a limit that is broken from the start is none.
+    fn check_room(&self, handed: &HandedEngine) -> Result<(), String> {
+        let max = self.options.memory_max_bytes;
+        let count = handed.links.len() as u64;
+        let needed = memory_needed(count, self.options.memlimit_min_bytes);
+        let held: u64 = handed.lengths().map(|len| len as u64).sum();
+        let (most, why) = match held > needed {
+            true => (held, "for what the running proxy has buffered".to_string()),
+            false => (needed, format!("for {count} connections")),
+        };
+        if most <= max {
+            return Ok(());
+        }
+        Err(format!(
+            "memory-max {} is too small: {} are needed {why}; start with a larger --memory-max, or \
+             set the running proxy's 'memory-max' and wait until its buffers have drained; it goes \
+             on as before",
+            format_bytes(max),
+            format_bytes(most.next_multiple_of(1 << 20))
+        ))
     }
 }
 
