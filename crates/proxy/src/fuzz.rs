@@ -9,14 +9,16 @@ use std::time::Duration;
 use crate::codec;
 use crate::core::config::{DaemonOptions, Dial, LinkConfig, LinkOptions, parse_addr, parse_bytes};
 use crate::core::engine::Engine;
-use crate::core::frame::{CHUNK_MAX, Frame, FrameReader, HEADER_LEN, Header, Kind};
+use crate::core::frame::{
+    CHUNK_MAX, Frame, FrameReader, HEADER_LEN, Header, Item, Kind, WireReader,
+};
 use crate::core::identity::Peer;
-use crate::core::message::{Ack, Attach, Hello, HelloAck, Open, Stats};
+use crate::core::message::{Ack, Attach, Hello, HelloAck, LaneOpen, Open, Stats};
 use crate::core::plugin::{CODEC_COUNT, Plugin};
 use crate::core::shaper::Schedule;
 use crate::core::stats::Took;
 use crate::core::time::Instant;
-use crate::core::{CarrierId, CarrierKind, Input, LinkId, LocalId, Output, SpillRef};
+use crate::core::{CarrierKind, Input, LinkId, LocalId, Output, SpillRef, WireId};
 
 /// What every codec job is said to have taken.
 const TOOK: Took = Took {
@@ -26,6 +28,7 @@ const TOOK: Took = Took {
 
 /// The frame parser, once in one piece and once in small ones: both must say the same.
 pub fn frames(data: &[u8]) {
+    lanes(data);
     let read = |step: usize| {
         let mut reader = FrameReader::default();
         let mut found = Vec::new();
@@ -52,12 +55,46 @@ pub fn frames(data: &[u8]) {
     }
 }
 
+/// The parser of a TCP connection with its lanes, in one piece and in small ones.
+fn lanes(data: &[u8]) {
+    let read = |step: usize| {
+        let mut reader = WireReader::default();
+        let (mut found, mut came) = (Vec::new(), BTreeMap::new());
+        for piece in data.chunks(step) {
+            let cut = reader.cut(piece);
+            for item in cut.items {
+                match item {
+                    Item::Session(frame) => found.push((None, frame)),
+                    Item::Lane {
+                        lane,
+                        bytes,
+                        frames,
+                    } => {
+                        *came.entry(lane).or_insert(0) += bytes;
+                        found.extend(frames.into_iter().map(|frame| (Some(lane), frame)));
+                    }
+                }
+            }
+            if cut.error.is_some() {
+                return (found, came, cut.error);
+            }
+        }
+        (found, came, None)
+    };
+    let whole = read(data.len().max(1));
+    let (found, came, error) = read(1 + data.len() % 37);
+    assert_eq!((&whole.0, whole.2), (&found, error));
+    assert!(error.is_some() || whole.1 == came);
+    assert!(came.values().sum::<usize>() <= data.len());
+}
+
 /// Every message that travels in a frame.
 pub fn messages(data: &[u8]) {
     let _ = Hello::decode(data).map(|message| Hello::decode(&message.encode()));
     let _ = HelloAck::decode(data);
     let _ = Attach::decode(data);
     let _ = Open::decode(data);
+    let _ = LaneOpen::decode(data).map(|message| LaneOpen::decode(&message.encode()));
     let _ = Stats::decode(data);
     if let Ok(list) = Ack::decode_list(data) {
         assert!(list.len() <= data.len());
@@ -146,8 +183,8 @@ struct Pair {
     engines: [Engine; 2],
     links: [LinkId; 2],
     /// The other end of each carrier.
-    pipes: BTreeMap<(usize, CarrierId), (usize, CarrierId)>,
-    kinds: BTreeMap<(usize, CarrierId), CarrierKind>,
+    pipes: BTreeMap<(usize, WireId), (usize, WireId)>,
+    kinds: BTreeMap<(usize, WireId), CarrierKind>,
     local: LocalId,
     disk: BTreeMap<SpillRef, Vec<u8>>,
 }
@@ -212,24 +249,30 @@ impl Pair {
         }
     }
 
-    /// A frame on a carrier of `FAR`, which may also be a fresh one.
+    /// A frame on a wire of `FAR`, which may also be a fresh one, or on one of its lanes.
     fn inject(&mut self, control: bool, frame: Frame) {
         let wanted = if control {
             CarrierKind::Control
         } else {
             CarrierKind::Bulk
         };
-        let known = self.pipes.iter().find_map(|((node, carrier), from)| {
-            (*node == FAR && self.kinds.get(from) == Some(&wanted)).then_some(*carrier)
+        let known = self.pipes.iter().find_map(|((node, wire), from)| {
+            (*node == FAR && self.kinds.get(from) == Some(&wanted)).then_some(*wire)
         });
-        let carrier = known.unwrap_or_else(|| {
+        let wire = known.unwrap_or_else(|| {
             let listener = self.engines[FAR]
                 .config(self.links[FAR])
                 .expect("the link stays")
                 .my_outside;
-            self.engines[FAR].accept_carrier(Instant(self.now), listener, Peer::default())
+            self.engines[FAR].accept_wire(Instant(self.now), listener, Peer::default())
         });
-        self.feed(FAR, Input::CarrierFrame(carrier, frame));
+        let lanes = self.engines[FAR].lanes_of(wire);
+        match lanes.first() {
+            Some(lane) if frame.header.flags & 0x80 == 0 => {
+                self.feed(FAR, Input::LaneFrame(wire, *lane, frame));
+            }
+            _ => self.feed(FAR, Input::WireFrame(wire, frame)),
+        }
     }
 
     /// Does everything that the engines want, until they want nothing more.
@@ -251,34 +294,49 @@ impl Pair {
 
     fn perform(&mut self, node: usize, output: Output) {
         match output {
-            Output::Dial { carrier, kind, .. } => {
+            Output::Dial { wire, kind, .. } => {
                 let other = 1 - node;
                 let listener = self.engines[other]
                     .config(self.links[other])
                     .expect("the link stays")
                     .my_outside;
-                let accepted = self.engines[other].accept_carrier(
-                    Instant(self.now),
-                    listener,
-                    Peer::default(),
-                );
-                self.pipes.insert((node, carrier), (other, accepted));
-                self.pipes.insert((other, accepted), (node, carrier));
-                self.kinds.insert((node, carrier), kind);
-                self.feed(node, Input::CarrierUp(carrier, Peer::default()));
+                let accepted =
+                    self.engines[other].accept_wire(Instant(self.now), listener, Peer::default());
+                self.pipes.insert((node, wire), (other, accepted));
+                self.pipes.insert((other, accepted), (node, wire));
+                self.kinds.insert((node, wire), kind);
+                self.feed(node, Input::WireUp(wire, Peer::default()));
             }
-            Output::Send(carrier, frame) => {
-                let len = frame.wire_len();
-                self.feed(node, Input::CarrierSent(carrier, len));
-                if let Some((other, carrier)) = self.pipes.get(&(node, carrier)).copied() {
-                    self.feed(other, Input::CarrierReceived(carrier, len));
-                    self.feed(other, Input::CarrierFrame(carrier, frame));
+            Output::SendSession(wire, frame) => {
+                if let Some((other, wire)) = self.pipes.get(&(node, wire)).copied() {
+                    self.feed(other, Input::WireFrame(wire, frame));
                 }
             }
-            Output::CloseCarrier(carrier) => {
-                if let Some((other, end)) = self.pipes.remove(&(node, carrier)) {
+            Output::Send {
+                wire,
+                lane,
+                carrier,
+                frame,
+            } => {
+                let len = frame.wire_len();
+                self.feed(node, Input::CarrierSent(carrier, len));
+                if let Some((other, wire)) = self.pipes.get(&(node, wire)).copied() {
+                    let received = len + HEADER_LEN;
+                    self.feed(other, Input::LaneReceived(wire, lane, received));
+                    self.feed(other, Input::LaneFrame(wire, lane, frame));
+                }
+            }
+            Output::CloseLane(wire, lane) => {
+                if let Some((other, wire)) = self.pipes.get(&(node, wire)).copied() {
+                    let mut frame = Frame::message(Kind::LaneClose, Vec::new());
+                    frame.header.stream = lane;
+                    self.feed(other, Input::WireFrame(wire, frame));
+                }
+            }
+            Output::CloseWire(wire) => {
+                if let Some((other, end)) = self.pipes.remove(&(node, wire)) {
                     self.pipes.remove(&(other, end));
-                    self.feed(other, Input::CarrierDown(end, "closed".into()));
+                    self.feed(other, Input::WireDown(end, "closed".into()));
                 }
             }
             Output::ConnectLocal { local, .. } => self.feed(node, Input::LocalConnected(local)),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::core::config::{DaemonOptions, format_bytes};
-use crate::core::{CarrierId, LinkId};
+use crate::core::{LinkId, WireId};
 use crate::daemon::Security;
 use crate::net::Reactor;
 use crate::tls::{Identity, Tls};
@@ -141,7 +141,7 @@ pub(crate) struct Live {
     pub(crate) log: Option<LogLevel>,
     pub(crate) identity: Option<IdentitySource>,
     /// Which connection each carrier is for, also when the engine has forgotten it.
-    pub(crate) carriers: BTreeMap<CarrierId, LinkId>,
+    pub(crate) carriers: BTreeMap<WireId, LinkId>,
     log_at_start: String,
     memory_at_start: u64,
     floor_at_start: u64,

@@ -49,6 +49,20 @@ pub(crate) fn prometheus(snapshot: &Snapshot) -> String {
         "Chunks that are being coded or decoded, or wait for it.",
         vec![(String::new(), snapshot.codec_jobs as f64)],
     );
+    let peers = snapshot.peers.len() as f64;
+    metric(
+        "peer_sessions",
+        "gauge",
+        "Sessions with peer proxies.",
+        vec![(String::new(), peers)],
+    );
+    let wires: usize = snapshot.peers.iter().map(|peer| peer.tcp_connections).sum();
+    metric(
+        "peer_tcp_connections",
+        "gauge",
+        "TCP connections of these sessions.",
+        vec![(String::new(), wires as f64)],
+    );
     let mut limits = vec![(
         "{level=\"daemon\"}".to_string(),
         snapshot.rate_limit,

@@ -76,6 +76,8 @@ pub(crate) struct Ends<'a> {
 #[derive(Clone)]
 struct KnownPeer {
     who: Who,
+    /// What stands for the identity: both keys of a secret are one.
+    id: Vec<u8>,
     /// `None`: every connection.
     may_use: Option<Names>,
 }
@@ -128,9 +130,9 @@ impl Tls {
             let may_use = given.connections.as_deref().map(Names::parse).transpose()?;
             let [dialer, listener] = secret_keys(&given.secret)?;
             for key in [&dialer, &listener] {
-                let who = Who::Key(key.cert[0].to_vec());
+                let (who, id) = (Who::Key(key.cert[0].to_vec()), listener.cert[0].to_vec());
                 let may_use = may_use.clone();
-                known.push(KnownPeer { who, may_use });
+                known.push(KnownPeer { who, id, may_use });
             }
             keys.push((may_use, dialer, listener));
         }
@@ -177,8 +179,8 @@ impl Tls {
                 .filter(|bytes| bytes.len() == 44)
                 .ok_or(format!("peer key '{key}' must be 88 hex digits"))?;
             pins.push(key.clone());
-            let who = Who::Key(key);
-            known.push(KnownPeer { who, may_use });
+            let (who, id) = (Who::Key(key.clone()), key);
+            known.push(KnownPeer { who, id, may_use });
         }
         check_lists("--peer-key", &known)?;
         let key = raw_key(&seed)?;
@@ -250,11 +252,12 @@ impl Tls {
         let mut peers = Vec::new();
         for text in peer_names {
             let (name, may_use) = with_list(text)?;
+            let id = name.as_bytes().to_vec();
             let name = ServerName::try_from(name.to_string()).map_err(|_| {
                 format!("--peer-name '{name}' is neither a host name nor an address")
             })?;
             let who = Who::Name(name);
-            peers.push(KnownPeer { who, may_use });
+            peers.push(KnownPeer { who, id, may_use });
         }
         check_lists("--peer-name", &peers)?;
         Ok(Tls {
@@ -288,13 +291,19 @@ impl Tls {
                 .is_ok_and(|cert| verify_server_name(&cert, name).is_ok()),
         };
         let mut may_use = (!self.peers.is_empty()).then(Names::none);
+        let mut identity = [0; 32];
         for known in self.peers.iter().filter(is_peer) {
+            identity = hmac(&identity, &known.id);
             may_use = match (&may_use, &known.may_use) {
                 (Some(names), Some(more)) => Some(names.and(more)),
                 _ => None,
             };
         }
-        Peer { binding, may_use }
+        Peer {
+            binding,
+            identity,
+            may_use,
+        }
     }
 
     /// The dialling end of a carrier for a connection.

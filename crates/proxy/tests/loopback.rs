@@ -13,6 +13,8 @@ use lockstep_proxy::{Daemon, Options, Security, SharedSecret};
 mod limits;
 #[path = "loopback/live.rs"]
 mod live;
+#[path = "loopback/sharing.rs"]
+mod sharing;
 #[path = "loopback/statistics.rs"]
 mod statistics;
 
@@ -621,7 +623,7 @@ fn another_version_is_told_so_and_the_others_are_untouched() {
     }
     hello.extend([0; 4 + 8]);
     let answer = say(&frame(1, 1, &hello));
-    let told = "protocol versions 7 to 9 are offered, 2 is spoken here";
+    let told = "protocol versions 7 to 9 are offered, 3 is spoken here";
     assert!(answer.contains(told), "{answer:?}");
     // Other frames, unknown types, and a first frame that is no HELLO.
     for bytes in [

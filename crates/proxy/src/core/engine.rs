@@ -19,6 +19,7 @@ use super::shaper::Bucket;
 use super::stats::{LinkSnapshot, SessionSnapshot, Snapshot, StreamSnapshot};
 use super::stream::Class;
 use super::time::Instant;
+use super::trunk::Trunks;
 use super::{
     CarrierId, CarrierKind, Close, Input, JobId, Level, LinkId, LocalId, Output, SpillRef,
 };
@@ -84,6 +85,8 @@ pub(crate) struct Engine {
     pub(crate) rng: Rng,
     pub(crate) links: BTreeMap<LinkId, Link>,
     pub(crate) carriers: BTreeMap<CarrierId, Carrier>,
+    /// Sessions with peer proxies, and their TCP connections.
+    pub(crate) trunks: Trunks,
     /// Stream 0 is a socket whose first eight bytes have not all come.
     pub(crate) locals: BTreeMap<LocalId, (LinkId, u32)>,
     pub(crate) jobs: BTreeMap<JobId, Job>,
@@ -128,6 +131,7 @@ impl Engine {
             rng: Rng::new(0),
             links: BTreeMap::new(),
             carriers: BTreeMap::new(),
+            trunks: Trunks::default(),
             locals: BTreeMap::new(),
             jobs: BTreeMap::new(),
             running: 0,
@@ -287,6 +291,7 @@ impl Engine {
             link.config.options = options;
         }
         self.settle(now, id);
+        self.keep_trunks(now);
         Ok(())
     }
 
@@ -315,7 +320,7 @@ impl Engine {
         local
     }
 
-    /// The shell accepted and authenticated a carrier on an outside address.
+    /// The peer opened a lane, for a connection on this outside address.
     pub(crate) fn accept_carrier(
         &mut self,
         now: Instant,
@@ -341,11 +346,12 @@ impl Engine {
             Input::LocalEof(local) => self.local_eof(now, local),
             Input::LocalWritten(local, bytes) => self.local_written(now, local, bytes),
             Input::LocalFailed(local, reason) => self.local_failed(now, local, &reason),
-            Input::CarrierUp(carrier, peer) => self.carrier_up(now, carrier, peer),
-            Input::CarrierFrame(carrier, frame) => self.carrier_frame(now, carrier, frame),
-            Input::CarrierReceived(carrier, bytes) => self.carrier_received(now, carrier, bytes),
+            Input::WireUp(..)
+            | Input::WireFrame(..)
+            | Input::LaneReceived(..)
+            | Input::LaneFrame(..)
+            | Input::WireDown(..) => self.wire_input(now, input),
             Input::CarrierSent(carrier, bytes) => self.carrier_sent(now, carrier, bytes),
-            Input::CarrierDown(carrier, reason) => self.carrier_down(now, carrier, &reason),
             Input::Encoded(job, coded, took) => self.encoded(now, job, coded, took),
             Input::Decoded(job, result, took) => self.decoded(now, job, result, took),
             Input::SpillWritten(job, result) => self.spill_written(now, job, result),
@@ -363,7 +369,11 @@ impl Engine {
     /// When to call `handle(now, Input::Tick)` at the latest.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         let first = self.timers.first().map(|(at, _)| *at);
-        [first, self.orphan_timer].into_iter().flatten().min()
+        let trunks = self.trunks.timeout();
+        [first, self.orphan_timer, trunks]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// How many bytes the shell may read from a DRBD socket now. After 0 it waits for `WantRead`.
@@ -490,6 +500,7 @@ impl Engine {
                 })
                 .collect(),
             thread_cpu_us: BTreeMap::new(),
+            peers: self.trunk_snapshots(),
             connections: self
                 .links
                 .values()
@@ -538,7 +549,14 @@ impl Engine {
     pub(crate) fn send(&mut self, carrier: CarrierId, frame: Frame) {
         if let Some(entry) = self.carriers.get_mut(&carrier) {
             entry.queued_bytes += frame.wire_len();
-            self.out.push_back(Output::Send(carrier, frame));
+            if let Some((wire, lane)) = entry.wire {
+                self.out.push_back(Output::Send {
+                    wire,
+                    lane,
+                    carrier,
+                    frame,
+                });
+            }
         }
     }
 
@@ -564,6 +582,7 @@ impl Engine {
         };
         let at = self.link_timeout(now, link);
         self.set_timer(id, at);
+        self.place_all(now);
     }
 
     /// Makes sure that the link is looked at by `at`.
@@ -622,6 +641,7 @@ impl Engine {
                 self.drop_carrier(id);
             }
         }
+        self.check_trunks(now);
         while let Some((at, id)) = self.timers.first().copied() {
             if at > now {
                 break;

@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-use super::LinkId;
 use super::engine::{Engine, WRITE_MIN};
 use super::time::Instant;
+use super::{CarrierId, LinkId};
 
 /// How far, in bytes of weight one, a connection may be ahead of another that waits.
 const QUANTUM: u64 = 64 << 10;
@@ -103,6 +103,13 @@ impl Engine {
             || session.is_some_and(|session| session.bucket.available(now) < WRITE_MIN)
     }
 
+    /// The share of a carrier's connection against those with which it has a wire in common.
+    pub(crate) fn weight_of(&self, carrier: CarrierId) -> u32 {
+        let link = self.carriers.get(&carrier).and_then(|entry| entry.link);
+        let config = link.and_then(|id| self.config(id));
+        config.map_or(1, |config| config.options.weight)
+    }
+
     /// Counts what a bulk carrier was given.
     pub(crate) fn count_served(&mut self, id: LinkId, bytes: usize) {
         let Some(link) = self.links.get_mut(&id) else {
@@ -127,10 +134,11 @@ mod tests {
 
     use super::*;
     use crate::core::config::{DaemonOptions, LinkConfig, LinkOptions};
+    use crate::core::frame::HEADER_LEN;
     use crate::core::limits::Origin;
     use crate::core::link::{Carrier, CarrierState};
     use crate::core::shaper::Limit;
-    use crate::core::{CarrierId, CarrierKind, Input, Output};
+    use crate::core::{CarrierKind, Input, Output};
 
     const RATE: u64 = 1_000_000;
 
@@ -196,7 +204,7 @@ mod tests {
                 if bytes == 0 {
                     return;
                 }
-                *self.sent.entry(carrier).or_default() += bytes as u64;
+                *self.sent.entry(carrier).or_default() += (bytes + HEADER_LEN) as u64;
                 self.engine
                     .handle(self.now, Input::CarrierSent(carrier, bytes));
                 // The peer has it at once.

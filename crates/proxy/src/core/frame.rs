@@ -2,6 +2,7 @@
 //! cuts a carrier's byte stream into frames. It checks lengths before it takes memory; what a
 //! payload means is decided elsewhere.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Length of a frame header in bytes.
@@ -12,6 +13,10 @@ pub(crate) const CHUNK_MAX: usize = 1 << 20;
 const PAYLOAD_MAX: usize = CHUNK_MAX;
 /// Largest payload of a frame that is not DATA.
 pub(crate) const MESSAGE_MAX: usize = 64 << 10;
+/// Largest piece of a lane: after it another lane may have its turn.
+pub(crate) const SEGMENT_MAX: usize = MESSAGE_MAX;
+/// Lanes of one TCP connection.
+pub(crate) const LANES_MAX: usize = 4096;
 /// Version of the frame layout.
 const VERSION: u8 = 1;
 
@@ -40,10 +45,14 @@ pub(crate) enum Kind {
     Resume,
     Stats,
     Goodbye,
+    /// A piece of what a lane carries; `stream` is the lane.
+    Lane,
+    LaneOpen,
+    LaneClose,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 14] = [
+    pub(crate) const ALL: [Kind; 17] = [
         Kind::Hello,
         Kind::HelloAck,
         Kind::Attach,
@@ -58,6 +67,9 @@ impl Kind {
         Kind::Resume,
         Kind::Stats,
         Kind::Goodbye,
+        Kind::Lane,
+        Kind::LaneOpen,
+        Kind::LaneClose,
     ];
 
     fn code(self) -> u8 {
@@ -104,6 +116,8 @@ pub(crate) enum FrameError {
     Kind(u8),
     #[error("frame header checksum mismatch")]
     HeaderCrc,
+    #[error("more than {LANES_MAX} lanes on one carrier")]
+    Lanes,
     #[error(
         "frame with a payload of {payload_bytes} bytes for {raw_bytes} raw bytes: out of bounds"
     )]
@@ -195,7 +209,100 @@ impl Frame {
     }
 }
 
-/// What some bytes of a carrier held.
+/// What came on a TCP connection between the proxies.
+#[derive(Debug)]
+pub(crate) enum Item {
+    /// A frame of the session itself.
+    Session(Frame),
+    /// Bytes of a lane, and the frames that they completed.
+    Lane {
+        lane: u32,
+        bytes: usize,
+        frames: Vec<Frame>,
+    },
+}
+
+/// What some bytes of a TCP connection held.
+#[derive(Debug, Default)]
+pub(crate) struct WireCut {
+    pub(crate) items: Vec<Item>,
+    /// What came behind them is no frame.
+    pub(crate) error: Option<FrameError>,
+}
+
+/// Cuts the bytes of one TCP connection into frames of the session and of its lanes. Only lanes in
+/// the middle of a frame take memory.
+#[derive(Debug, Default)]
+pub(crate) struct WireReader {
+    session: FrameReader,
+    /// The lane whose piece is being read, and how much of it is to come.
+    piece: Option<(u32, usize)>,
+    lanes: BTreeMap<u32, FrameReader>,
+}
+
+impl WireReader {
+    /// Takes all of `input`, up to the first error.
+    pub(crate) fn cut(&mut self, input: &[u8]) -> WireCut {
+        let mut cut = WireCut::default();
+        if let Err(error) = self.cut_into(input, &mut cut.items) {
+            cut.error = Some(error);
+        }
+        cut
+    }
+
+    fn cut_into(&mut self, mut input: &[u8], items: &mut Vec<Item>) -> Result<(), FrameError> {
+        while !input.is_empty() {
+            if let Some((lane, left)) = self.piece {
+                let (piece, rest) = input.split_at(left.min(input.len()));
+                input = rest;
+                self.piece = (left > piece.len()).then(|| (lane, left - piece.len()));
+                let reader = self.lanes.entry(lane).or_default();
+                let cut = reader.cut(piece);
+                if reader.is_between() {
+                    self.lanes.remove(&lane);
+                }
+                note(items, lane, piece.len(), cut.frames);
+                match cut.error {
+                    Some(error) => return Err(error),
+                    None if self.lanes.len() > LANES_MAX => return Err(FrameError::Lanes),
+                    None => {}
+                }
+                continue;
+            }
+            let (used, frame) = self.session.push(input)?;
+            input = &input[used..];
+            items.extend(frame.map(Item::Session));
+            if let Some(header) = self.session.take_piece() {
+                self.piece = (header.payload_len > 0)
+                    .then_some((header.stream, header.payload_len as usize));
+                note(items, header.stream, HEADER_LEN, Vec::new());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds to the last item if that is of the same lane.
+fn note(items: &mut Vec<Item>, lane: u32, bytes: usize, mut frames: Vec<Frame>) {
+    if let Some(Item::Lane {
+        lane: last,
+        bytes: sum,
+        frames: list,
+    }) = items.last_mut()
+        && *last == lane
+    {
+        *sum += bytes;
+        list.append(&mut frames);
+        return;
+    }
+    items.push(Item::Lane {
+        lane,
+        bytes,
+        frames,
+    });
+}
+
+/// What some bytes of a lane held.
 #[derive(Debug, Default)]
 pub(crate) struct Cut {
     /// The frames that they completed.
@@ -204,7 +311,7 @@ pub(crate) struct Cut {
     pub(crate) error: Option<FrameError>,
 }
 
-/// Cuts the bytes of one carrier into frames.
+/// Cuts a stream of bytes into frames.
 #[derive(Debug, Default)]
 pub(crate) struct FrameReader {
     head: Vec<u8>,
@@ -213,6 +320,19 @@ pub(crate) struct FrameReader {
 }
 
 impl FrameReader {
+    /// No frame has begun.
+    fn is_between(&self) -> bool {
+        self.head.is_empty() && self.current.is_none() && self.failed.is_none()
+    }
+
+    /// The header of a piece of a lane, when that is what has come; its bytes are not a payload.
+    fn take_piece(&mut self) -> Option<Header> {
+        let (header, _) = self
+            .current
+            .take_if(|(header, _)| header.kind == Kind::Lane)?;
+        Some(header)
+    }
+
     /// Takes all of `input`, up to the first error.
     pub(crate) fn cut(&mut self, mut input: &[u8]) -> Cut {
         let mut cut = Cut::default();
@@ -249,6 +369,9 @@ impl FrameReader {
                 Ok(header) => {
                     self.head.clear();
                     self.current = Some((header, Vec::new()));
+                    if header.kind == Kind::Lane {
+                        return Ok((used, None));
+                    }
                 }
                 Err(error) => {
                     self.failed = Some(error);
@@ -380,7 +503,7 @@ mod tests {
             parse_all(&bytes, 32).unwrap_err()
         };
         assert_eq!(with(0, 9, true), FrameError::Version(9));
-        assert_eq!(with(1, 15, true), FrameError::Kind(15));
+        assert_eq!(with(1, 18, true), FrameError::Kind(18));
         assert_eq!(with(1, 0, true), FrameError::Kind(0));
         assert_eq!(with(9, 1, false), FrameError::HeaderCrc);
         assert!(matches!(with(23, 1, true), FrameError::Length { .. }));

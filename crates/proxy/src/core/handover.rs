@@ -258,6 +258,7 @@ impl Engine {
         for carrier in rest {
             self.drop_carrier(carrier);
         }
+        self.drop_trunks();
     }
 
     /// Goes on after a hand-over that failed.

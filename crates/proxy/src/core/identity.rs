@@ -12,6 +12,9 @@ pub(crate) struct Names(Arc<[String]>);
 pub(crate) struct Peer {
     /// Known to the two ends of this TLS connection and to nobody else; zero without TLS.
     pub(crate) binding: [u8; 32],
+    /// Which of the known identities it has proved; carriers with different ones never share a
+    /// session.
+    pub(crate) identity: [u8; 32],
     /// `None`: every connection that is configured here.
     pub(crate) may_use: Option<Names>,
 }

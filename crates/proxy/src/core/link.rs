@@ -1,7 +1,7 @@
 //! The state of one configured connection: its session with the peer proxy, its streams, its
 //! rates. Only data and small questions about it; the procedures are in `session` and `flow`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::adaptive::Adaptive;
@@ -14,8 +14,9 @@ use super::shaper::Bucket;
 use super::stats::{Counters, Rate};
 use super::stream::{Class, Rx, Tx};
 use super::time::Instant;
+use super::trunk::TrunkId;
 use super::waits::Wait;
-use super::{CarrierId, CarrierKind, LinkId, LocalId};
+use super::{CarrierId, CarrierKind, LinkId, LocalId, WireId};
 
 /// Frame bytes that may wait in the shell for one bulk carrier. Small, so that a choice made late
 /// (codec, carrier, rate) takes effect soon.
@@ -24,11 +25,13 @@ pub(crate) const CARRIER_QUEUE: usize = 256 << 10;
 /// below; this only bounds abuse.
 pub(crate) const CONTROL_LIMIT: u64 = 1 << 20;
 
-/// A TCP connection to a peer proxy.
+/// A connection's lane on a TCP connection to the peer proxy.
 #[derive(Debug)]
 pub(crate) struct Carrier {
     /// `None`: accepted, and the first frame has not come.
     pub(crate) link: Option<LinkId>,
+    /// Where it runs, once it does.
+    pub(crate) wire: Option<(WireId, u32)>,
     pub(crate) kind: CarrierKind,
     pub(crate) number: u32,
     pub(crate) state: CarrierState,
@@ -174,7 +177,10 @@ pub(crate) struct Link {
     pub(crate) codec_bound: bool,
     /// This end dialled the session.
     pub(crate) session_dialer: bool,
-    pub(crate) ping_at: Instant,
+    /// The session that the peer has named for this connection, and the number of the question.
+    pub(crate) redirect: Option<(TrunkId, u64)>,
+    /// Sessions whose other end does not know the connection.
+    pub(crate) not_at: BTreeSet<TrunkId>,
     pub(crate) ack_at: Option<Instant>,
     pub(crate) measured: Instant,
     /// Sums at the last measurement.
@@ -232,7 +238,8 @@ impl Link {
             wire_bound: false,
             codec_bound: false,
             session_dialer: false,
-            ping_at: now,
+            redirect: None,
+            not_at: BTreeSet::new(),
             ack_at: None,
             measured: now,
             last_raw_in: 0,

@@ -54,6 +54,16 @@ pub(crate) struct Attach {
     pub(crate) proof: [u8; 32],
 }
 
+/// Opens a lane for a carrier. Nothing in it for one of bulk, which says itself what it belongs to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LaneOpen {
+    /// That of the HELLO with which the peer was asked for the connection, if it was.
+    pub(crate) nonce: u64,
+    /// The connection's outside addresses as the opener has them.
+    pub(crate) my_outside: String,
+    pub(crate) peer_outside: String,
+}
+
 /// Opens a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Open {
@@ -232,6 +242,26 @@ impl Attach {
     }
 }
 
+impl LaneOpen {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = self.nonce.to_le_bytes().to_vec();
+        put_text(&mut out, &self.my_outside);
+        put_text(&mut out, &self.peer_outside);
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<LaneOpen, Malformed> {
+        let mut from = Cursor::new("LANE_OPEN", bytes);
+        let open = LaneOpen {
+            nonce: from.u64()?,
+            my_outside: from.text()?,
+            peer_outside: from.text()?,
+        };
+        from.end()?;
+        Ok(open)
+    }
+}
+
 impl Open {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = vec![self.class];
@@ -357,6 +387,12 @@ mod tests {
             window_end: 5,
         };
         assert_eq!(Open::decode(&open.encode()), Ok(open));
+        let lane = LaneOpen {
+            nonce: 1 << 60,
+            my_outside: "192.0.2.1:7715".into(),
+            peer_outside: "[2001:db8::1]:7715".into(),
+        };
+        assert_eq!(LaneOpen::decode(&lane.encode()), Ok(lane));
         let stats = Stats {
             decode_rate: 8,
             free_millicores: Some(1500),
@@ -395,6 +431,7 @@ mod tests {
             let _ = HelloAck::decode(&bytes);
             let _ = Attach::decode(&bytes);
             let _ = Open::decode(&bytes);
+            let _ = LaneOpen::decode(&bytes);
             let _ = Ack::decode_list(&bytes);
             let _ = Stats::decode(&bytes);
         }

@@ -27,6 +27,7 @@ mod sim;
 pub(crate) mod stats;
 pub(crate) mod stream;
 pub(crate) mod time;
+pub(crate) mod trunk;
 pub(crate) mod waits;
 
 use frame::{Bytes, Frame};
@@ -39,9 +40,13 @@ use stats::Took;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LinkId(pub(crate) u32);
 
-/// A TCP connection to the peer proxy.
+/// A way of a connection's frames to the peer proxy: a lane of a TCP connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct CarrierId(pub(crate) u64);
+
+/// A TCP connection to a peer proxy, which carries lanes of all connections between the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct WireId(pub(crate) u64);
 
 /// A TCP connection to the local DRBD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -106,15 +111,17 @@ pub(crate) enum Input {
     LocalWritten(LocalId, usize),
     /// The socket failed or could not be connected; it is closed already.
     LocalFailed(LocalId, String),
-    /// A carrier that the core dialled is connected and authenticated.
-    CarrierUp(CarrierId, Peer),
-    CarrierFrame(CarrierId, Frame),
-    /// Bytes of frames came in, complete or not.
-    CarrierReceived(CarrierId, usize),
-    /// Bytes of frames were given to the kernel.
+    /// A TCP connection that the core dialled is connected and authenticated.
+    WireUp(WireId, Peer),
+    /// A frame of the session itself.
+    WireFrame(WireId, Frame),
+    /// Bytes of a lane came in, with the headers of their pieces.
+    LaneReceived(WireId, u32, usize),
+    LaneFrame(WireId, u32, Frame),
+    /// A piece with so many bytes of a carrier's frames goes out.
     CarrierSent(CarrierId, usize),
-    /// The carrier failed or could not be connected; it is closed already.
-    CarrierDown(CarrierId, String),
+    /// The TCP connection failed or could not be connected; it is closed already.
+    WireDown(WireId, String),
     Encoded(JobId, crate::codec::Encoded, Took),
     Decoded(JobId, Result<Bytes, crate::codec::DecodeError>, Took),
     SpillWritten(JobId, Result<SpillRef, String>),
@@ -129,12 +136,22 @@ pub(crate) enum Input {
 #[derive(Debug)]
 pub(crate) enum Output {
     Dial {
-        carrier: CarrierId,
+        wire: WireId,
+        /// Its addresses and its identity.
         link: LinkId,
         kind: CarrierKind,
     },
-    Send(CarrierId, Frame),
-    CloseCarrier(CarrierId),
+    /// A frame of the session itself goes before everything that waits.
+    SendSession(WireId, Frame),
+    Send {
+        wire: WireId,
+        lane: u32,
+        carrier: CarrierId,
+        frame: Frame,
+    },
+    /// The lane ends after what its frames of no stream still say.
+    CloseLane(WireId, u32),
+    CloseWire(WireId),
     /// Bytes may be written again; ask `carrier_allowance`.
     WantWrite(CarrierId),
     /// Connect to the link's DRBD from its inside address.

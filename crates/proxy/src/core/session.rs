@@ -1,10 +1,11 @@
 //! Sessions and carriers: dialling, HELLO, ATTACH, liveness, suspension, resumption and the end.
 //! A session outlives its carriers; DRBD's sockets are reset only when it ends.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::engine::{Engine, WRITE_MIN, is_live, keyed};
-use super::frame::{Frame, Kind};
+use super::frame::{Frame, HEADER_LEN, Kind};
 use super::history::{grant, grant_bits};
 use super::identity::Peer;
 use super::link::{Carrier, CarrierState, Link, Phase, SessionKey, StreamPhase};
@@ -14,10 +15,10 @@ use super::time::Instant;
 use super::{CarrierId, CarrierKind, Level, LinkId, Output};
 
 /// Version of the messages that this build speaks.
-const PROTOCOL: u8 = 2;
+pub(crate) const PROTOCOL: u8 = 3;
 /// Code of a GOODBYE that ends the session, not only the carrier.
 const GOODBYE_FINAL: u8 = 1;
-const BACKOFF_MIN: Duration = Duration::from_millis(100);
+pub(crate) const BACKOFF_MIN: Duration = Duration::from_millis(100);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Time between measurements and reports to the peer.
 const MEASURE_EVERY: Duration = Duration::from_millis(250);
@@ -36,7 +37,7 @@ pub(crate) enum Violation {
     Rule(String),
 }
 
-fn rule(text: impl Into<String>) -> Violation {
+pub(crate) fn rule(text: impl Into<String>) -> Violation {
     Violation::Rule(text.into())
 }
 
@@ -46,7 +47,7 @@ fn resume_proof(key: &[u8; 32], nonce: u64, binding: &[u8; 32]) -> [u8; 32] {
     keyed(key, &[b"resume", &nonce.to_le_bytes(), binding])
 }
 
-fn attach_proof(key: &[u8; 32], number: u32, binding: &[u8; 32]) -> [u8; 32] {
+pub(crate) fn attach_proof(key: &[u8; 32], number: u32, binding: &[u8; 32]) -> [u8; 32] {
     keyed(key, &[b"attach", &number.to_le_bytes(), binding])
 }
 
@@ -59,6 +60,7 @@ impl Carrier {
     ) -> Carrier {
         Carrier {
             link,
+            wire: None,
             kind,
             number: 0,
             state,
@@ -124,14 +126,10 @@ impl Engine {
             CarrierKind::Control => link.dialing = Some(carrier),
             CarrierKind::Bulk => link.bulk_dialing.push(carrier),
         }
-        self.out.push_back(Output::Dial {
-            carrier,
-            link: id,
-            kind,
-        });
+        self.want_lane(carrier);
     }
 
-    /// A dialled carrier is there: introduce it.
+    /// A carrier's lane is there: introduce it.
     pub(crate) fn carrier_up(&mut self, now: Instant, carrier: CarrierId, peer: Peer) {
         let Some(entry) = self.carriers.get_mut(&carrier) else {
             return;
@@ -141,8 +139,8 @@ impl Engine {
         entry.peer = peer;
         if let Some(refusal) = self.refusal(carrier, id) {
             self.goodbye(carrier, &refusal);
+            self.close_lane(carrier);
             self.carrier_down(now, carrier, &refusal);
-            self.out.push_back(Output::CloseCarrier(carrier));
             return;
         }
         let Some(entry) = self.carriers.get_mut(&carrier) else {
@@ -200,7 +198,7 @@ impl Engine {
         link.history_granted
     }
 
-    fn hello(&mut self, id: LinkId, binding: &[u8; 32]) -> Hello {
+    pub(crate) fn hello(&mut self, id: LinkId, binding: &[u8; 32]) -> Hello {
         let nonce = u64::from_le_bytes(self.random());
         let (instance, window_bytes) = (self.instance, self.window());
         let history = self.grant_history(id);
@@ -239,8 +237,8 @@ impl Engine {
             }
             let text = violation.to_string();
             self.goodbye(carrier, &text);
+            self.close_lane(carrier);
             self.carrier_down(now, carrier, &text);
-            self.out.push_back(Output::CloseCarrier(carrier));
         } else if let Some(id) = self.carriers.get(&carrier).and_then(|entry| entry.link) {
             self.settle(now, id);
         }
@@ -272,20 +270,6 @@ impl Engine {
         match (entry.kind, entry.state, kind) {
             (CarrierKind::Control, CarrierState::Handshake, Kind::HelloAck) => {
                 self.on_hello_ack(now, carrier, id, &HelloAck::decode(&frame.payload)?)
-            }
-            (CarrierKind::Control, CarrierState::Up, Kind::Ping) => {
-                let mut pong = frame;
-                pong.header.kind = Kind::Pong;
-                self.send(carrier, pong);
-                Ok(())
-            }
-            (CarrierKind::Control, CarrierState::Up, Kind::Pong) => {
-                let sent =
-                    <[u8; 8]>::try_from(frame.payload.as_slice()).map_err(|_| Malformed("PONG"))?;
-                if let Some(link) = self.links.get_mut(&id) {
-                    link.rtt = now.since(Instant(u64::from_le_bytes(sent)));
-                }
-                Ok(())
             }
             (CarrierKind::Control, CarrierState::Up, Kind::Resume) => {
                 self.on_resume(now, id, &Ack::decode_list(&frame.payload)?)
@@ -327,19 +311,9 @@ impl Engine {
         carrier: CarrierId,
         hello: &Hello,
     ) -> Result<(), Violation> {
-        if hello.instance == self.instance {
-            return Err(rule(format!(
-                "connection {}: this proxy has connected to itself; check the outside addresses",
-                hello.connection
-            )));
-        }
-        if hello.protocol_min > PROTOCOL || hello.protocol_max < PROTOCOL {
-            return Err(rule(format!(
-                "protocol versions {} to {} are offered, {PROTOCOL} is spoken here",
-                hello.protocol_min, hello.protocol_max
-            )));
-        }
-        let id = self.match_link(carrier, hello)?;
+        self.check_hello(hello)?;
+        let listener = self.carriers.get(&carrier).and_then(|entry| entry.listener);
+        let id = self.match_link(listener, hello)?;
         if let Some(refusal) = self.refusal(carrier, id) {
             return Err(rule(refusal));
         }
@@ -409,9 +383,43 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether a HELLO is another proxy's, and one that can be talked to.
+    pub(crate) fn check_hello(&self, hello: &Hello) -> Result<(), Violation> {
+        if hello.instance == self.instance {
+            return Err(rule(format!(
+                "connection {}: this proxy has connected to itself; check the outside addresses",
+                hello.connection
+            )));
+        }
+        if hello.protocol_min > PROTOCOL || hello.protocol_max < PROTOCOL {
+            return Err(rule(format!(
+                "protocol versions {} to {} are offered, {PROTOCOL} is spoken here",
+                hello.protocol_min, hello.protocol_max
+            )));
+        }
+        Ok(())
+    }
+
+    /// The same of the answer.
+    pub(crate) fn check_ack(&self, ack: &HelloAck) -> Result<(), Violation> {
+        if ack.instance == self.instance {
+            return Err(rule(
+                "this proxy has connected to itself; check the outside addresses",
+            ));
+        }
+        if ack.protocol != PROTOCOL {
+            return Err(rule(format!("the peer chose protocol {}", ack.protocol)));
+        }
+        Ok(())
+    }
+
     /// Finds the connection that a HELLO means: by the pair of outside addresses, else, where
     /// addresses are translated on the way, by the address that it was accepted on.
-    fn match_link(&self, carrier: CarrierId, hello: &Hello) -> Result<LinkId, Violation> {
+    pub(crate) fn match_link(
+        &self,
+        listener: Option<SocketAddr>,
+        hello: &Hello,
+    ) -> Result<LinkId, Violation> {
         let exact = self.links.iter().find(|(_, link)| {
             link.config.my_outside.to_string() == hello.peer_outside
                 && link.config.peer_outside.to_string() == hello.my_outside
@@ -419,7 +427,6 @@ impl Engine {
         if let Some((id, _)) = exact {
             return Ok(*id);
         }
-        let listener = self.carriers.get(&carrier).and_then(|entry| entry.listener);
         let mut here = self
             .links
             .iter()
@@ -445,14 +452,7 @@ impl Engine {
         id: LinkId,
         ack: &HelloAck,
     ) -> Result<(), Violation> {
-        if ack.instance == self.instance {
-            return Err(rule(
-                "this proxy has connected to itself; check the outside addresses",
-            ));
-        }
-        if ack.protocol != PROTOCOL {
-            return Err(rule(format!("the peer chose protocol {}", ack.protocol)));
-        }
+        self.check_ack(ack)?;
         let Some(link) = self.links.get(&id) else {
             return Ok(());
         };
@@ -553,6 +553,8 @@ impl Engine {
     }
 
     fn go_live(&mut self, now: Instant, id: LinkId) {
+        let control = self.links.get(&id).and_then(|link| link.control);
+        let rtt = self.trunk_rtt(control);
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
@@ -560,7 +562,7 @@ impl Engine {
         link.phase = Phase::Live;
         link.bulk_redial_at = now;
         link.bulk_missing_since = Some(now);
-        link.ping_at = now;
+        link.rtt = rtt.unwrap_or(link.rtt);
         link.measured = now;
         link.busy_since = None;
         link.last_error.clear();
@@ -646,7 +648,7 @@ impl Engine {
         let shown: String = text.chars().filter(|c| !c.is_control()).take(300).collect();
         let reason = format!("the peer proxy said: {shown}");
         self.log(Level::Warn, id, reason.clone());
-        self.out.push_back(Output::CloseCarrier(carrier));
+        self.close_lane(carrier);
         let control = self
             .links
             .get(&id)
@@ -677,11 +679,17 @@ impl Engine {
         let Some(entry) = self.carriers.get_mut(&carrier) else {
             return;
         };
+        let queued = bytes;
+        let place = entry.wire;
+        let bytes = queued + HEADER_LEN;
+        if let Some(wire) = place.and_then(|(id, _)| self.trunks.wires.get_mut(&id)) {
+            wire.sent_bytes += bytes as u64;
+        }
         if entry.sent_bytes == entry.peer_received {
             // Idle until now: the time without progress begins here.
             entry.peer_progress = now;
         }
-        entry.queued_bytes = entry.queued_bytes.saturating_sub(bytes);
+        entry.queued_bytes = entry.queued_bytes.saturating_sub(queued);
         entry.sent_bytes += bytes as u64;
         let (kind, link) = (entry.kind, entry.link);
         self.charge(now, link, bytes);
@@ -746,9 +754,8 @@ impl Engine {
 
     /// Closes a carrier without a word.
     pub(crate) fn drop_carrier(&mut self, carrier: CarrierId) {
-        if self.carriers.remove(&carrier).is_some() {
-            self.out.push_back(Output::CloseCarrier(carrier));
-        }
+        self.close_lane(carrier);
+        self.carriers.remove(&carrier);
     }
 
     /// The control carrier is lost: keep DRBD's sockets, close the rest, come back.
@@ -831,7 +838,7 @@ impl Engine {
                 .get(&carrier)
                 .is_some_and(|c| now.since(c.since) >= handshake)
         {
-            self.out.push_back(Output::CloseCarrier(carrier));
+            self.close_lane(carrier);
             self.carrier_down(now, carrier, "no answer");
         }
         let Some(link) = self.links.get(&id) else {
@@ -852,8 +859,7 @@ impl Engine {
             .copied()
             .collect();
         for carrier in stalled {
-            self.out.push_back(Output::CloseCarrier(carrier));
-            self.carrier_down(now, carrier, "no progress");
+            self.carrier_stands_still(now, carrier, wan * 2);
         }
         let Some(link) = self.links.get_mut(&id) else {
             return;
@@ -861,7 +867,6 @@ impl Engine {
         match link.phase {
             Phase::Suspended { since } | Phase::Resuming { since } if now.since(since) >= hold => {
                 self.end_session(now, id, "no way to the peer proxy for session-hold");
-                return;
             }
             Phase::Live
                 if link
@@ -870,26 +875,8 @@ impl Engine {
                     && link.bulk.is_empty() =>
             {
                 self.end_session(now, id, "no bulk carrier for session-hold");
-                return;
             }
             _ => {}
-        }
-        let Some(control) = link.control else { return };
-        if self
-            .carriers
-            .get(&control)
-            .is_some_and(|c| now.since(c.last_received) >= wan)
-        {
-            self.out.push_back(Output::CloseCarrier(control));
-            self.carrier_down(now, control, "the peer proxy is silent");
-            return;
-        }
-        if link.ping_at <= now {
-            link.ping_at = now.after(ping_every(wan));
-            self.send(
-                control,
-                Frame::message(Kind::Ping, now.0.to_le_bytes().to_vec()),
-            );
         }
     }
 
@@ -978,6 +965,11 @@ impl Engine {
                 link.peer_received_bytes += received.saturating_sub(entry.peer_received);
                 entry.peer_received = received;
                 entry.peer_progress = now;
+                if let Some((wire, _)) = entry.wire
+                    && let Some(wire) = self.trunks.wires.get_mut(&wire)
+                {
+                    wire.progress = now;
+                }
             }
         }
     }
@@ -1015,13 +1007,8 @@ impl Engine {
             }
             Phase::Down => {}
         }
-        if let Some(entry) = link.control.and_then(|control| self.carriers.get(&control)) {
-            by(entry.last_received.after(wan));
-            by(link.ping_at);
-            let active = !link.streams.is_empty();
-            if active {
-                by(link.measured.after(MEASURE_EVERY));
-            }
+        if link.control.is_some() && !link.streams.is_empty() {
+            by(link.measured.after(MEASURE_EVERY));
         }
         for carrier in &link.bulk {
             if let Some(entry) = self.carriers.get(carrier)
@@ -1052,9 +1039,4 @@ impl Engine {
         }
         at.max(Instant(now.0 + 1))
     }
-}
-
-/// Time between signs of life.
-fn ping_every(wan: Duration) -> Duration {
-    (wan / 4).clamp(Duration::from_millis(100), Duration::from_secs(5))
 }

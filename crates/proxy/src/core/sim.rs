@@ -3,12 +3,13 @@
 //! byte. Everything follows from one seed.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{DaemonOptions, Dial, LinkConfig, LinkOptions};
 use super::engine::Engine;
-use super::frame::Frame;
+use super::frame::{Frame, HEADER_LEN, Kind, SEGMENT_MAX};
 use super::handover::HandedEngine;
 use super::identity::Peer;
 use super::plugin::Plugin;
@@ -16,12 +17,15 @@ use super::rng::Rng;
 use super::stats::Took;
 use super::stream::Body;
 use super::time::Instant;
-use super::{CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output, SpillRef};
+use super::{
+    CarrierId, CarrierKind, Close, Input, JobId, LinkId, LocalId, Output, SpillRef, WireId,
+};
 use crate::codec;
 
 mod crash;
 mod peer;
 mod reads;
+mod several;
 mod spill;
 mod waits;
 
@@ -37,11 +41,12 @@ enum Event {
     Arrive {
         pipe: u64,
         to: usize,
-        frame: Frame,
+        parcel: Parcel,
     },
     Dialed {
         from: usize,
-        carrier: CarrierId,
+        wire: WireId,
+        listener: SocketAddr,
     },
     ConnectLocal {
         node: usize,
@@ -62,10 +67,26 @@ enum Event {
     Heal,
 }
 
+/// What travels between the proxies.
+#[derive(Debug)]
+enum Parcel {
+    Session(Frame),
+    /// A whole frame of a lane, and the pieces in which it went out.
+    Lane(u32, Frame, usize),
+}
+
+/// What a lane has to send.
+#[derive(Debug)]
+struct Outbox {
+    carrier: CarrierId,
+    /// Frames, with the bytes and pieces that were allowed already.
+    frames: VecDeque<(Frame, usize, usize)>,
+}
+
 /// A TCP connection between the proxies.
 #[derive(Debug)]
 struct Pipe {
-    ends: [(usize, CarrierId); 2],
+    ends: [(usize, WireId); 2],
     /// When the last frame in each direction arrives; keeps the order.
     last: [u64; 2],
 }
@@ -85,6 +106,8 @@ struct Socket {
     reset: bool,
     reading: bool,
     skip: usize,
+    /// Which of several connections it belongs to.
+    number: usize,
 }
 
 struct World {
@@ -95,11 +118,13 @@ struct World {
     order: u64,
     engines: [Engine; 2],
     links: [LinkId; 2],
+    /// All connections in their order; the first are those of `links`.
+    numbers: [Vec<LinkId>; 2],
     pipes: BTreeMap<u64, Pipe>,
-    pipe_of: BTreeMap<(usize, CarrierId), u64>,
+    pipe_of: BTreeMap<(usize, WireId), u64>,
     sockets: [BTreeMap<LocalId, Socket>; 2],
-    /// Frames that the shell holds per carrier: (frame, bytes already allowed).
-    outbox: BTreeMap<(usize, CarrierId), VecDeque<(Frame, usize)>>,
+    /// Frames that the shell holds per lane.
+    outbox: BTreeMap<(usize, WireId, u32), Outbox>,
     disk: BTreeMap<SpillRef, Vec<u8>>,
     /// Records and bytes that are being read, and the most of them so far.
     reads: (usize, usize),
@@ -114,8 +139,8 @@ struct World {
     /// What goes wrong or is changed once so many events have happened; in order.
     plan: VecDeque<(u64, crash::Trouble)>,
     crashes: u32,
-    /// What the sockets must get, as far as it is known: checked at every write.
-    expected: Option<crash::Expected>,
+    /// What the sockets of each connection must get, as far as it is known: checked at every write.
+    expected: Vec<crash::Expected>,
     /// The spill disk takes nothing.
     disk_full: bool,
     /// A hand-over is under way.
@@ -127,14 +152,19 @@ struct World {
 }
 
 fn link_config(mine: usize) -> LinkConfig {
-    let addr = |text: &str| text.parse().expect("a constant address");
-    let outside = ["192.0.2.1:7715", "192.0.2.2:7715"];
+    numbered(mine, 0)
+}
+
+/// One of several connections, each with ports of its own.
+fn numbered(mine: usize, number: u16) -> LinkConfig {
+    let addr = |host: [u8; 4], port: u16| SocketAddr::from((host, port + number));
+    let outside = [[192, 0, 2, 1], [192, 0, 2, 2]];
     LinkConfig {
-        name: ["r0-b-a", "r0-a-b"][mine].into(),
-        inside: addr("127.0.0.1:7815"),
-        peer_outside: addr(outside[1 - mine]),
-        my_outside: addr(outside[mine]),
-        local_drbd: addr("127.0.0.1:7915"),
+        name: format!("r{number}-{}", ["b-a", "a-b"][mine]),
+        inside: addr([127, 0, 0, 1], 7815),
+        peer_outside: addr(outside[1 - mine], 7715),
+        my_outside: addr(outside[mine], 7715),
+        local_drbd: addr([127, 0, 0, 1], 7915),
         options: LinkOptions {
             memlimit_bytes: 4 << 20,
             ..LinkOptions::default()
@@ -153,6 +183,7 @@ impl World {
                 .expect("the configuration is good")
         });
         World {
+            numbers: links.map(|link| vec![link]),
             seed,
             rng: Rng::new(seed),
             now: 0,
@@ -175,7 +206,7 @@ impl World {
             steps: 0,
             plan: VecDeque::new(),
             crashes: 0,
-            expected: None,
+            expected: Vec::new(),
             disk_full: false,
             handing: [false; 2],
             far: seed % 2 == 1,
@@ -261,36 +292,44 @@ impl World {
     fn happen(&mut self, event: Event) {
         match event {
             Event::Input(node, input) => self.feed(node, input),
-            Event::Arrive { pipe, to, frame } => {
+            Event::Arrive { pipe, to, parcel } => {
                 if let Some(pipe) = self.pipes.get(&pipe) {
-                    let (node, carrier) = pipe.ends[to];
-                    let len = frame.wire_len();
-                    self.feed(node, Input::CarrierReceived(carrier, len));
-                    self.feed(node, Input::CarrierFrame(carrier, frame));
+                    let (node, wire) = pipe.ends[to];
+                    match parcel {
+                        Parcel::Session(frame) => self.feed(node, Input::WireFrame(wire, frame)),
+                        Parcel::Lane(lane, frame, pieces) => {
+                            let len = frame.wire_len() + pieces * HEADER_LEN;
+                            self.feed(node, Input::LaneReceived(wire, lane, len));
+                            self.feed(node, Input::LaneFrame(wire, lane, frame));
+                        }
+                    }
                 }
             }
-            Event::Dialed { from, carrier } => {
+            Event::Dialed {
+                from,
+                wire,
+                listener,
+            } => {
                 if self.down {
-                    self.feed(from, Input::CarrierDown(carrier, "no route".into()));
+                    self.feed(from, Input::WireDown(wire, "no route".into()));
                     return;
                 }
-                if !self.engines[from].carriers.contains_key(&carrier) {
+                if !self.engines[from].trunks.wires.contains_key(&wire) {
                     return;
                 }
                 let to = 1 - from;
-                let listener = link_config(to).my_outside;
                 let accepted =
-                    self.engines[to].accept_carrier(Instant(self.now), listener, Peer::default());
+                    self.engines[to].accept_wire(Instant(self.now), listener, Peer::default());
                 self.order += 1;
                 let id = self.order;
-                self.pipe_of.insert((from, carrier), id);
+                self.pipe_of.insert((from, wire), id);
                 self.pipe_of.insert((to, accepted), id);
-                let ends = [(from, carrier), (to, accepted)];
+                let ends = [(from, wire), (to, accepted)];
                 self.pipes.insert(id, Pipe { ends, last: [0; 2] });
-                self.feed(from, Input::CarrierUp(carrier, Peer::default()));
+                self.feed(from, Input::WireUp(wire, Peer::default()));
             }
             Event::ConnectLocal { node, local, link } => {
-                assert_eq!(link, self.links[node]);
+                assert!(self.numbers[node].contains(&link));
                 if self.refuse_local {
                     self.sockets[node].remove(&local);
                     self.feed(node, Input::LocalFailed(local, "refused".into()));
@@ -311,12 +350,12 @@ impl World {
         self.pipe_of.clear();
         self.outbox.clear();
         for pipe in pipes.into_values() {
-            for (node, carrier) in pipe.ends {
+            for (node, wire) in pipe.ends {
                 // One end may learn of it late.
                 let delay = self.rng.below(300);
                 self.at(
                     delay,
-                    Event::Input(node, Input::CarrierDown(carrier, "cut".into())),
+                    Event::Input(node, Input::WireDown(wire, "cut".into())),
                 );
             }
         }
@@ -326,13 +365,11 @@ impl World {
         let ids: Vec<u64> = self.pipes.keys().copied().collect();
         let id = ids[self.rng.below(ids.len() as u64) as usize];
         if let Some(pipe) = self.pipes.remove(&id) {
-            for (node, carrier) in pipe.ends {
-                self.pipe_of.remove(&(node, carrier));
-                self.outbox.remove(&(node, carrier));
-                self.at(
-                    1,
-                    Event::Input(node, Input::CarrierDown(carrier, "lost".into())),
-                );
+            for (node, wire) in pipe.ends {
+                self.pipe_of.remove(&(node, wire));
+                self.outbox
+                    .retain(|(at, on, _), _| (*at, *on) != (node, wire));
+                self.at(1, Event::Input(node, Input::WireDown(wire, "lost".into())));
             }
         }
     }
@@ -356,34 +393,56 @@ impl World {
 
     fn perform(&mut self, node: usize, output: Output) {
         match output {
-            Output::Dial { carrier, kind, .. } => {
+            Output::Dial { wire, kind, link } => {
+                let Some(config) = self.engines[node].config(link) else {
+                    return;
+                };
+                let event = Event::Dialed {
+                    from: node,
+                    wire,
+                    listener: config.peer_outside,
+                };
                 let delay = if kind == CarrierKind::Control { 5 } else { 20 };
-                self.later(
-                    delay,
-                    Event::Dialed {
-                        from: node,
-                        carrier,
-                    },
-                );
+                self.later(delay, event);
             }
-            Output::Send(carrier, frame) => {
+            Output::SendSession(wire, frame) => self.transmit(node, wire, Parcel::Session(frame)),
+            Output::Send {
+                wire,
+                lane,
+                carrier,
+                frame,
+            } => {
+                let frames = VecDeque::new();
+                let outbox = self
+                    .outbox
+                    .entry((node, wire, lane))
+                    .or_insert(Outbox { carrier, frames });
+                outbox.frames.push_back((frame, 0, 0));
+                self.flush(node, wire, lane);
+            }
+            Output::WantWrite(carrier) => {
+                let entry = self.engines[node].carriers.get(&carrier);
+                if let Some((wire, lane)) = entry.and_then(|entry| entry.wire) {
+                    self.flush(node, wire, lane);
+                }
+            }
+            Output::CloseLane(wire, lane) => {
+                self.outbox.remove(&(node, wire, lane));
+                let mut frame = Frame::message(Kind::LaneClose, Vec::new());
+                frame.header.stream = lane;
+                self.transmit(node, wire, Parcel::Session(frame));
+            }
+            Output::CloseWire(wire) => {
                 self.outbox
-                    .entry((node, carrier))
-                    .or_default()
-                    .push_back((frame, 0));
-                self.flush(node, carrier);
-            }
-            Output::WantWrite(carrier) => self.flush(node, carrier),
-            Output::CloseCarrier(carrier) => {
-                self.outbox.remove(&(node, carrier));
+                    .retain(|(at, on, _), _| (*at, *on) != (node, wire));
                 if let Some(pipe) = self
                     .pipe_of
-                    .remove(&(node, carrier))
+                    .remove(&(node, wire))
                     .and_then(|id| self.pipes.remove(&id))
                 {
-                    for (other, carrier) in pipe.ends {
-                        self.pipe_of.remove(&(other, carrier));
-                        let input = Input::CarrierDown(carrier, "closed".into());
+                    for (other, wire) in pipe.ends {
+                        self.pipe_of.remove(&(other, wire));
+                        let input = Input::WireDown(wire, "closed".into());
                         self.later(30, Event::Input(other, input));
                     }
                 }
@@ -393,6 +452,7 @@ impl World {
                     local,
                     Socket {
                         skip: 8,
+                        number: self.number_of(node, link),
                         ..Socket::default()
                     },
                 );
@@ -411,7 +471,7 @@ impl World {
                 }
                 let begin = socket.got.len();
                 socket.got.extend_from_slice(rest);
-                if let Some(expected) = &self.expected {
+                if let Some(expected) = self.expected.get(socket.number) {
                     let want = expected.of(node, &socket.first);
                     let same = want.get(begin..socket.got.len()) == Some(rest);
                     assert!(same, "seed {}: wrong bytes from {begin} on", self.seed);
@@ -513,48 +573,72 @@ impl World {
     }
 
     /// The shell's writing side: as much as the core allows, whole frames travel.
-    fn flush(&mut self, node: usize, carrier: CarrierId) {
+    fn flush(&mut self, node: usize, wire: WireId, lane: u32) {
         loop {
-            let Some(queue) = self.outbox.get_mut(&(node, carrier)) else {
+            let Some(outbox) = self.outbox.get_mut(&(node, wire, lane)) else {
                 return;
             };
-            let Some((frame, done)) = queue.front_mut() else {
+            let carrier = outbox.carrier;
+            let Some((frame, done, pieces)) = outbox.frames.front_mut() else {
                 return;
             };
             let allowed = self.engines[node].carrier_allowance(Instant(self.now), carrier);
             if allowed == 0 {
                 return;
             }
-            let step = allowed.min(frame.wire_len() - *done);
+            let step = allowed.min(frame.wire_len() - *done).min(SEGMENT_MAX);
             *done += step;
-            let whole = *done == frame.wire_len();
-            let frame = if whole { queue.pop_front() } else { None };
-            if let Some((frame, _)) = frame
-                && let Some(id) = self.pipe_of.get(&(node, carrier)).copied()
-                && let Some(pipe) = self.pipes.get_mut(&id)
+            *pieces += 1;
+            if *done == frame.wire_len()
+                && let Some((frame, _, pieces)) = outbox.frames.pop_front()
             {
-                let to = usize::from(pipe.ends[0] == (node, carrier));
-                let delay = (10 + self.rng.below(30)) * MS;
-                let at = (self.now + delay).max(pipe.last[to] + 1);
-                pipe.last[to] = at;
-                self.order += 1;
-                self.queue.insert(
-                    (at, self.order),
-                    Event::Arrive {
-                        pipe: id,
-                        to,
-                        frame,
-                    },
-                );
+                self.transmit(node, wire, Parcel::Lane(lane, frame, pieces));
             }
             self.feed(node, Input::CarrierSent(carrier, step));
         }
     }
 
+    fn transmit(&mut self, node: usize, wire: WireId, parcel: Parcel) {
+        if let Some(id) = self.pipe_of.get(&(node, wire)).copied()
+            && let Some(pipe) = self.pipes.get_mut(&id)
+        {
+            let to = usize::from(pipe.ends[0] == (node, wire));
+            let delay = (10 + self.rng.below(30)) * MS;
+            let at = (self.now + delay).max(pipe.last[to] + 1);
+            pipe.last[to] = at;
+            self.order += 1;
+            let event = Event::Arrive {
+                pipe: id,
+                to,
+                parcel,
+            };
+            self.queue.insert((at, self.order), event);
+        }
+    }
+
+    fn number_of(&self, node: usize, link: LinkId) -> usize {
+        let mut all = self.numbers[node].iter();
+        all.position(|known| *known == link)
+            .expect("it is configured")
+    }
+
     /// A fake DRBD opens one socket and wants to send `data`.
     fn drbd_opens(&mut self, node: usize, first: [u8; 8], generation: u32, data: &[u8]) -> LocalId {
-        let local = self.engines[node].accept_local(Instant(self.now), self.links[node]);
+        self.drbd_opens_on(0, node, first, generation, data)
+    }
+
+    fn drbd_opens_on(
+        &mut self,
+        number: usize,
+        node: usize,
+        first: [u8; 8],
+        generation: u32,
+        data: &[u8],
+    ) -> LocalId {
+        let link = self.numbers[node][number];
+        let local = self.engines[node].accept_local(Instant(self.now), link);
         let mut socket = Socket {
+            number,
             first,
             generation,
             ..Socket::default()
@@ -1083,6 +1167,7 @@ fn a_crashed_proxy_resets_both_drbd_nodes_and_never_delivers_wrong_bytes() {
         let seed_bytes = [77 ^ seed as u8; 32];
         let mut fresh = Engine::new(now, DaemonOptions::default(), seed_bytes);
         world.links[dead] = fresh.add_link(now, link_config(dead)).unwrap();
+        world.numbers[dead] = vec![world.links[dead]];
         world.engines[dead] = fresh;
         // Its sockets die with it, as the kernel does it.
         for socket in world.sockets[dead].values_mut() {

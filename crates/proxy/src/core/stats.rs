@@ -248,6 +248,20 @@ pub(crate) struct SessionSnapshot {
     pub(crate) burst_bytes: u64,
 }
 
+/// A session with a peer proxy: the TCP connections that its DRBD connections share.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct TrunkSnapshot {
+    /// 128 bits in hex.
+    pub(crate) id: String,
+    /// The peer's outside IP.
+    pub(crate) peer: String,
+    /// dialer or listener.
+    pub(crate) role: String,
+    pub(crate) rtt_us: u64,
+    pub(crate) tcp_connections: usize,
+    pub(crate) connections: Vec<String>,
+}
+
 /// The whole daemon at one moment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Snapshot {
@@ -269,6 +283,9 @@ pub(crate) struct Snapshot {
     pub(crate) sessions: Vec<SessionSnapshot>,
     /// Processor time of the proxy's threads in microseconds.
     pub(crate) thread_cpu_us: BTreeMap<String, u64>,
+    /// Sessions with peer proxies.
+    #[serde(default)]
+    pub(crate) peers: Vec<TrunkSnapshot>,
     pub(crate) connections: Vec<LinkSnapshot>,
 }
 

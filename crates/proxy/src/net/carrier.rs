@@ -1,12 +1,10 @@
-//! Sockets towards the peer proxy: connecting, TLS, cutting bytes into frames, and writing frames as
-//! the bandwidth limits allow. At most a few TLS records are ever ahead of the kernel. This is
-//! done on the control lane until a carrier is known to be one for bulk; then a shard has its
-//! socket (`far`), and only the queue and the permission to send stay here.
+//! Sockets towards the peer proxy: connecting, TLS, and the queues of what is to go out on them: the
+//! session's own frames, and a queue for each lane. At most a few TLS records are ever ahead of
+//! the kernel. This is done on the control lane until a socket is known to be one for bulk; then a
+//! shard has it (`far`), and only the queues and the permission to send stay here.
 
-use std::collections::VecDeque;
-use std::io::{BufRead, IoSlice, Read, Write};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
 
@@ -14,41 +12,52 @@ use rustix::event::epoll;
 use socket2::{Socket, TcpKeepalive};
 
 use super::far::FarCarrier;
-use super::shard::Piece;
+use super::wire::{Piece, Received, WireEnd};
 use super::{Reactor, Source, TURN_BYTES, connect};
 use crate::core::config::{LinkConfig, LinkOptions};
 use crate::core::dscp::Dscp;
-use crate::core::frame::{Cut, Frame, FrameReader, HEADER_LEN, Kind};
+use crate::core::frame::{Bytes, Frame, HEADER_LEN, Header, Item, Kind, SEGMENT_MAX, WireCut};
 use crate::core::identity::Peer;
 use crate::core::stats::{CarrierSnapshot, Snapshot};
-use crate::core::{CarrierId, CarrierKind, Input, LinkId};
+use crate::core::{CarrierId, CarrierKind, Input, LinkId, WireId};
 use crate::tls::{Ends, Identity, failure};
 
 /// Plain bytes given to TLS at once.
 pub(super) const RECORD_BYTES: usize = 16 << 10;
+/// Bytes that are taken out of the queues before the kernel takes them.
+const AHEAD_BYTES: usize = 4 * RECORD_BYTES;
 /// Unsent bytes that the kernel may hold for a carrier: at most this, on a limited line what
 /// passes in 40 ms, and at least a TLS record.
 const NOTSENT_MAX: u32 = 128 << 10;
 const NOTSENT_MIN: u32 = RECORD_BYTES as u32;
+/// Parts of a byte in a lane's share, so that nothing is lost by dividing.
+const SCALE: u64 = 1 << 8;
 
 /// A socket towards the peer proxy.
 pub(super) struct CarrierSock {
     pub(super) socket: Arc<Socket>,
     pub(super) token: u64,
     pub(super) connecting: bool,
-    /// With a carrier of a shard, the shard has it.
-    pub(super) tls: Option<Box<rustls::Connection>>,
+    /// `None`: a shard has it.
+    pub(super) end: Option<Box<WireEnd>>,
     dialled: Option<SocketAddr>,
-    pub(super) reader: FrameReader,
-    pub(super) queue: VecDeque<Outgoing>,
-    interest: epoll::EventFlags,
-    registered: bool,
-    /// The rest of the queue is written, then the socket is closed.
-    pub(super) closing: bool,
+    /// The session's own frames go before those of lanes.
+    first: VecDeque<Frame>,
+    lanes: BTreeMap<u32, Lane>,
+    /// The share of the lane that was served last.
+    share: u64,
     /// A shard has the socket.
     pub(super) far: Option<FarCarrier>,
-    /// Without TLS: the kernel had no room.
-    full: bool,
+}
+
+/// What one connection has to send on a socket.
+struct Lane {
+    carrier: CarrierId,
+    queue: VecDeque<Outgoing>,
+    /// What it was given, by its weight: who has had least is next.
+    share: u64,
+    /// The rest of the queue goes out, then the lane ends.
+    closing: bool,
 }
 
 /// What choosing an identity needs to know of a connection.
@@ -61,19 +70,19 @@ fn ends_of(config: &LinkConfig) -> Ends<'_> {
 }
 
 /// A frame on its way out.
-pub(super) struct Outgoing {
+struct Outgoing {
     header: [u8; HEADER_LEN],
     frame: Frame,
     done: usize,
 }
 
 impl Reactor {
-    pub(super) fn dial(&mut self, carrier: CarrierId, id: LinkId, kind: CarrierKind) {
+    pub(super) fn dial(&mut self, wire: WireId, id: LinkId, kind: CarrierKind) {
         let Some(config) = self.engine.config(id) else {
             return;
         };
         let (from, to) = (config.my_outside.ip(), config.peer_outside);
-        let (options, rate) = (config.options.clone(), self.engine.lowest_rate(id));
+        let (options, rate) = (config.options.clone(), self.engine.wire_limit(wire));
         let ends = ends_of(config);
         tracing::debug!(connection = config.name, %to, ?kind, "dialling");
         // Behind address translation the outside address is not one of this machine's.
@@ -92,17 +101,20 @@ impl Reactor {
             Ok(sock) => sock,
             Err(error) => {
                 let now = self.now();
-                self.engine.handle(now, Input::CarrierDown(carrier, error));
+                self.engine.handle(now, Input::WireDown(wire, error));
                 return;
             }
         };
-        self.live.carriers.insert(carrier, id);
+        self.live.carriers.insert(wire, id);
         sock.dialled = Some(to);
         sock.connecting = true;
+        if let Some(end) = &mut sock.end {
+            end.full = true;
+        }
         tune(&sock.socket, kind, &options, rate);
-        sock.token = self.token(Source::Carrier(carrier));
-        self.carriers.insert(carrier, sock);
-        self.update_carrier(carrier);
+        sock.token = self.token(Source::Carrier(wire));
+        self.carriers.insert(wire, sock);
+        self.update_carrier(wire);
     }
 
     /// Takes over a socket that was accepted on an outside address; it becomes a carrier when it
@@ -130,11 +142,10 @@ impl Reactor {
         }
         let token = self.next_token;
         sock.token = self.token(Source::Pending(token));
-        let data = epoll::EventData::new_u64(token);
-        epoll::add(&self.epoll, &sock.socket, data, epoll::EventFlags::IN)
-            .map_err(|error| error.to_string())?;
-        sock.registered = true;
-        sock.interest = epoll::EventFlags::IN;
+        if let Some(end) = &mut sock.end {
+            end.watch(&self.epoll, token)
+                .map_err(|error| error.to_string())?;
+        }
         self.pending.insert(token, (sock, listener, Clock::now()));
         Ok(())
     }
@@ -144,7 +155,9 @@ impl Reactor {
             return;
         };
         let listener = *listener;
-        let Some(tls) = &mut sock.tls else { return };
+        let Some(tls) = sock.end.as_mut().and_then(|end| end.tls.as_mut()) else {
+            return;
+        };
         let failure = match tls.read_tls(&mut (&*sock.socket)) {
             Ok(0) => Some("closed while authenticating".to_string()),
             Ok(_) => tls.process_new_packets().err().map(|error| failure(&error)),
@@ -168,7 +181,10 @@ impl Reactor {
 
     /// Who is at the other end, after the handshake.
     fn peer_of(&self, sock: &CarrierSock) -> Peer {
-        match (&self.identity, &sock.tls) {
+        match (
+            &self.identity,
+            sock.end.as_ref().and_then(|end| end.tls.as_ref()),
+        ) {
             (Identity::Tls(known), Some(connection)) => known.peer_of(connection),
             _ => Peer::default(),
         }
@@ -189,506 +205,486 @@ impl Reactor {
         let now = self.now();
         let peer = self.peer_of(&sock);
         tracing::debug!(%listener, from = ?sock.dialled, "a carrier was accepted");
-        let carrier = self.engine.accept_carrier(now, listener, peer);
-        if sock.registered {
-            self.sources.insert(sock.token, Source::Carrier(carrier));
+        let wire = self.engine.accept_wire(now, listener, peer);
+        if sock.token != 0 {
+            self.sources.insert(sock.token, Source::Carrier(wire));
         } else {
-            sock.token = self.token(Source::Carrier(carrier));
+            sock.token = self.token(Source::Carrier(wire));
         }
         let options = LinkOptions::default();
         tune(&sock.socket, CarrierKind::Control, &options, 0);
-        self.carriers.insert(carrier, sock);
-        self.update_carrier(carrier);
         // Bytes may have come together with the end of the handshake.
-        self.carrier_take(carrier);
-        self.carrier_flush(carrier);
-        self.move_carrier(carrier);
+        let rest = sock.end.as_mut().map(|end| end.rest_of_handshake());
+        self.carriers.insert(wire, sock);
+        self.update_carrier(wire);
+        if let Some(Received { cut, failure, .. }) = rest
+            && self.carrier_came(wire, cut)
+            && let Some(reason) = failure
+        {
+            self.carrier_lost(wire, &reason);
+        }
+        self.carrier_flush(wire);
+        self.move_carrier(wire);
     }
 
     /// What an accepted carrier is for is known since its first frame.
-    fn retune(&self, carrier: CarrierId) {
-        let Some(sock) = self.carriers.get(&carrier) else {
+    fn retune(&self, wire: WireId) {
+        let Some(sock) = self.carriers.get(&wire) else {
             return;
         };
-        let Some(entry) = self.engine.carriers.get(&carrier) else {
+        let Some(entry) = self.engine.trunks.wires.get(&wire) else {
             return;
         };
-        let Some(id) = entry.link else { return };
-        if let Some(config) = self.engine.config(id) {
-            let rate = self.engine.lowest_rate(id);
+        let link = self.engine.wire_link(wire);
+        if let Some(config) = link.and_then(|id| self.engine.config(id)) {
+            let rate = self.engine.wire_limit(wire);
             tune(&sock.socket, entry.kind, &config.options, rate);
         }
     }
 
     /// Options have changed that carriers which are up have to know.
     pub(crate) fn retune_all(&self) {
-        for carrier in self.carriers.keys() {
-            self.retune(*carrier);
+        for wire in self.carriers.keys() {
+            self.retune(*wire);
         }
     }
 
     /// The rates may have changed with the time of day.
     pub(super) fn follow_rates(&self) {
-        for (carrier, sock) in &self.carriers {
-            let entry = self.engine.carriers.get(carrier);
-            if let Some(id) = entry.and_then(|entry| entry.link) {
-                let _ = sock
-                    .socket
-                    .set_tcp_notsent_lowat(notsent_bytes(self.engine.lowest_rate(id)));
-            }
+        for (wire, sock) in &self.carriers {
+            let _ = sock
+                .socket
+                .set_tcp_notsent_lowat(notsent_bytes(self.engine.wire_limit(*wire)));
         }
     }
 
-    /// The state of everything, with what only the sockets know.
+    /// The state of everything, with what only the sockets know. Carriers are shown with each of
+    /// the connections that share them; what is counted up, with the first of these.
     pub(crate) fn snapshot(&self) -> Snapshot {
         let mut snapshot = self.engine.snapshot(self.now());
         snapshot.log_level = self.live.log_level().into();
         snapshot.thread_cpu_us = crate::threads::cpu_us();
-        for (carrier, sock) in &self.carriers {
-            let Some(entry) = self.engine.carriers.get(carrier) else {
+        let mut known: BTreeMap<WireId, CarrierSnapshot> = BTreeMap::new();
+        for link in &mut snapshot.connections {
+            let Some(id) = self.engine.find(&link.name) else {
                 continue;
             };
-            let config = entry.link.and_then(|id| self.engine.config(id));
-            let mut links = snapshot.connections.iter_mut();
-            let Some(link) = config.and_then(|config| links.find(|link| link.name == config.name))
-            else {
-                continue;
-            };
-            let addr = |found: std::io::Result<socket2::SockAddr>| {
-                let found = found.ok().and_then(|addr| addr.as_socket());
-                found.map_or(String::new(), |addr| addr.to_string())
-            };
-            let tcp = super::tcp::tcp_of(&sock.socket);
-            link.counters.retransmits += u64::from(tcp.retransmitted_segments);
-            let congestion = sock.socket.tcp_congestion().unwrap_or_default();
-            let congestion = String::from_utf8_lossy(&congestion);
-            link.carriers.push(CarrierSnapshot {
-                class: match entry.kind {
-                    CarrierKind::Control => "control",
-                    CarrierKind::Bulk => "bulk",
+            for wire in self.engine.wires_of(id) {
+                let seen = known.get(&wire).cloned();
+                let Some(carrier) = seen.or_else(|| self.show_carrier(wire)) else {
+                    continue;
+                };
+                if known.insert(wire, carrier.clone()).is_none() {
+                    link.counters.retransmits += u64::from(carrier.tcp.retransmitted_segments);
                 }
-                .into(),
-                local: addr(sock.socket.local_addr()),
-                peer: addr(sock.socket.peer_addr()),
-                sent_bytes: entry.sent_bytes,
-                received_bytes: entry.received_bytes,
-                dscp: dscp_of(&sock.socket).map_or(String::new(), |code| code.to_string()),
-                congestion: congestion.trim_end_matches('\0').into(),
-                notsent_bytes: sock.socket.tcp_notsent_lowat().unwrap_or(0),
-                number: entry.number,
-                tcp,
-            });
+                link.carriers.push(carrier);
+            }
         }
         snapshot
     }
 
-    pub(super) fn carrier_ready(&mut self, carrier: CarrierId, flags: epoll::EventFlags) {
-        let Some(sock) = self.carriers.get_mut(&carrier) else {
+    fn show_carrier(&self, wire: WireId) -> Option<CarrierSnapshot> {
+        let (sock, entry) = (
+            self.carriers.get(&wire)?,
+            self.engine.trunks.wires.get(&wire)?,
+        );
+        let addr = |found: std::io::Result<socket2::SockAddr>| {
+            let found = found.ok().and_then(|addr| addr.as_socket());
+            found.map_or(String::new(), |addr| addr.to_string())
+        };
+        let congestion = sock.socket.tcp_congestion().unwrap_or_default();
+        let congestion = String::from_utf8_lossy(&congestion);
+        Some(CarrierSnapshot {
+            class: match entry.kind {
+                CarrierKind::Control => "control",
+                CarrierKind::Bulk => "bulk",
+            }
+            .into(),
+            local: addr(sock.socket.local_addr()),
+            peer: addr(sock.socket.peer_addr()),
+            sent_bytes: entry.sent_bytes,
+            received_bytes: entry.received_bytes,
+            dscp: dscp_of(&sock.socket).map_or(String::new(), |code| code.to_string()),
+            congestion: congestion.trim_end_matches('\0').into(),
+            notsent_bytes: sock.socket.tcp_notsent_lowat().unwrap_or(0),
+            number: entry.number,
+            tcp: super::tcp::tcp_of(&sock.socket),
+        })
+    }
+
+    pub(super) fn carrier_ready(&mut self, wire: WireId, flags: epoll::EventFlags) {
+        let Some(sock) = self.carriers.get_mut(&wire) else {
             return;
         };
+        let Some(end) = &mut sock.end else { return };
         if sock.connecting {
             match sock.socket.take_error() {
                 Ok(None) if flags.contains(epoll::EventFlags::OUT) => {
                     sock.connecting = false;
-                    if sock.tls.is_none() {
+                    end.full = false;
+                    if end.tls.is_none() {
                         let (now, peer) = (self.now(), Peer::default());
-                        self.engine.handle(now, Input::CarrierUp(carrier, peer));
+                        self.engine.handle(now, Input::WireUp(wire, peer));
                     }
-                    self.carrier_flush(carrier);
+                    self.carrier_flush(wire);
                 }
                 Ok(None) => {}
-                Ok(Some(error)) | Err(error) => self.carrier_lost(carrier, &error.to_string()),
+                Ok(Some(error)) | Err(error) => self.carrier_lost(wire, &error.to_string()),
             }
             return;
         }
         if flags.contains(epoll::EventFlags::OUT) {
-            sock.full = false;
-            self.carrier_flush(carrier);
+            end.full = false;
+            self.carrier_flush(wire);
         }
         if flags.intersects(epoll::EventFlags::IN | epoll::EventFlags::HUP | epoll::EventFlags::ERR)
         {
-            self.carrier_read(carrier);
+            self.carrier_read(wire);
         }
     }
 
-    fn carrier_read(&mut self, carrier: CarrierId) {
+    fn carrier_read(&mut self, wire: WireId) {
         let mut budget = TURN_BYTES;
         while budget > 0 {
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
+            let Some(end) = self
+                .carriers
+                .get_mut(&wire)
+                .and_then(|sock| sock.end.as_mut())
+            else {
                 return;
             };
-            let len = match (&*sock.socket).read(&mut self.scratch) {
-                Ok(0) => {
-                    self.carrier_lost(carrier, "the peer closed the connection");
-                    return;
-                }
-                Ok(len) => len,
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-                Err(error) => {
-                    self.carrier_lost(carrier, &error.to_string());
-                    return;
-                }
-            };
-            budget = budget.saturating_sub(len);
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
-                return;
-            };
-            if sock.tls.is_none() {
-                let cut = sock.reader.cut(&self.scratch[..len]);
-                if !self.carrier_came(carrier, len, cut) {
-                    return;
-                }
-                continue;
+            let was_handshaking = end.is_handshaking();
+            let Received {
+                sealed,
+                plain,
+                cut,
+                failure,
+            } = end.receive(&mut self.scratch);
+            if sealed == 0 && failure.is_none() {
+                break;
             }
-            let scratch = std::mem::take(&mut self.scratch);
-            let going = self.carrier_decrypt(carrier, &scratch[..len]);
-            self.scratch = scratch;
-            if !going {
-                return;
-            }
-        }
-        self.carrier_flush(carrier);
-    }
-
-    /// Gives received bytes to TLS; false when the carrier is gone.
-    fn carrier_decrypt(&mut self, carrier: CarrierId, mut rest: &[u8]) -> bool {
-        while !rest.is_empty() {
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
-                return false;
-            };
-            let Some(tls) = &mut sock.tls else {
-                return false;
-            };
-            let was_handshaking = tls.is_handshaking();
-            let result = tls
-                .read_tls(&mut rest)
-                .map_err(|error| error.to_string())
-                .and_then(|_| tls.process_new_packets().map_err(|error| failure(&error)));
-            if let Err(error) = result {
-                // Tell the peer why, if the socket takes it.
-                while tls.wants_write() && tls.write_tls(&mut (&*sock.socket)).is_ok() {}
-                self.carrier_lost(carrier, &format!("TLS: {error}"));
-                return false;
-            }
-            if was_handshaking && !tls.is_handshaking() {
+            budget = budget.saturating_sub(sealed);
+            if was_handshaking && !end.is_handshaking() && failure.is_none() {
                 // Our last handshake message goes first.
-                self.carrier_flush(carrier);
+                self.carrier_flush(wire);
                 let now = self.now();
-                if let Some(sock) = self.carriers.get(&carrier) {
+                if let Some(sock) = self.carriers.get(&wire) {
                     let peer = self.peer_of(sock);
-                    self.engine.handle(now, Input::CarrierUp(carrier, peer));
+                    self.engine.handle(now, Input::WireUp(wire, peer));
                     // The engine may not want to have to do with this peer.
                     self.perform();
                 }
             }
-            if !self.carrier_take(carrier) {
-                return false;
+            if plain > 0 && !self.carrier_came(wire, cut) {
+                return;
+            }
+            if let Some(reason) = failure {
+                self.carrier_lost(wire, &reason);
+                return;
             }
         }
-        true
-    }
-
-    /// Takes the plain bytes that TLS has; false when the carrier is gone.
-    fn carrier_take(&mut self, carrier: CarrierId) -> bool {
-        loop {
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
-                return false;
-            };
-            let Some(tls) = &mut sock.tls else {
-                return true;
-            };
-            let mut plain = tls.reader();
-            let came = plain.fill_buf().map(|bytes| {
-                let (len, cut) = (bytes.len(), sock.reader.cut(bytes));
-                (len, cut)
-            });
-            match came {
-                Ok((0, _)) => {
-                    self.carrier_lost(carrier, "the peer closed the connection");
-                    return false;
-                }
-                Ok((len, cut)) => {
-                    plain.consume(len);
-                    if !self.carrier_came(carrier, len, cut) {
-                        return false;
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return true,
-                Err(error) => {
-                    self.carrier_lost(carrier, &error.to_string());
-                    return false;
-                }
-            }
-        }
+        self.carrier_flush(wire);
     }
 
     /// Tells the engine what came; false when the carrier is gone.
-    pub(super) fn carrier_came(&mut self, carrier: CarrierId, len: usize, cut: Cut) -> bool {
+    pub(super) fn carrier_came(&mut self, wire: WireId, cut: WireCut) -> bool {
         let now = self.now();
-        self.engine
-            .handle(now, Input::CarrierReceived(carrier, len));
-        for frame in cut.frames {
-            if !self.carriers.contains_key(&carrier) {
+        for item in cut.items {
+            if !self.carriers.contains_key(&wire) {
                 return false;
             }
-            let begins = matches!(frame.header.kind, Kind::Hello | Kind::Attach);
-            self.engine.handle(now, Input::CarrierFrame(carrier, frame));
-            // The engine may have closed this carrier because of the frame.
-            self.perform();
-            if begins {
-                self.note_carrier(carrier);
-                self.retune(carrier);
+            match item {
+                Item::Session(frame) => {
+                    let begins = matches!(frame.header.kind, Kind::Hello | Kind::Attach);
+                    self.engine.handle(now, Input::WireFrame(wire, frame));
+                    // The engine may have closed this carrier because of the frame.
+                    self.perform();
+                    if begins {
+                        self.note_carrier(wire);
+                        self.retune(wire);
+                    }
+                }
+                Item::Lane {
+                    lane,
+                    bytes,
+                    frames,
+                } => {
+                    self.engine
+                        .handle(now, Input::LaneReceived(wire, lane, bytes));
+                    for frame in frames {
+                        let begins = frame.header.kind == Kind::Hello;
+                        self.engine.handle(now, Input::LaneFrame(wire, lane, frame));
+                        self.perform();
+                        if begins {
+                            self.retune(wire);
+                        }
+                    }
+                }
             }
         }
         if let Some(error) = cut.error
-            && self.carriers.contains_key(&carrier)
+            && self.carriers.contains_key(&wire)
         {
-            self.carrier_lost(carrier, &error.to_string());
+            self.carrier_lost(wire, &error.to_string());
         }
-        self.carriers.contains_key(&carrier)
+        self.carriers.contains_key(&wire)
     }
 
-    pub(super) fn carrier_send(&mut self, carrier: CarrierId, frame: Frame) {
-        let Some(sock) = self.carriers.get_mut(&carrier) else {
+    /// A frame of the session itself.
+    pub(super) fn session_send(&mut self, wire: WireId, frame: Frame) {
+        if let Some(sock) = self.carriers.get_mut(&wire) {
+            sock.first.push_back(frame);
+            self.carrier_flush(wire);
+        }
+    }
+
+    pub(super) fn carrier_send(
+        &mut self,
+        wire: WireId,
+        lane: u32,
+        carrier: CarrierId,
+        frame: Frame,
+    ) {
+        let Some(sock) = self.carriers.get_mut(&wire) else {
             return;
         };
-        if sock.closing {
+        let share = sock.share;
+        let lane = sock.lanes.entry(lane).or_insert_with(|| Lane {
+            carrier,
+            queue: VecDeque::new(),
+            share,
+            closing: false,
+        });
+        if lane.closing {
             return;
         }
         let header = frame.header.encode();
-        sock.queue.push_back(Outgoing {
+        lane.queue.push_back(Outgoing {
             header,
             frame,
             done: 0,
         });
-        if sock.queue.len() == 1 {
-            self.carrier_flush(carrier);
+        if lane.queue.len() == 1 {
+            // Who had nothing to send saves nothing up.
+            lane.share = lane.share.max(share);
+            self.carrier_flush(wire);
         }
     }
 
-    pub(super) fn carrier_flush(&mut self, carrier: CarrierId) {
-        if self
-            .carriers
-            .get(&carrier)
-            .is_some_and(|sock| sock.far.is_some())
-        {
-            return self.far_flush(carrier);
+    /// The engine is done with a lane. What it still had to say of the connection as a whole is
+    /// said, and a frame that has begun is finished.
+    pub(super) fn lane_close(&mut self, wire: WireId, number: u32) {
+        let Some(sock) = self.carriers.get_mut(&wire) else {
+            return;
+        };
+        let Some(lane) = sock.lanes.get_mut(&number) else {
+            sock.first.push_back(lane_end(number));
+            return self.carrier_flush(wire);
+        };
+        lane.closing = true;
+        lane.queue
+            .retain(|out| out.done > 0 || out.frame.header.stream == 0);
+        self.carrier_flush(wire);
+    }
+
+    /// The carrier that the engine means may be written to again.
+    pub(super) fn carrier_wants_write(&mut self, carrier: CarrierId) {
+        let entry = self.engine.carriers.get(&carrier);
+        if let Some((wire, _)) = entry.and_then(|entry| entry.wire) {
+            self.carrier_flush(wire);
         }
-        let mut sent = 0;
-        let failure = loop {
-            let now = self.now();
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
-                return;
+    }
+
+    /// Takes out of the queues what may go out now, until `room` is used up. Lanes have their turn
+    /// by weight.
+    pub(super) fn take_pieces(&mut self, wire: WireId, room: usize) -> Vec<Piece> {
+        let (mut pieces, mut taken) = (Vec::new(), 0);
+        let mut held: BTreeSet<u32> = BTreeSet::new();
+        while taken < room {
+            let Some(sock) = self.carriers.get_mut(&wire) else {
+                break;
             };
-            if sock.connecting {
-                break None;
+            if let Some(frame) = sock.first.pop_front() {
+                let (header, to) = (frame.header.encode(), frame.wire_len());
+                pieces.push(Piece::of(None, header, &frame.payload, 0, to));
+                taken += to;
+                continue;
             }
-            if let Err(error) = sock.push_tls() {
-                break Some(error);
+            let waits = |(number, lane): &(&u32, &Lane)| {
+                (lane.closing || !lane.queue.is_empty()) && !held.contains(number)
+            };
+            let next = sock.lanes.iter().filter(waits);
+            let Some((number, lane)) = next.min_by_key(|(_, lane)| lane.share) else {
+                break;
+            };
+            let (number, carrier, closing) = (*number, lane.carrier, lane.closing);
+            if closing && lane.queue.is_empty() {
+                sock.lanes.remove(&number);
+                sock.first.push_back(lane_end(number));
+                continue;
             }
-            let handshaking = sock.tls.as_ref().is_some_and(|tls| tls.is_handshaking());
-            let blocked = sock.full || sock.tls.as_ref().is_some_and(|tls| tls.wants_write());
-            if blocked || handshaking || sock.queue.is_empty() {
-                break None;
-            }
-            if sent >= TURN_BYTES {
-                // The others first; the writable socket brings us back.
-                sock.full = true;
-                break None;
-            }
-            // A goodbye on a carrier that the engine has forgotten needs no permission.
-            let allowed = match sock.closing {
+            let now = self.now();
+            // A goodbye of a carrier that the engine has forgotten needs no permission.
+            let allowed = match closing {
                 true => usize::MAX,
                 false => self.engine.carrier_allowance(now, carrier),
             };
             if allowed == 0 {
-                break None;
+                held.insert(number);
+                continue;
             }
-            let Some(sock) = self.carriers.get_mut(&carrier) else {
+            let weight = self.engine.weight_of(carrier);
+            let Some(sock) = self.carriers.get_mut(&wire) else {
+                break;
+            };
+            let Some((piece, len)) = sock.take_piece(number, allowed, weight) else {
+                break;
+            };
+            taken += piece.len();
+            pieces.push(piece);
+            if !closing {
+                self.engine.handle(now, Input::CarrierSent(carrier, len));
+            }
+        }
+        pieces
+    }
+
+    pub(super) fn carrier_flush(&mut self, wire: WireId) {
+        if self
+            .carriers
+            .get(&wire)
+            .is_some_and(|sock| sock.far.is_some())
+        {
+            return self.far_flush(wire);
+        }
+        let mut sent = 0;
+        let failure = loop {
+            let Some(sock) = self.carriers.get_mut(&wire) else {
                 return;
             };
-            match sock.write_some(allowed) {
-                Ok(count) => {
-                    sent += count;
-                    if count > 0 {
-                        self.engine.handle(now, Input::CarrierSent(carrier, count));
-                    }
-                }
-                Err(error) => break Some(error),
+            let Some(end) = &mut sock.end else { return };
+            if sock.connecting {
+                break None;
+            }
+            if let Some(error) = end.write() {
+                break Some(error);
+            }
+            if end.is_blocked() || end.is_handshaking() || end.queued_bytes > 0 {
+                break None;
+            }
+            if sent >= TURN_BYTES {
+                // The others first; the writable socket brings us back.
+                end.full = true;
+                break None;
+            }
+            let pieces = self.take_pieces(wire, AHEAD_BYTES);
+            if pieces.is_empty() {
+                break None;
+            }
+            sent += pieces.iter().map(Piece::len).sum::<usize>();
+            if let Some(end) = self.carriers.get_mut(&wire).and_then(|s| s.end.as_mut()) {
+                end.put(pieces);
             }
         };
-        if let Some(error) = failure {
-            self.carrier_lost(carrier, &error.to_string());
-            return;
-        }
-        let Some(sock) = self.carriers.get(&carrier) else {
-            return;
-        };
-        let clear = sock.queue.is_empty()
-            && !sock.full
-            && !sock.tls.as_ref().is_some_and(|tls| tls.wants_write());
-        if sock.closing && clear {
-            self.forget_carrier(carrier);
-        } else {
-            self.update_carrier(carrier);
+        match failure {
+            Some(error) => self.carrier_lost(wire, &error.to_string()),
+            None => self.update_carrier(wire),
         }
     }
 
     /// The engine is done with a carrier. What it still had to say is said if the socket takes it.
-    pub(super) fn carrier_close(&mut self, carrier: CarrierId) {
-        let Some(sock) = self.carriers.get_mut(&carrier) else {
-            return;
-        };
-        if sock.closing {
-            return;
-        }
-        sock.closing = true;
-        sock.queue
-            .retain(|out| out.done > 0 || out.frame.header.stream == 0);
-        if sock.far.is_none() {
-            self.carrier_flush(carrier);
+    pub(super) fn carrier_close(&mut self, wire: WireId) {
+        if let Some(sock) = self.carriers.get_mut(&wire) {
+            sock.end_lanes();
+            if sock.far.is_none() {
+                self.carrier_flush(wire);
+            }
         }
         // Waiting longer would keep a dead socket.
-        self.forget_carrier(carrier);
+        self.forget_carrier(wire);
     }
 
-    pub(super) fn carrier_lost(&mut self, carrier: CarrierId, reason: &str) {
-        self.forget_carrier(carrier);
+    pub(super) fn carrier_lost(&mut self, wire: WireId, reason: &str) {
+        self.forget_carrier(wire);
         let now = self.now();
         self.engine
-            .handle(now, Input::CarrierDown(carrier, reason.into()));
+            .handle(now, Input::WireDown(wire, reason.into()));
     }
 
-    fn forget_carrier(&mut self, carrier: CarrierId) {
-        self.far_carrier_close(carrier);
-        if let Some(sock) = self.carriers.remove(&carrier) {
+    fn forget_carrier(&mut self, wire: WireId) {
+        self.far_carrier_close(wire);
+        if let Some(sock) = self.carriers.remove(&wire) {
             self.sources.remove(&sock.token);
-            self.note_retransmits(carrier, &sock.socket);
+            self.note_retransmits(wire, &sock.socket);
         }
     }
 
-    fn update_carrier(&mut self, carrier: CarrierId) {
-        let Some(sock) = self
-            .carriers
-            .get_mut(&carrier)
-            .filter(|sock| sock.far.is_none())
-        else {
+    fn update_carrier(&mut self, wire: WireId) {
+        let Some(sock) = self.carriers.get_mut(&wire) else {
             return;
         };
-        let mut interest = epoll::EventFlags::IN;
-        let more = sock.full || sock.tls.as_ref().is_some_and(|tls| tls.wants_write());
-        if sock.connecting || more {
-            interest |= epoll::EventFlags::OUT;
+        let token = sock.token;
+        if let Some(end) = &mut sock.end
+            && let Err(error) = end.watch(&self.epoll, token)
+        {
+            self.carrier_lost(wire, &error.to_string());
         }
-        let data = epoll::EventData::new_u64(sock.token);
-        let result = if !sock.registered {
-            sock.registered = true;
-            epoll::add(&self.epoll, &sock.socket, data, interest)
-        } else if interest != sock.interest {
-            epoll::modify(&self.epoll, &sock.socket, data, interest)
-        } else {
-            Ok(())
-        };
-        sock.interest = interest;
-        if let Err(error) = result {
-            self.carrier_lost(carrier, &error.to_string());
-        }
+    }
+}
+
+/// The frame that ends a lane.
+fn lane_end(lane: u32) -> Frame {
+    Frame {
+        header: Header {
+            stream: lane,
+            ..Header::session(Kind::LaneClose)
+        },
+        payload: Bytes::default(),
     }
 }
 
 impl CarrierSock {
     fn new(socket: Socket, tls: Option<Box<rustls::Connection>>) -> CarrierSock {
+        let socket = Arc::new(socket);
         CarrierSock {
-            socket: Arc::new(socket),
+            end: Some(Box::new(WireEnd::new(Arc::clone(&socket), tls))),
+            socket,
             token: 0,
             connecting: false,
-            tls,
             dialled: None,
-            reader: FrameReader::default(),
-            queue: VecDeque::new(),
-            interest: epoll::EventFlags::empty(),
-            registered: false,
-            closing: false,
+            first: VecDeque::new(),
+            lanes: BTreeMap::new(),
+            share: 0,
             far: None,
-            full: false,
         }
     }
 
-    /// Leaves the epoll set of the control lane.
-    pub(super) fn unwatch(&mut self, epoll: &OwnedFd) {
-        if std::mem::take(&mut self.registered) {
-            let _ = epoll::delete(epoll, &self.socket);
-        }
+    /// Only the last words of lanes that end are left.
+    pub(super) fn end_lanes(&mut self) {
+        self.lanes.retain(|_, lane| lane.closing);
     }
 
-    /// Takes at most `limit` bytes from the front of the queue, of one frame.
-    pub(super) fn take_piece(&mut self, limit: usize) -> Option<Piece> {
-        let out = self.queue.front_mut()?;
+    /// Takes at most `limit` bytes from the front of a lane's queue, of one frame, with their count.
+    fn take_piece(&mut self, number: u32, limit: usize, weight: u32) -> Option<(Piece, usize)> {
+        let lane = self.lanes.get_mut(&number)?;
+        let out = lane.queue.front_mut()?;
         let end = HEADER_LEN + out.frame.payload.len();
-        let piece = Piece {
-            header: out.header,
-            payload: Arc::clone(&out.frame.payload),
-            from: out.done,
-            to: end.min(out.done.saturating_add(limit)),
+        let from = out.done;
+        let to = end.min(from.saturating_add(limit.min(SEGMENT_MAX)));
+        let segment = Header {
+            stream: number,
+            payload_len: (to - from) as u32,
+            ..Header::session(Kind::Lane)
         };
-        out.done = piece.to;
-        if out.done == end {
-            self.queue.pop_front();
+        let segment = Some(segment.encode());
+        let piece = Piece::of(segment, out.header, &out.frame.payload, from, to);
+        out.done = to;
+        if to == end {
+            lane.queue.pop_front();
         }
-        Some(piece)
-    }
-
-    /// Moves sealed bytes to the kernel as far as it takes them.
-    fn push_tls(&mut self) -> std::io::Result<()> {
-        let Some(tls) = &mut self.tls else {
-            return Ok(());
-        };
-        while tls.wants_write() {
-            match tls.write_tls(&mut (&*self.socket)) {
-                Ok(_) => {}
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Writes at most `allowed` bytes of the queue; 0 when the kernel takes none.
-    fn write_some(&mut self, allowed: usize) -> std::io::Result<usize> {
-        let Some(out) = self.queue.front_mut() else {
-            return Ok(0);
-        };
-        let limit = match self.tls {
-            Some(_) => allowed.min(4 * RECORD_BYTES),
-            None => allowed,
-        };
-        // Header and payload go together, so that they share records and system calls.
-        let head = &out.header[out.done.min(HEADER_LEN)..];
-        let head = &head[..head.len().min(limit)];
-        let body = &out.frame.payload[out.done.saturating_sub(HEADER_LEN)..];
-        let body = &body[..body.len().min(limit - head.len())];
-        let parts = [IoSlice::new(head), IoSlice::new(body)];
-        let count = match &mut self.tls {
-            Some(tls) => tls.writer().write_vectored(&parts)?,
-            None => loop {
-                match (&*self.socket).write_vectored(&parts) {
-                    Ok(count) => break count,
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                        self.full = true;
-                        return Ok(0);
-                    }
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error),
-                }
-            },
-        };
-        out.done += count;
-        if out.done == HEADER_LEN + out.frame.payload.len() {
-            self.queue.pop_front();
-        }
-        Ok(count)
+        self.share = lane.share;
+        lane.share += piece.len() as u64 * SCALE / u64::from(weight.max(1));
+        Some((piece, to - from))
     }
 }
 

@@ -11,12 +11,13 @@ use std::time::Duration;
 use socket2::Socket;
 
 use super::local::LocalSock;
-use super::shard::{BulkEnd, News, Order, PIPE_FIRST, PIPE_MAX, PIPE_MIN, Piece, UNREAD_MAX};
+use super::shard::{News, Order, PIPE_FIRST, PIPE_MAX, PIPE_MIN, UNREAD_MAX};
+use super::wire::Piece;
 use super::{Reactor, Source, TURN_BYTES};
 use crate::core::frame::Bytes;
 use crate::core::link::StreamPhase;
 use crate::core::stream::Class;
-use crate::core::{CarrierId, CarrierKind, Close, Input, LinkId, LocalId};
+use crate::core::{CarrierKind, Close, Input, LinkId, LocalId, WireId};
 
 /// How long a shard may take to give sockets back. It is never busy for longer than a turn; but
 /// the machine may be.
@@ -57,7 +58,7 @@ impl Reactor {
     pub(super) fn spread(&mut self) {
         let locals: Vec<LocalId> = self.locals.keys().copied().collect();
         locals.into_iter().for_each(|local| self.move_local(local));
-        let carriers: Vec<CarrierId> = self.carriers.keys().copied().collect();
+        let carriers: Vec<WireId> = self.carriers.keys().copied().collect();
         carriers
             .into_iter()
             .for_each(|carrier| self.move_carrier(carrier));
@@ -105,33 +106,33 @@ impl Reactor {
     }
 
     /// Moves a carrier to a shard if it is for bulk and authenticated.
-    pub(super) fn move_carrier(&mut self, carrier: CarrierId) {
-        let bulk = self
-            .engine
-            .carriers
-            .get(&carrier)
-            .is_some_and(|entry| entry.kind == CarrierKind::Bulk && entry.link.is_some());
+    pub(super) fn move_carrier(&mut self, wire: WireId) {
+        let entry = self.engine.trunks.wires.get(&wire);
+        let bulk = entry.is_some_and(|entry| {
+            entry.kind == CarrierKind::Bulk && entry.trunk.is_some() && entry.number > 0
+        });
         let shard = self.shard_for(bulk);
-        let (Some(shard), Some(sock)) = (shard, self.carriers.get_mut(&carrier)) else {
+        let (Some(shard), Some(sock)) = (shard, self.carriers.get_mut(&wire)) else {
             return;
         };
-        let handshaking = sock.tls.as_ref().is_some_and(|tls| tls.is_handshaking());
-        if sock.far.is_some() || sock.connecting || sock.closing || handshaking {
+        if sock.connecting || sock.end.as_ref().is_none_or(|end| end.is_handshaking()) {
             return;
         }
+        let Some(mut end) = sock.end.take() else {
+            return;
+        };
         self.sources.remove(&sock.token);
-        sock.unwatch(&self.epoll);
-        let unread = Arc::new(AtomicUsize::new(0));
-        let (tls, reader) = (sock.tls.take(), std::mem::take(&mut sock.reader));
-        let end = BulkEnd::new(Arc::clone(&sock.socket), tls, reader, Arc::clone(&unread));
+        end.unwatch(&self.epoll);
+        let unread = Arc::clone(&end.unread);
+        end.untold_bytes = 0;
         sock.far = Some(FarCarrier {
             shard,
-            given: 0,
+            given: end.queued_bytes,
             unread,
         });
         self.turn_shard = shard + 1;
-        self.shards[shard].send(Order::AdoptCarrier(carrier, Box::new(end)));
-        self.far_flush(carrier);
+        self.shards[shard].send(Order::AdoptCarrier(wire, end));
+        self.far_flush(wire);
     }
 
     fn shard_for(&self, bulk: bool) -> Option<usize> {
@@ -225,7 +226,7 @@ impl Reactor {
                     return;
                 };
                 let (shard, unread) = (far.shard, Arc::clone(&far.unread));
-                let there = self.carrier_came(carrier, len, cut);
+                let there = self.carrier_came(carrier, cut);
                 let before = unread.fetch_sub(len, Ordering::AcqRel);
                 let low = UNREAD_MAX / 2;
                 if there && before > low && before - len <= low {
@@ -334,52 +335,31 @@ impl Reactor {
         true
     }
 
-    fn far_carrier(&mut self, carrier: CarrierId) -> Option<&mut FarCarrier> {
-        self.carriers.get_mut(&carrier)?.far.as_mut()
+    fn far_carrier(&mut self, wire: WireId) -> Option<&mut FarCarrier> {
+        self.carriers.get_mut(&wire)?.far.as_mut()
     }
 
     /// Gives a shard what the engine lets pass, as far as it has room.
-    pub(super) fn far_flush(&mut self, carrier: CarrierId) {
-        let link = self.engine.carriers.get(&carrier).and_then(|c| c.link);
-        let pipe = self.pipe_bytes(link);
-        let mut pieces = Vec::new();
-        loop {
-            let Some(sock) = self.carriers.get(&carrier) else {
-                return;
-            };
-            let Some(far) = &sock.far else { return };
-            if sock.closing || sock.queue.is_empty() || far.given >= pipe {
-                break;
-            }
-            let now = self.now();
-            let allowed = self.engine.carrier_allowance(now, carrier);
-            let Some(sock) = self.carriers.get_mut(&carrier).filter(|_| allowed > 0) else {
-                break;
-            };
-            let Some(piece) = sock.take_piece(allowed.min(PIPE_MAX)) else {
-                break;
-            };
-            let len = piece.len();
-            pieces.push(piece);
-            if let Some(far) = &mut sock.far {
-                far.given += len;
-            }
-            self.engine.handle(now, Input::CarrierSent(carrier, len));
-        }
+    pub(super) fn far_flush(&mut self, wire: WireId) {
+        let pipe = self.pipe_bytes(wire);
+        let Some(far) = self.far_carrier(wire) else {
+            return;
+        };
+        let room = pipe.saturating_sub(far.given);
+        let pieces = self.take_pieces(wire, room);
         if !pieces.is_empty()
-            && let Some(far) = self.far_carrier(carrier)
+            && let Some(far) = self.far_carrier(wire)
         {
+            far.given += pieces.iter().map(Piece::len).sum::<usize>();
             let shard = far.shard;
-            self.shards[shard].send(Order::Send(carrier, pieces));
+            self.shards[shard].send(Order::Send(wire, pieces));
         }
     }
 
     /// How much a shard may have of a carrier.
-    fn pipe_bytes(&self, link: Option<LinkId>) -> usize {
-        let Some(id) = link else { return PIPE_MIN };
-        let known = || self.engine.links.get(&id)?.wire_rate.get();
-        let rate = match self.engine.lowest_rate(id) {
-            0 => known().map(|rate| rate as u64),
+    fn pipe_bytes(&self, wire: WireId) -> usize {
+        let rate = match self.engine.wire_limit(wire) {
+            0 => self.engine.wire_rate(wire),
             rate => Some(rate),
         };
         rate.map_or(PIPE_FIRST, |rate| {
@@ -388,17 +368,14 @@ impl Reactor {
     }
 
     /// The engine is done with a carrier that a shard has.
-    pub(super) fn far_carrier_close(&mut self, carrier: CarrierId) {
-        let Some(sock) = self.carriers.get_mut(&carrier) else {
+    pub(super) fn far_carrier_close(&mut self, wire: WireId) {
+        let Some(shard) = self.far_carrier(wire).map(|far| far.shard) else {
             return;
         };
-        let Some(shard) = sock.far.as_ref().map(|far| far.shard) else {
-            return;
-        };
-        let mut pieces: Vec<Piece> = Vec::new();
-        while let Some(piece) = sock.take_piece(usize::MAX) {
-            pieces.push(piece);
+        if let Some(sock) = self.carriers.get_mut(&wire) {
+            sock.end_lanes();
         }
-        self.shards[shard].send(Order::CloseCarrier(carrier, pieces));
+        let pieces = self.take_pieces(wire, usize::MAX);
+        self.shards[shard].send(Order::CloseCarrier(wire, pieces));
     }
 }

@@ -9,6 +9,7 @@ pub(crate) mod handover;
 mod local;
 pub(crate) mod shard;
 mod tcp;
+mod wire;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,7 +23,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::core::config::LinkConfig;
 use crate::core::engine::Engine;
 use crate::core::time::Instant;
-use crate::core::{CarrierId, Input, Level, LinkId, LocalId, Output};
+use crate::core::{Input, Level, LinkId, LocalId, Output, WireId};
 use crate::live::Live;
 use crate::mail::{Mail, Mailbox, Post};
 use crate::spill::Spill;
@@ -53,7 +54,7 @@ enum Source {
     Inside(LinkId),
     Outside(SocketAddr),
     Local(LocalId),
-    Carrier(CarrierId),
+    Carrier(WireId),
     /// Accepted, not yet authenticated.
     Pending(u64),
 }
@@ -86,7 +87,7 @@ pub(crate) struct Reactor {
     outside: BTreeMap<SocketAddr, (Socket, u64, usize)>,
     locals: BTreeMap<LocalId, LocalSock>,
     far_locals: BTreeMap<LocalId, FarLocal>,
-    carriers: BTreeMap<CarrierId, CarrierSock>,
+    carriers: BTreeMap<WireId, CarrierSock>,
     pending: BTreeMap<u64, (CarrierSock, SocketAddr, Clock)>,
     scratch: Vec<u8>,
     started: Clock,
@@ -520,14 +521,17 @@ impl Reactor {
     fn perform(&mut self) {
         while let Some(output) = self.engine.poll_output() {
             match output {
-                Output::Dial {
+                Output::Dial { wire, link, kind } => self.dial(wire, link, kind),
+                Output::SendSession(wire, frame) => self.session_send(wire, frame),
+                Output::Send {
+                    wire,
+                    lane,
                     carrier,
-                    link,
-                    kind,
-                } => self.dial(carrier, link, kind),
-                Output::Send(carrier, frame) => self.carrier_send(carrier, frame),
-                Output::WantWrite(carrier) => self.carrier_flush(carrier),
-                Output::CloseCarrier(carrier) => self.carrier_close(carrier),
+                    frame,
+                } => self.carrier_send(wire, lane, carrier, frame),
+                Output::WantWrite(carrier) => self.carrier_wants_write(carrier),
+                Output::CloseLane(wire, lane) => self.lane_close(wire, lane),
+                Output::CloseWire(wire) => self.carrier_close(wire),
                 Output::ConnectLocal { local, link } => self.connect_local(local, link),
                 Output::WriteLocal(local, data) => self.local_write(local, data),
                 Output::ShutdownLocal(local) => self.local_shutdown(local),

@@ -7,25 +7,21 @@
 //! is written to it is bounded by the stream's window, a carrier is given at most `PIPE_MAX` bytes,
 //! and reading from it rests while the lane has more than `UNREAD_MAX` of its bytes to look at.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::io::{BufRead, IoSlice, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
-use socket2::Socket;
 
 use super::TURN_BYTES;
-use super::carrier::RECORD_BYTES;
 use super::local::LocalSock;
-use crate::core::frame::{Bytes, Cut, FrameReader, HEADER_LEN};
-use crate::core::{CarrierId, Close, LocalId};
+use super::wire::{Piece, Received, WireEnd};
+use crate::core::frame::{Bytes, WireCut};
+use crate::core::{Close, LocalId, WireId};
 use crate::mail::{Bell, Mail, Post};
-use crate::tls::failure;
 
 /// Bytes of a carrier that a shard may have and the kernel not: what passes in 20 ms, so that
 /// neither thread waits for the other's turn, and not more, for a choice made late (codec, carrier,
@@ -54,12 +50,12 @@ pub(super) enum Order {
     /// Ends the sending direction after everything queued.
     ShutdownLocal(LocalId),
     CloseLocal(LocalId, Close),
-    AdoptCarrier(CarrierId, Box<BulkEnd>),
-    Send(CarrierId, Vec<Piece>),
+    AdoptCarrier(WireId, Box<WireEnd>),
+    Send(WireId, Vec<Piece>),
     /// The control lane has caught up.
-    Resume(CarrierId),
+    Resume(WireId),
     /// Writes these if the socket takes them, then closes it.
-    CloseCarrier(CarrierId, Vec<Piece>),
+    CloseCarrier(WireId, Vec<Piece>),
     /// Gives all sockets of DRBD back that are not closing.
     Recall(Sender<Vec<(LocalId, LocalSock)>>),
     Stop,
@@ -81,52 +77,11 @@ pub(crate) enum News {
     /// The socket failed and is closed.
     Failed(LocalId, String),
     /// Bytes came on a carrier, and what they are.
-    Came(CarrierId, usize, Cut),
+    Came(WireId, usize, WireCut),
     /// The kernel or TLS took so many bytes of a carrier.
-    Sent(CarrierId, usize),
+    Sent(WireId, usize),
     /// The carrier failed and is closed.
-    Down(CarrierId, String),
-}
-
-/// A part of a frame on its way out: bytes `from..to` of header and payload.
-pub(super) struct Piece {
-    pub(super) header: [u8; HEADER_LEN],
-    pub(super) payload: Bytes,
-    pub(super) from: usize,
-    pub(super) to: usize,
-}
-
-impl Piece {
-    pub(super) fn len(&self) -> usize {
-        self.to - self.from
-    }
-
-    /// At most `limit` bytes, of the header and of the payload.
-    fn parts(&self, limit: usize) -> [IoSlice<'_>; 2] {
-        let to = self.to.min(self.from + limit);
-        let head = &self.header[self.from.min(HEADER_LEN)..to.min(HEADER_LEN)];
-        let start = self.from.saturating_sub(HEADER_LEN);
-        let body = &self.payload[start..to.saturating_sub(HEADER_LEN).max(start)];
-        [IoSlice::new(head), IoSlice::new(body)]
-    }
-}
-
-/// A bulk carrier after its handshake.
-pub(super) struct BulkEnd {
-    socket: Arc<Socket>,
-    tls: Option<Box<rustls::Connection>>,
-    reader: FrameReader,
-    queue: VecDeque<Piece>,
-    /// Bytes in the queue, and bytes that went out and of which the control lane was not told.
-    queued_bytes: usize,
-    untold_bytes: usize,
-    /// Bytes that the control lane has not looked at.
-    unread: Arc<AtomicUsize>,
-    resting: bool,
-    /// Without TLS: the kernel had no room. Also after a full turn.
-    full: bool,
-    interest: epoll::EventFlags,
-    registered: bool,
+    Down(WireId, String),
 }
 
 /// A shard as the control lane sees it.
@@ -185,7 +140,7 @@ struct Work {
     bell: Bell,
     post: Post,
     locals: BTreeMap<LocalId, LocalSock>,
-    carriers: BTreeMap<CarrierId, BulkEnd>,
+    carriers: BTreeMap<WireId, WireEnd>,
     scratch: Vec<u8>,
 }
 
@@ -212,7 +167,7 @@ impl Work {
                 } else if self.locals.contains_key(&LocalId(token)) {
                     self.local_ready(LocalId(token), flags);
                 } else {
-                    self.carrier_ready(CarrierId(token), flags);
+                    self.carrier_ready(WireId(token), flags);
                 }
             }
             more = false;
@@ -395,7 +350,7 @@ impl Work {
         }
     }
 
-    fn carrier_ready(&mut self, carrier: CarrierId, flags: epoll::EventFlags) {
+    fn carrier_ready(&mut self, carrier: WireId, flags: epoll::EventFlags) {
         let Some(end) = self.carriers.get_mut(&carrier) else {
             return;
         };
@@ -411,27 +366,22 @@ impl Work {
         }
     }
 
-    fn carrier_read(&mut self, carrier: CarrierId) {
+    fn carrier_read(&mut self, carrier: WireId) {
         let mut budget = TURN_BYTES;
         while budget > 0 {
             let Some(end) = self.carriers.get_mut(&carrier) else {
                 return;
             };
-            let len = match (&*end.socket).read(&mut self.scratch) {
-                Ok(0) => {
-                    self.carrier_lost(carrier, "the peer closed the connection");
-                    return;
-                }
-                Ok(len) => len,
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-                Err(error) => {
-                    self.carrier_lost(carrier, &error.to_string());
-                    return;
-                }
-            };
-            budget = budget.saturating_sub(len);
-            let (plain, cut, failure) = end.take(&self.scratch[..len]);
+            let Received {
+                sealed,
+                plain,
+                cut,
+                failure,
+            } = end.receive(&mut self.scratch);
+            if sealed == 0 && failure.is_none() {
+                break;
+            }
+            budget = budget.saturating_sub(sealed);
             let broken = cut.error.is_some();
             if plain > 0 {
                 let before = end.unread.fetch_add(plain, Ordering::AcqRel);
@@ -451,7 +401,7 @@ impl Work {
         self.carrier_flush(carrier);
     }
 
-    fn carrier_flush(&mut self, carrier: CarrierId) {
+    fn carrier_flush(&mut self, carrier: WireId) {
         let Some(end) = self.carriers.get_mut(&carrier) else {
             return;
         };
@@ -467,20 +417,18 @@ impl Work {
         }
     }
 
-    fn forget_carrier(&mut self, carrier: CarrierId) {
-        if let Some(end) = self.carriers.remove(&carrier)
-            && end.registered
-        {
-            let _ = epoll::delete(&self.epoll, end.socket.as_fd());
+    fn forget_carrier(&mut self, carrier: WireId) {
+        if let Some(mut end) = self.carriers.remove(&carrier) {
+            end.unwatch(&self.epoll);
         }
     }
 
-    fn carrier_lost(&mut self, carrier: CarrierId, reason: &str) {
+    fn carrier_lost(&mut self, carrier: WireId, reason: &str) {
         self.forget_carrier(carrier);
         self.tell(News::Down(carrier, reason.into()));
     }
 
-    fn watch_carrier(&mut self, carrier: CarrierId) {
+    fn watch_carrier(&mut self, carrier: WireId) {
         if let Some(end) = self.carriers.get_mut(&carrier)
             && let Err(error) = end.watch(&self.epoll, carrier.0)
         {
@@ -489,175 +437,18 @@ impl Work {
     }
 }
 
-impl BulkEnd {
-    pub(super) fn new(
-        socket: Arc<Socket>,
-        tls: Option<Box<rustls::Connection>>,
-        reader: FrameReader,
-        unread: Arc<AtomicUsize>,
-    ) -> BulkEnd {
-        BulkEnd {
-            socket,
-            tls,
-            reader,
-            queue: VecDeque::new(),
-            queued_bytes: 0,
-            untold_bytes: 0,
-            unread,
-            resting: false,
-            full: false,
-            interest: epoll::EventFlags::empty(),
-            registered: false,
-        }
-    }
-
-    /// Opens and cuts received bytes: the count of plain bytes, what they are, and why no more
-    /// will follow.
-    fn take(&mut self, mut sealed: &[u8]) -> (usize, Cut, Option<String>) {
-        let Some(tls) = &mut self.tls else {
-            return (sealed.len(), self.reader.cut(sealed), None);
-        };
-        let (mut total, mut all) = (0, Cut::default());
-        while !sealed.is_empty() && all.error.is_none() {
-            let result = tls
-                .read_tls(&mut sealed)
-                .map_err(|error| error.to_string())
-                .and_then(|_| tls.process_new_packets().map_err(|error| failure(&error)));
-            if let Err(error) = result {
-                // Tell the peer why, if the socket takes it.
-                while tls.wants_write() && tls.write_tls(&mut (&*self.socket)).is_ok() {}
-                return (total, all, Some(format!("TLS: {error}")));
-            }
-            let mut plain = tls.reader();
-            loop {
-                match plain.fill_buf() {
-                    Ok([]) => {
-                        return (total, all, Some("the peer closed the connection".into()));
-                    }
-                    Ok(bytes) => {
-                        let len = bytes.len();
-                        let mut cut = self.reader.cut(bytes);
-                        plain.consume(len);
-                        total += len;
-                        all.frames.append(&mut cut.frames);
-                        all.error = cut.error;
-                        if all.error.is_some() {
-                            break;
-                        }
-                    }
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                    Err(error) => return (total, all, Some(error.to_string())),
-                }
-            }
-        }
-        (total, all, None)
-    }
-
-    fn put(&mut self, pieces: Vec<Piece>) {
-        self.queued_bytes += pieces.iter().map(Piece::len).sum::<usize>();
-        self.queue.extend(pieces);
-    }
-
-    /// Writes what the kernel takes, for one turn; a failure ends the carrier.
-    fn write(&mut self) -> Option<std::io::Error> {
-        let mut sent = 0;
-        loop {
-            if let Err(error) = self.push_tls() {
-                return Some(error);
-            }
-            let blocked = self.full || self.tls.as_ref().is_some_and(|tls| tls.wants_write());
-            if blocked || self.queue.is_empty() {
-                return None;
-            }
-            if sent >= TURN_BYTES {
-                // The others first; the writable socket brings us back.
-                self.full = true;
-                return None;
-            }
-            match self.write_some() {
-                Ok(count) => {
-                    sent += count;
-                    self.queued_bytes -= count;
-                    self.untold_bytes += count;
-                }
-                Err(error) => return Some(error),
-            }
-        }
-    }
-
-    /// Moves sealed bytes to the kernel as far as it takes them.
-    fn push_tls(&mut self) -> std::io::Result<()> {
-        let Some(tls) = &mut self.tls else {
-            return Ok(());
-        };
-        while tls.wants_write() {
-            match tls.write_tls(&mut (&*self.socket)) {
-                Ok(_) => {}
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    fn write_some(&mut self) -> std::io::Result<usize> {
-        let Some(piece) = self.queue.front_mut() else {
-            return Ok(0);
-        };
-        let count = match &mut self.tls {
-            Some(tls) => tls
-                .writer()
-                .write_vectored(&piece.parts(4 * RECORD_BYTES))?,
-            None => loop {
-                match (&*self.socket).write_vectored(&piece.parts(usize::MAX / 2)) {
-                    Ok(count) => break count,
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                        self.full = true;
-                        return Ok(0);
-                    }
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error),
-                }
-            },
-        };
-        piece.from += count;
-        if piece.from == piece.to {
-            self.queue.pop_front();
-        }
-        Ok(count)
-    }
-
-    fn watch(&mut self, epoll: &OwnedFd, token: u64) -> rustix::io::Result<()> {
-        // A failure is told whatever is asked for.
-        let mut interest = match self.resting {
-            true => epoll::EventFlags::empty(),
-            false => epoll::EventFlags::IN,
-        };
-        if self.full || self.tls.as_ref().is_some_and(|tls| tls.wants_write()) {
-            interest |= epoll::EventFlags::OUT;
-        }
-        let data = epoll::EventData::new_u64(token);
-        let result = if !self.registered {
-            self.registered = true;
-            epoll::add(epoll, self.socket.as_fd(), data, interest)
-        } else if interest != self.interest {
-            epoll::modify(epoll, self.socket.as_fd(), data, interest)
-        } else {
-            Ok(())
-        };
-        self.interest = interest;
-        result
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
     use std::time::Duration;
 
+    use socket2::Socket;
+
     use super::*;
-    use crate::core::frame::{Frame, Header, Kind};
+    use crate::core::frame::{Frame, Header, Item, Kind};
     use crate::mail::{Mailbox, mailbox};
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -684,6 +475,14 @@ mod tests {
         }
     }
 
+    fn segment(lane: u32, len: usize) -> Header {
+        Header {
+            stream: lane,
+            payload_len: len as u32,
+            ..Header::session(Kind::Lane)
+        }
+    }
+
     fn news(mailbox: &Mailbox) -> News {
         match mailbox.take_within(PATIENCE) {
             Some(Mail::News(news)) => news,
@@ -693,9 +492,9 @@ mod tests {
 
     fn carrier(near: Socket) -> (Order, Arc<AtomicUsize>) {
         let unread = Arc::new(AtomicUsize::new(0));
-        let reader = FrameReader::default();
-        let end = BulkEnd::new(Arc::new(near), None, reader, Arc::clone(&unread));
-        (Order::AdoptCarrier(CarrierId(7), Box::new(end)), unread)
+        let mut end = WireEnd::new(Arc::new(near), None);
+        end.unread = Arc::clone(&unread);
+        (Order::AdoptCarrier(WireId(7), Box::new(end)), unread)
     }
 
     #[test]
@@ -709,31 +508,42 @@ mod tests {
         let writer = std::thread::spawn(move || {
             for number in 0..FRAMES {
                 let frame = frame(number, 100_000);
-                far.write_all(&frame.header.encode()).unwrap();
-                far.write_all(&frame.payload).unwrap();
+                let bytes = [&frame.header.encode()[..], &frame.payload].concat();
+                for piece in bytes.chunks(40_000) {
+                    far.write_all(&segment(5, piece.len()).encode()).unwrap();
+                    far.write_all(piece).unwrap();
+                }
             }
             far
         });
         let (mut next, mut behind) = (0, 0);
         while next < FRAMES {
-            let News::Came(CarrierId(7), len, cut) = news(&mailbox) else {
+            let News::Came(WireId(7), len, cut) = news(&mailbox) else {
                 panic!("nothing else is to be told");
             };
             assert!(cut.error.is_none());
-            for got in cut.frames {
-                assert_eq!(got, frame(next, 100_000));
-                next += 1;
+            for item in cut.items {
+                let Item::Lane {
+                    lane: 5, frames, ..
+                } = item
+                else {
+                    panic!("nothing else was sent");
+                };
+                for got in frames {
+                    assert_eq!(got, frame(next, 100_000));
+                    next += 1;
+                }
             }
             behind += len;
             assert!(behind <= UNREAD_MAX + TURN_BYTES, "{behind}");
             if behind > UNREAD_MAX {
                 // Only now the lane looks at it all.
                 unread.fetch_sub(std::mem::take(&mut behind), Ordering::AcqRel);
-                shard.send(Order::Resume(CarrierId(7)));
+                shard.send(Order::Resume(WireId(7)));
             }
         }
         drop(writer.join().unwrap());
-        assert!(matches!(news(&mailbox), News::Down(CarrierId(7), _)));
+        assert!(matches!(news(&mailbox), News::Down(WireId(7), _)));
     }
 
     #[test]
@@ -745,28 +555,23 @@ mod tests {
         let sent = frame(3, 5000);
         let whole = [&sent.header.encode()[..], &sent.payload].concat();
         let cuts = [0, 1, 31, 32, 33, 4000, whole.len()];
-        let piece = |from, to| Piece {
-            header: sent.header.encode(),
-            payload: Arc::clone(&sent.payload),
-            from,
-            to,
-        };
+        let piece = |from, to| Piece::of(None, sent.header.encode(), &sent.payload, from, to);
         for (from, to) in cuts.iter().zip(&cuts[1..]) {
-            shard.send(Order::Send(CarrierId(7), vec![piece(*from, *to)]));
+            shard.send(Order::Send(WireId(7), vec![piece(*from, *to)]));
         }
         let mut got = vec![0; whole.len()];
         far.read_exact(&mut got).unwrap();
         assert!(got == whole);
         let mut told = 0;
         while told < whole.len() {
-            let News::Sent(CarrierId(7), bytes) = news(&mailbox) else {
+            let News::Sent(WireId(7), bytes) = news(&mailbox) else {
                 panic!("nothing else is to be told");
             };
             told += bytes;
         }
         assert_eq!(told, whole.len());
         let last = vec![piece(0, whole.len())];
-        shard.send(Order::CloseCarrier(CarrierId(7), last));
+        shard.send(Order::CloseCarrier(WireId(7), last));
         let mut rest = Vec::new();
         far.read_to_end(&mut rest).unwrap();
         assert!(rest == whole);

@@ -5,20 +5,19 @@ use std::os::fd::AsFd;
 use lockstep_io::tcp::TcpInfo;
 
 use super::Reactor;
-use crate::core::CarrierId;
+use crate::core::WireId;
 use crate::core::stats::TcpSnapshot;
 
 impl Reactor {
     /// Since its first frame it is known which connection an accepted carrier is for.
-    pub(super) fn note_carrier(&mut self, carrier: CarrierId) {
-        let entry = self.engine.carriers.get(&carrier);
-        if let Some(id) = entry.and_then(|entry| entry.link) {
+    pub(super) fn note_carrier(&mut self, carrier: WireId) {
+        if let Some(id) = self.engine.wire_link(carrier) {
             self.live.carriers.insert(carrier, id);
         }
     }
 
     /// A carrier ends: what it sent again stays counted.
-    pub(super) fn note_retransmits(&mut self, carrier: CarrierId, socket: &impl AsFd) {
+    pub(super) fn note_retransmits(&mut self, carrier: WireId, socket: &impl AsFd) {
         if let Some(id) = self.live.carriers.remove(&carrier)
             && let Some(link) = self.engine.links.get_mut(&id)
             && let Ok(info) = TcpInfo::of(socket)

@@ -112,7 +112,10 @@ impl World {
     }
 
     fn change(&mut self, node: usize, change: impl Fn(&mut LinkOptions)) {
-        let config = self.engines[node].config(self.links[node]).unwrap();
+        let Some(config) = self.engines[node].config(self.links[node]) else {
+            // It is removed just now.
+            return;
+        };
         let (name, mut options) = (config.name.clone(), config.options.clone());
         change(&mut options);
         self.engines[node]
@@ -125,15 +128,19 @@ impl World {
         self.crashes += 1;
         let now = Instant(self.now);
         let old = &self.engines[node];
-        let config = old.config(self.links[node]).unwrap().clone();
+        let configs: Vec<LinkConfig> = old.configs().cloned().collect();
         let mut seed = [node as u8; 32];
         seed[..8].copy_from_slice(&self.order.to_le_bytes());
         let mut fresh = Engine::new(now, old.options.clone(), seed);
-        self.links[node] = fresh.add_link(now, config).unwrap();
+        let links = configs
+            .into_iter()
+            .map(|config| fresh.add_link(now, config).unwrap());
+        self.numbers[node] = links.collect();
+        self.links[node] = self.numbers[node][0];
         self.engines[node] = fresh;
         self.sockets[node].clear();
         self.ordered[node].clear();
-        self.outbox.retain(|(owner, _), _| *owner != node);
+        self.outbox.retain(|(owner, ..), _| *owner != node);
         self.disk.retain(|record, _| record.segment != node as u32);
         self.queue.retain(|_, event| match event {
             Event::Input(owner, _)
@@ -145,22 +152,23 @@ impl World {
         });
         self.pipe_of.clear();
         for pipe in std::mem::take(&mut self.pipes).into_values() {
-            for (owner, carrier) in pipe.ends {
+            for (owner, wire) in pipe.ends {
                 if owner != node {
-                    self.outbox.remove(&(owner, carrier));
-                    let input = Input::CarrierDown(carrier, "the peer died".into());
+                    self.outbox
+                        .retain(|(at, on, _), _| (*at, *on) != (owner, wire));
+                    let input = Input::WireDown(wire, "the peer died".into());
                     self.later(300, Event::Input(owner, input));
                 }
             }
         }
     }
 
-    fn all_ended(&self) -> bool {
+    pub(super) fn all_ended(&self) -> bool {
         let mut all = self.sockets.iter().flat_map(BTreeMap::values);
         all.all(|socket| socket.reset || socket.got_fin && socket.eof_given)
     }
 
-    fn count(&self, phase: StreamPhase) -> [usize; 2] {
+    pub(super) fn count(&self, phase: StreamPhase) -> [usize; 2] {
         [0, 1].map(|node| {
             let links = self.engines[node].links.values();
             links
@@ -183,7 +191,7 @@ impl World {
         self.sockets = [BTreeMap::new(), BTreeMap::new()];
         let (data, meta) = (expected.data.clone(), expected.meta.clone());
         let back = expected.back.clone();
-        self.expected = Some(expected);
+        self.expected = vec![expected];
         let near = [
             self.drbd_opens(node, DATA_FIRST, 0, &data),
             self.drbd_opens(node, META_FIRST, 0, &meta),
@@ -217,7 +225,7 @@ impl World {
             self.run(300_000, |w| {
                 let full = |(at, sockets): (usize, &BTreeMap<LocalId, Socket>)| {
                     sockets.values().all(|socket| {
-                        let want = w.expected.as_ref().map(|e| e.of(at, &socket.first).len());
+                        let want = w.expected.first().map(|e| e.of(at, &socket.first).len());
                         Some(socket.got.len()) == want
                     })
                 };
@@ -244,7 +252,7 @@ impl World {
         }
         let sockets = self.sockets.iter().enumerate();
         for (at, socket) in sockets.flat_map(|(at, all)| all.values().map(move |s| (at, s))) {
-            let want = self.expected.as_ref().unwrap().of(at, &socket.first).len();
+            let want = self.expected[0].of(at, &socket.first).len();
             self.check(socket.got.len() == want, "bytes are missing");
         }
         true
@@ -270,7 +278,7 @@ impl World {
     }
 }
 
-fn expected(rng: &mut Rng) -> Expected {
+pub(super) fn expected(rng: &mut Rng) -> Expected {
     let len = 150_000 + rng.below(150_000) as usize;
     let mut data = noise_and_text(rng, len);
     data.extend_from_within(..40_000);
@@ -283,7 +291,7 @@ fn expected(rng: &mut Rng) -> Expected {
 }
 
 /// Codec and option changes at either end, cuts and upgrades at random events.
-fn plan(rng: &mut Rng, spill: bool) -> VecDeque<(u64, Trouble)> {
+pub(super) fn plan(rng: &mut Rng, spill: bool) -> VecDeque<(u64, Trouble)> {
     let mut plan: Vec<(u64, Trouble)> = (0..4 + rng.below(8))
         .map(|_| {
             let node = rng.below(2) as usize;
@@ -359,7 +367,7 @@ fn crash_at_every_event(seed: u64) -> u64 {
 }
 
 /// `FROM..TO` in the environment, for long runs; docs/testing.md names the command.
-fn seeds(from: u64, to: u64) -> std::ops::Range<u64> {
+pub(super) fn seeds(from: u64, to: u64) -> std::ops::Range<u64> {
     let Ok(text) = std::env::var("LOCKSTEP_PROXY_SEEDS") else {
         return from..to;
     };
@@ -368,7 +376,7 @@ fn seeds(from: u64, to: u64) -> std::ops::Range<u64> {
 }
 
 /// Runs the seeds on all cores. A failing one panics with its number.
-fn each(seeds: std::ops::Range<u64>, what: fn(u64) -> u64) {
+pub(super) fn each(seeds: std::ops::Range<u64>, what: fn(u64) -> u64) {
     let next = std::sync::atomic::AtomicU64::new(seeds.start);
     let worlds = std::sync::atomic::AtomicU64::new(0);
     let (next, worlds, end) = (&next, &worlds, seeds.end);
@@ -646,7 +654,7 @@ fn a_proof_made_for_another_tls_connection_is_refused() {
             proof,
         };
         let frame = Frame::message(Kind::Attach, attach.encode());
-        engine.handle(now, Input::CarrierFrame(carrier, frame));
+        engine.carrier_frame(now, carrier, frame);
         engine.carriers.contains_key(&carrier)
     };
     assert!(!answer([8; 32], 50));

@@ -57,7 +57,8 @@ fn a_cut_line_is_session() {
     world.cut();
     world.run(5_000, |_| false);
     let time = waits(&world).session_us - before;
-    assert!((4_900_000..=5_000_000).contains(&time), "{time} us");
+    // An end may learn of the cut 300 ms late.
+    assert!((4_700_000..=5_000_000).contains(&time), "{time} us");
     world.down = false;
     world.options(|options| {
         options.set("bwlimit", "0").unwrap();

@@ -1,0 +1,331 @@
+//! One end of a TCP connection to the peer proxy, whoever has it, the control lane or a shard:
+//! TLS, cutting what comes into frames, and writing what was given, in order.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, IoSlice, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use rustix::event::epoll;
+use socket2::Socket;
+
+use super::TURN_BYTES;
+use super::carrier::RECORD_BYTES;
+use crate::core::frame::{Bytes, HEADER_LEN, WireCut, WireReader};
+use crate::tls::failure;
+
+/// A part of a frame on its way out: bytes `from..to` of header and payload, behind the header of
+/// the segment if it is a lane's.
+pub(super) struct Piece {
+    segment: Option<[u8; HEADER_LEN]>,
+    header: [u8; HEADER_LEN],
+    payload: Bytes,
+    from: usize,
+    to: usize,
+    /// Bytes of the segment's header that went out.
+    begun: usize,
+}
+
+impl Piece {
+    pub(super) fn of(
+        segment: Option<[u8; HEADER_LEN]>,
+        header: [u8; HEADER_LEN],
+        payload: &Bytes,
+        from: usize,
+        to: usize,
+    ) -> Piece {
+        Piece {
+            segment,
+            header,
+            payload: Arc::clone(payload),
+            from,
+            to,
+            begun: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.segment.map_or(0, |_| HEADER_LEN - self.begun) + self.to - self.from
+    }
+
+    /// At most `limit` bytes behind the segment's header, of the header and of the payload.
+    fn parts(&self, limit: usize) -> [IoSlice<'_>; 3] {
+        let to = self.to.min(self.from.saturating_add(limit));
+        let segment = self
+            .segment
+            .as_ref()
+            .map_or(&[][..], |head| &head[self.begun..]);
+        let head = &self.header[self.from.min(HEADER_LEN)..to.min(HEADER_LEN)];
+        let start = self.from.saturating_sub(HEADER_LEN);
+        let body = &self.payload[start..to.saturating_sub(HEADER_LEN).max(start)];
+        [
+            IoSlice::new(segment),
+            IoSlice::new(head),
+            IoSlice::new(body),
+        ]
+    }
+
+    /// So many bytes went out; true when it is through.
+    fn advance(&mut self, count: usize) -> bool {
+        let left = self.segment.map_or(0, |_| HEADER_LEN - self.begun);
+        self.begun += count.min(left);
+        self.from += count - count.min(left);
+        self.len() == 0
+    }
+}
+
+/// What one look at the socket brought.
+pub(super) struct Received {
+    /// Bytes that the kernel had; 0 without a failure: nothing is there now.
+    pub(super) sealed: usize,
+    /// Bytes of frames.
+    pub(super) plain: usize,
+    pub(super) cut: WireCut,
+    /// Why no more will follow.
+    pub(super) failure: Option<String>,
+}
+
+/// A socket to the peer proxy.
+pub(super) struct WireEnd {
+    socket: Arc<Socket>,
+    pub(super) tls: Option<Box<rustls::Connection>>,
+    reader: WireReader,
+    queue: VecDeque<Piece>,
+    /// Bytes in the queue, and bytes that went out and of which the control lane was not told.
+    pub(super) queued_bytes: usize,
+    pub(super) untold_bytes: usize,
+    /// Bytes that the control lane has not looked at.
+    pub(super) unread: Arc<AtomicUsize>,
+    pub(super) resting: bool,
+    /// Without TLS: the kernel had no room. Also after a full turn, and while connecting.
+    pub(super) full: bool,
+    interest: epoll::EventFlags,
+    registered: bool,
+}
+
+impl WireEnd {
+    pub(super) fn new(socket: Arc<Socket>, tls: Option<Box<rustls::Connection>>) -> WireEnd {
+        WireEnd {
+            socket,
+            tls,
+            reader: WireReader::default(),
+            queue: VecDeque::new(),
+            queued_bytes: 0,
+            untold_bytes: 0,
+            unread: Arc::default(),
+            resting: false,
+            full: false,
+            interest: epoll::EventFlags::empty(),
+            registered: false,
+        }
+    }
+
+    pub(super) fn is_handshaking(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.is_handshaking())
+    }
+
+    /// Reads once.
+    pub(super) fn receive(&mut self, scratch: &mut [u8]) -> Received {
+        let nothing = |failure| Received {
+            sealed: 0,
+            plain: 0,
+            cut: WireCut::default(),
+            failure,
+        };
+        let sealed = loop {
+            match (&*self.socket).read(scratch) {
+                Ok(0) => return nothing(Some(CLOSED.into())),
+                Ok(len) => break len,
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    return nothing(None);
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return nothing(Some(error.to_string())),
+            }
+        };
+        let (plain, cut, failure) = self.open(&scratch[..sealed]);
+        Received {
+            sealed,
+            plain,
+            cut,
+            failure,
+        }
+    }
+
+    /// Opens and cuts received bytes: the count of plain bytes, what they are, and why no more
+    /// will follow.
+    fn open(&mut self, mut sealed: &[u8]) -> (usize, WireCut, Option<String>) {
+        let Some(tls) = &mut self.tls else {
+            return (sealed.len(), self.reader.cut(sealed), None);
+        };
+        let (mut total, mut all) = (0, WireCut::default());
+        while !sealed.is_empty() && all.error.is_none() {
+            let result = tls
+                .read_tls(&mut sealed)
+                .map_err(|error| error.to_string())
+                .and_then(|_| tls.process_new_packets().map_err(|error| failure(&error)));
+            if let Err(error) = result {
+                // Tell the peer why, if the socket takes it.
+                while tls.wants_write() && tls.write_tls(&mut (&*self.socket)).is_ok() {}
+                return (total, all, Some(format!("TLS: {error}")));
+            }
+            if let Some(end) = take_plain(tls, &mut self.reader, &mut total, &mut all) {
+                return (total, all, Some(end));
+            }
+        }
+        (total, all, None)
+    }
+
+    /// What came together with the end of the handshake.
+    pub(super) fn rest_of_handshake(&mut self) -> Received {
+        let (mut plain, mut cut) = (0, WireCut::default());
+        let failure = match &mut self.tls {
+            Some(tls) => take_plain(tls, &mut self.reader, &mut plain, &mut cut),
+            None => None,
+        };
+        Received {
+            sealed: 0,
+            plain,
+            cut,
+            failure,
+        }
+    }
+
+    pub(super) fn put(&mut self, pieces: Vec<Piece>) {
+        self.queued_bytes += pieces.iter().map(Piece::len).sum::<usize>();
+        self.queue.extend(pieces);
+    }
+
+    /// Whether it has something that the kernel does not take now.
+    pub(super) fn is_blocked(&self) -> bool {
+        self.full || self.tls.as_ref().is_some_and(|tls| tls.wants_write())
+    }
+
+    /// Writes what the kernel takes, for one turn; a failure ends the carrier.
+    pub(super) fn write(&mut self) -> Option<std::io::Error> {
+        let mut sent = 0;
+        loop {
+            if let Err(error) = self.push_tls() {
+                return Some(error);
+            }
+            if self.is_blocked() || self.queue.is_empty() {
+                return None;
+            }
+            if sent >= TURN_BYTES {
+                // The others first; the writable socket brings us back.
+                self.full = true;
+                return None;
+            }
+            match self.write_some() {
+                Ok(count) => {
+                    sent += count;
+                    self.queued_bytes -= count;
+                    self.untold_bytes += count;
+                }
+                Err(error) => return Some(error),
+            }
+        }
+    }
+
+    /// Moves sealed bytes to the kernel as far as it takes them.
+    fn push_tls(&mut self) -> std::io::Result<()> {
+        let Some(tls) = &mut self.tls else {
+            return Ok(());
+        };
+        while tls.wants_write() {
+            match tls.write_tls(&mut (&*self.socket)) {
+                Ok(_) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_some(&mut self) -> std::io::Result<usize> {
+        let Some(piece) = self.queue.front_mut() else {
+            return Ok(0);
+        };
+        let count = match &mut self.tls {
+            Some(tls) => tls
+                .writer()
+                .write_vectored(&piece.parts(4 * RECORD_BYTES))?,
+            None => loop {
+                match (&*self.socket).write_vectored(&piece.parts(usize::MAX)) {
+                    Ok(count) => break count,
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                        self.full = true;
+                        return Ok(0);
+                    }
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            },
+        };
+        if piece.advance(count) {
+            self.queue.pop_front();
+        }
+        Ok(count)
+    }
+
+    pub(super) fn watch(&mut self, epoll: &OwnedFd, token: u64) -> rustix::io::Result<()> {
+        // A failure is told whatever is asked for.
+        let mut interest = match self.resting {
+            true => epoll::EventFlags::empty(),
+            false => epoll::EventFlags::IN,
+        };
+        if self.is_blocked() {
+            interest |= epoll::EventFlags::OUT;
+        }
+        let data = epoll::EventData::new_u64(token);
+        let result = if !self.registered {
+            self.registered = true;
+            epoll::add(epoll, self.socket.as_fd(), data, interest)
+        } else if interest != self.interest {
+            epoll::modify(epoll, self.socket.as_fd(), data, interest)
+        } else {
+            Ok(())
+        };
+        self.interest = interest;
+        result
+    }
+
+    /// Leaves the epoll set in which it is, if it is in one.
+    pub(super) fn unwatch(&mut self, epoll: &OwnedFd) {
+        if std::mem::take(&mut self.registered) {
+            let _ = epoll::delete(epoll, &self.socket);
+        }
+    }
+}
+
+const CLOSED: &str = "the peer closed the connection";
+
+/// Cuts the plain bytes that TLS has; an answer says why no more will follow.
+fn take_plain(
+    tls: &mut rustls::Connection,
+    reader: &mut WireReader,
+    total: &mut usize,
+    all: &mut WireCut,
+) -> Option<String> {
+    let mut plain = tls.reader();
+    loop {
+        match plain.fill_buf() {
+            Ok([]) => return Some(CLOSED.into()),
+            Ok(bytes) => {
+                let len = bytes.len();
+                let mut cut = reader.cut(bytes);
+                plain.consume(len);
+                *total += len;
+                all.items.append(&mut cut.items);
+                all.error = cut.error;
+                if all.error.is_some() {
+                    return None;
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return None,
+            Err(error) => return Some(error.to_string()),
+        }
+    }
+}
