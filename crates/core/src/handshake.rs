@@ -1094,6 +1094,9 @@ impl Resource {
                 result.rule.name()
             ),
         );
+        if self.steps_back(volume, peer, strategy) {
+            return;
+        }
         match strategy.to_repl_state(self.state.role, theirs.role) {
             Some(ReplState::Established) => {
                 if own == DiskState::Outdated && theirs.disk >= DiskState::Consistent {
@@ -1179,6 +1182,9 @@ impl Resource {
         let Some(verdict) = self.compare_with(peer, volume, theirs, compare::Phase::Attach) else {
             return;
         };
+        if self.steps_back(volume, peer, verdict.strategy) {
+            return;
+        }
         match verdict.strategy.to_repl_state(self.state.role, theirs.role) {
             Some(ReplState::Established) | None => {
                 // The peer decides about its disk.

@@ -7,7 +7,7 @@ use alloc::format;
 
 use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
 
 use crate::command::ErrorCode;
 use crate::compare;
@@ -373,6 +373,25 @@ impl Resource {
                  seen; waiting for the node that has those"
             ),
         })
+    }
+
+    /// The same for a peer that is connected already. Without the connection its data are not used, and
+    /// the next handshake refuses it until it has the newer ones.
+    pub(crate) fn steps_back(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        strategy: compare::Strategy,
+    ) -> bool {
+        if strategy.direction() != Some(compare::Direction::Target) {
+            return false;
+        }
+        let Some(refusal) = self.refuse_step_back(volume, peer) else {
+            return false;
+        };
+        self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
+        self.drop_connection(peer, ConnState::NetworkFailure);
+        true
     }
 
     /// The peer's data have left generation `uuid` behind.
