@@ -301,3 +301,17 @@ fn a_peer_that_returns_while_the_primarys_disk_goes_stays_outdated() {
 fn a_consistent_disk_that_a_primary_has_marks_for_is_resynced() {
     named_holds(Some(3), 8_610_130, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary died before its followers had the barrier of its last writes. A flush under the next
+/// Primary was acknowledged while one follower still had those writes only in its cache.
+#[test]
+fn what_a_dead_primary_left_in_a_followers_cache_is_durable_under_the_next_one() {
+    named_holds(
+        Some(3),
+        9_100_444,
+        (None, Vec::new()),
+        "1",
+        "11-12,15-16,25",
+    );
+    named_holds(Some(3), 9_100_444, (None, Vec::new()), "0-99", "0-999");
+}

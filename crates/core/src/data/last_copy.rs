@@ -10,9 +10,12 @@
 //! is made durable before it is acknowledged, and what it wrote before it lost its disk is, before
 //! this disk takes over the new generation.
 
+use alloc::collections::{BTreeSet, VecDeque};
+
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
+use super::peer_write::PeerWrite;
 use crate::event::DiskError;
 use crate::resource::Resource;
 
@@ -52,6 +55,18 @@ impl Resource {
     pub(crate) fn keep_last_copy(&mut self, volume: VolumeNr) {
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
             disk.writer.flush_data = true;
+        }
+    }
+
+    /// A lost connection left epochs whose barriers will not come. The next Primary knows nothing of
+    /// them, so no flush of its applications reaches here either: they become durable with the next
+    /// superblock, which no new generation overtakes.
+    pub(super) fn keep_lost_epochs(&mut self, writes: &VecDeque<PeerWrite>) {
+        let cached = writes.iter().filter(|w| w.may_be_in_a_cache());
+        let volumes: BTreeSet<VolumeNr> = cached.map(|w| w.volume).collect();
+        for volume in volumes {
+            self.keep_last_copy(volume);
+            self.write_superblock(volume);
         }
     }
 

@@ -61,6 +61,12 @@ enum Stage {
 }
 
 impl PeerWrite {
+    /// It is on the disk, and no flush since is known of.
+    pub(super) fn may_be_in_a_cache(&self) -> bool {
+        let written = matches!(self.stage, Stage::Written | Stage::Done);
+        written && !self.durable && !self.confirmed
+    }
+
     /// Its place in the sender's order.
     pub(crate) fn dagtag(&self) -> Dagtag {
         self.dagtag
@@ -989,7 +995,8 @@ impl Resource {
         }
         conn.io.draining = false;
         conn.io.first_write += conn.io.writes.len() as u64;
-        conn.io.writes.clear();
+        let writes = core::mem::take(&mut conn.io.writes);
+        self.keep_lost_epochs(&writes);
         self.connection_drained(peer);
         self.settle_flush_requests();
     }
