@@ -343,7 +343,7 @@ impl Resource {
         let exposed = device.exposed_uuid;
         let is_exposed = |uuid: Uuid| is_real(exposed) && uuid.same_generation(exposed);
         self.state.role == Role::Primary
-            && !knows(source, exposed)
+            && !source.knows(exposed)
             && device.peers.keys().any(|peer| {
                 let p = self.state.peer_device(volume, *peer);
                 let set = self.peer_uuids(volume, *peer);
@@ -363,7 +363,7 @@ impl Resource {
             && is_real(exposed)
             && !exposed.same_generation(device.current_uuid())
             && !self.is_legacy(peer);
-        if !beside_own || knows(self.peer_uuids(volume, peer)?, exposed) {
+        if !beside_own || self.peer_uuids(volume, peer)?.knows(exposed) {
             return None;
         }
         Some(Refusal {
@@ -396,13 +396,8 @@ impl Resource {
 
     /// The peer's data have left generation `uuid` behind.
     fn is_ahead_of(&self, volume: VolumeNr, peer: NodeId, uuid: Uuid) -> bool {
-        self.peer_uuids(volume, peer).is_some_and(|set| {
-            let known = set.slots.iter().map(|node| set.slot(node));
-            !set.current.same_generation(uuid)
-                && known
-                    .chain(set.history.iter().copied())
-                    .any(|old| is_real(old) && old.same_generation(uuid))
-        })
+        self.peer_uuids(volume, peer)
+            .is_some_and(|set| !set.current.same_generation(uuid) && set.knows(uuid))
     }
 
     /// The peer's state says that it is through (this node is source).
@@ -591,12 +586,4 @@ impl Resource {
         let at = self.now + crate::time::Duration::from_secs(2);
         self.timers.set_earliest(Timer::BitmapWrite(volume), at);
     }
-}
-
-/// The data of the set are of this generation or have come from it.
-fn knows(set: &PeerUuids, uuid: Uuid) -> bool {
-    let slots = set.slots.iter().map(|node| set.slot(node));
-    let known = set.history.iter().copied().chain(slots);
-    let mut known = known.chain([set.current]);
-    is_real(uuid) && known.any(|known| known.same_generation(uuid))
 }

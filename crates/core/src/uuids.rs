@@ -136,6 +136,14 @@ impl PeerUuids {
         is_real(uuid) && self.history.iter().any(|entry| entry.same_generation(uuid))
     }
 
+    /// Whether the data are of this generation or have come from it, as far as the set knows.
+    pub fn knows(&self, uuid: Uuid) -> bool {
+        let slots = self.slots.iter().map(|node| self.slot(node));
+        let known = self.history.iter().copied().chain(slots);
+        let mut known = known.chain([self.current]);
+        is_real(uuid) && known.any(|known| known.same_generation(uuid))
+    }
+
     /// Whether the history has it only as announced and perhaps never made.
     pub fn history_notes(&self, uuid: Uuid) -> bool {
         let noted = |entry: &Uuid| entry.0 & Uuid::PRIMARY_BIT != 0;

@@ -200,6 +200,12 @@ fn disks_fail_under_protocol_c_only() {
 }
 
 #[test]
+fn a_write_that_failed_on_the_own_disk_ends_when_the_metadata_say_so() {
+    // Acknowledged before, it was gone after a power cut of both nodes, and nothing said so.
+    holds(992123, Size::Any, "0", "2,5");
+}
+
+#[test]
 fn the_operator_demotes_a_primary_that_refuses_the_data_of_a_crashed_one() {
     first_design_holds(7294);
 }

@@ -126,6 +126,14 @@ impl Resource {
         self.state.suspended() && !planted!(self, FrozenWritesGoOn) || self.uuid_hold(volume)
     }
 
+    /// A request failed on this disk, which stays (`pass_on`), and the metadata do not say yet that it
+    /// is not whole: after a power cut it would count as if the request had succeeded.
+    pub(super) fn failure_is_unnoted(&self, volume: VolumeNr, local: Local) -> bool {
+        local == Local::Failed
+            && self.state.disk(volume) == DiskState::Inconsistent
+            && !self.meta_is_durable(volume)
+    }
+
     /// Somebody waits for a new current UUID that is due: it is written now.
     pub(crate) fn want_held_uuids(&mut self) {
         if self.state.suspended() && !self.state.susp_uuid {
@@ -735,7 +743,8 @@ impl Resource {
             return;
         }
         let volume = req.volume;
-        if self.completions_wait(volume) && !self.io_fails(volume) {
+        let waits = self.completions_wait(volume) || self.failure_is_unnoted(volume, req.local);
+        if waits && !self.io_fails(volume) {
             return;
         }
         let peer_has_data = self.state.devices.get(&volume).is_some_and(|d| {

@@ -564,7 +564,9 @@ impl Resource {
         }
         let volume = req.volume;
         let fails = self.io_fails(volume);
-        if !fails && self.completions_wait(volume) && !planted!(self, CompletesBeforeNewUuid) {
+        let waits = self.completions_wait(volume) && !planted!(self, CompletesBeforeNewUuid)
+            || self.failure_is_unnoted(volume, req.local);
+        if !fails && waits {
             if let Some(req) = self.io.requests.get_mut(key)
                 && !req.held
             {
