@@ -12,6 +12,7 @@ use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
 use socket2::Socket;
 
+use super::watch::Watch;
 use super::{Reactor, Source, TURN_BYTES, connect};
 use crate::core::frame::Bytes;
 use crate::core::{Close, Input, LinkId, LocalId};
@@ -35,8 +36,7 @@ pub(super) struct LocalSock {
     /// Closed by the engine, but the queue is not yet written.
     pub(super) closing: bool,
     pub(super) want_read: bool,
-    interest: epoll::EventFlags,
-    registered: bool,
+    watched: Watch,
 }
 
 impl Reactor {
@@ -348,24 +348,12 @@ impl LocalSock {
         if self.connecting || !self.queue.is_empty() {
             interest |= epoll::EventFlags::OUT;
         }
-        let data = epoll::EventData::new_u64(token);
-        let result = if !self.registered {
-            self.registered = true;
-            epoll::add(epoll, &self.socket, data, interest)
-        } else if interest != self.interest {
-            epoll::modify(epoll, &self.socket, data, interest)
-        } else {
-            Ok(())
-        };
-        self.interest = interest;
-        result
+        self.watched.set(epoll, &self.socket, token, interest)
     }
 
     /// Leaves the epoll set in which it is, if it is in one.
     pub(super) fn unwatch(&mut self, epoll: &OwnedFd) {
-        if std::mem::take(&mut self.registered) {
-            let _ = epoll::delete(epoll, &self.socket);
-        }
+        self.watched.end(epoll, &self.socket);
     }
 
     /// How many bytes the kernel has not taken.
@@ -389,8 +377,7 @@ impl LocalSock {
             shutdown_done: false,
             closing: false,
             want_read: false,
-            interest: epoll::EventFlags::empty(),
-            registered: false,
+            watched: Watch::default(),
         }
     }
 }

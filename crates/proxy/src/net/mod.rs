@@ -9,6 +9,7 @@ pub(crate) mod handover;
 mod local;
 pub(crate) mod shard;
 mod tcp;
+mod watch;
 mod wire;
 
 use std::collections::BTreeMap;

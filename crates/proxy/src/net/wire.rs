@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io::{BufRead, IoSlice, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
@@ -12,6 +12,7 @@ use socket2::Socket;
 
 use super::TURN_BYTES;
 use super::carrier::RECORD_BYTES;
+use super::watch::Watch;
 use crate::core::frame::{Bytes, HEADER_LEN, WireCut, WireReader};
 use crate::tls::failure;
 
@@ -100,8 +101,7 @@ pub(super) struct WireEnd {
     pub(super) resting: bool,
     /// Without TLS: the kernel had no room. Also after a full turn, and while connecting.
     pub(super) full: bool,
-    interest: epoll::EventFlags,
-    registered: bool,
+    watched: Watch,
 }
 
 impl WireEnd {
@@ -116,8 +116,7 @@ impl WireEnd {
             unread: Arc::default(),
             resting: false,
             full: false,
-            interest: epoll::EventFlags::empty(),
-            registered: false,
+            watched: Watch::default(),
         }
     }
 
@@ -271,7 +270,6 @@ impl WireEnd {
     }
 
     pub(super) fn watch(&mut self, epoll: &OwnedFd, token: u64) -> rustix::io::Result<()> {
-        // A failure is told whatever is asked for.
         let mut interest = match self.resting {
             true => epoll::EventFlags::empty(),
             false => epoll::EventFlags::IN,
@@ -279,24 +277,12 @@ impl WireEnd {
         if self.is_blocked() {
             interest |= epoll::EventFlags::OUT;
         }
-        let data = epoll::EventData::new_u64(token);
-        let result = if !self.registered {
-            self.registered = true;
-            epoll::add(epoll, self.socket.as_fd(), data, interest)
-        } else if interest != self.interest {
-            epoll::modify(epoll, self.socket.as_fd(), data, interest)
-        } else {
-            Ok(())
-        };
-        self.interest = interest;
-        result
+        self.watched.set(epoll, &self.socket, token, interest)
     }
 
     /// Leaves the epoll set in which it is, if it is in one.
     pub(super) fn unwatch(&mut self, epoll: &OwnedFd) {
-        if std::mem::take(&mut self.registered) {
-            let _ = epoll::delete(epoll, &self.socket);
-        }
+        self.watched.end(epoll, &self.socket);
     }
 }
 
