@@ -158,6 +158,9 @@ fn options_change_in_a_verify(pair: &mut Mixed84, primary: Side) -> Result<()> {
     for side in Side::BOTH {
         side.adm(pair, &["adjust", "r0"])?;
     }
+    // A kernel skips no extent that is in use: it goes on when the writer has left it. Under this load it
+    // was seen to verify 4 MiB in 150 s, with no request of it under way.
+    writer.stop(pair)?;
     // The state may be one in which it runs, or has ended.
     pair.wait("the end of the verify", |pair| {
         let own = pair.state(0)?;
@@ -166,8 +169,7 @@ fn options_change_in_a_verify(pair: &mut Mixed84, primary: Side) -> Result<()> {
     })?;
     secondary.adm(pair, &["disconnect", "r0"])?;
     secondary.adm(pair, &["connect", "r0"])?;
-    pair.wait_in_sync()?;
-    writer.stop(pair)
+    pair.wait_in_sync()
 }
 
 /// The link is cut at random, in the middle of handshakes and resyncs, too.
