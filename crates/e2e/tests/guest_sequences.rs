@@ -167,9 +167,13 @@ fn options_change_in_a_verify(pair: &mut Mixed84, primary: Side) -> Result<()> {
         let kernel = drbd_state(&pair.kernel, 0)?;
         Ok(own[3] == "Established" && kernel.connection == "Connected")
     })?;
+    // What the verify found is resynced with what a Primary writes meanwhile; without a Primary no
+    // generation begins, and both kinds of node leave the marks as they are.
+    let writer = Writer::start(pair, primary.is_kernel(), 200)?;
     secondary.adm(pair, &["disconnect", "r0"])?;
     secondary.adm(pair, &["connect", "r0"])?;
-    pair.wait_in_sync()
+    pair.wait_in_sync()?;
+    writer.stop(pair)
 }
 
 /// The link is cut at random, in the middle of handshakes and resyncs, too.
