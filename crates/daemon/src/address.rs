@@ -67,7 +67,7 @@ pub(crate) fn check_unused(
 }
 
 /// `ERR_LOCAL_AND_PEER_ADDR` (config-and-cli.md, 16.2).
-const LOCAL_AND_PEER_ADDR: ErrorCode = ErrorCode(173);
+pub(crate) const LOCAL_AND_PEER_ADDR: ErrorCode = ErrorCode(173);
 
 /// A path of two addresses as the tools write them.
 pub(crate) fn path(local: &str, remote: &str) -> Result<Path, CommandError> {

@@ -23,6 +23,7 @@ pub mod names;
 pub mod node;
 mod notify;
 pub mod options;
+mod path_pairs;
 mod peers;
 pub mod place;
 pub mod proc_drbd;

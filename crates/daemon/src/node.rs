@@ -24,6 +24,7 @@ use crate::meter::{Counted, Meter, Metering};
 use crate::metrics::{AckCounts, VolumeCounts};
 use crate::minors::Minors;
 use crate::options::{self, Moment, OptionError};
+use crate::path_pairs::PathPairs;
 use crate::peers;
 use crate::place::Place;
 use crate::progress::Progress;
@@ -60,6 +61,7 @@ pub struct Node {
     shards: Vec<ShardHandle<Resource>>,
     resources: Mutex<BTreeMap<String, Arc<Entry>>>,
     minors: Minors<Arc<Entry>>,
+    path_pairs: PathPairs,
     board: Arc<Board>,
     devices: Mutex<Devices>,
     handlers: Arc<Handlers>,
@@ -146,6 +148,7 @@ impl Node {
             shards,
             resources: Mutex::default(),
             minors: Minors::default(),
+            path_pairs: PathPairs::default(),
             board: board.clone(),
             devices: Mutex::new(Devices::none()),
             handlers: handlers.clone(),
@@ -611,6 +614,8 @@ impl Node {
                 meters.remove(&(name.to_owned(), *volume));
             }
             drop(meters);
+            let peers = state.configured.peers.values();
+            peers.for_each(|peer| self.path_pairs.free_all(peer));
             self.board.remove(name);
         }
         lock(&self.resources).remove(name);
@@ -941,7 +946,8 @@ impl Node {
         self.handlers.wait_until_told(name);
         let result = self.core(&entry, Command::DelPeer { peer });
         self.done(name, &entry, result, |c| {
-            c.peers.remove(&peer.0);
+            let gone = c.peers.remove(&peer.0);
+            gone.iter().for_each(|peer| self.path_pairs.free_all(peer));
         })
     }
 
@@ -997,6 +1003,7 @@ impl Node {
                 format!("a connection has at most {MAX_PATHS} paths"),
             );
         }
+        self.path_pairs.take(new)?;
         self.done(name, &entry, Ok(()), |c| {
             if let Some(configured) = c.peers.get_mut(&peer.0) {
                 configured.paths.push(PathReport {
@@ -1032,6 +1039,7 @@ impl Node {
             peers::check_last_path(peer, conn.state)?;
         }
         self.done(name, &entry, Ok(()), |c| {
+            self.path_pairs.free(local, remote);
             if let Some(configured) = c.peers.get_mut(&peer.0) {
                 configured
                     .paths

@@ -616,6 +616,34 @@ mod tests {
     }
 
     #[test]
+    fn a_pair_of_addresses_leads_to_one_resource_of_the_node() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        for name in ["web", "mail"] {
+            node.new_resource(name, 0, &Default::default()).unwrap();
+            node.new_peer(name, 1, &Default::default()).unwrap();
+        }
+        let new = |name, remote: &str| {
+            let (local, remote) = ("ipv6:[::1]:1".into(), remote.into());
+            node.new_path(name, 1, local, remote)
+                .map_err(|error| error.code.0)
+        };
+        assert_eq!(new("web", "ipv6:[::1]:2"), Ok(()));
+        assert_eq!(new("mail", "ipv6:[0:0:0:0:0:0:0:1]:2"), Err(173));
+        assert_eq!(new("mail", "ipv6:[::1]:3"), Ok(()));
+        // Free again with its path, its peer, its resource.
+        node.del_path("web", 1, "ipv6:[::1]:1", "ipv6:[::1]:2")
+            .unwrap();
+        assert_eq!(new("mail", "ipv6:[::1]:2"), Ok(()));
+        node.del_peer("mail", 1, false).unwrap();
+        assert_eq!(new("web", "ipv6:[::1]:2"), Ok(()));
+        node.down("web").unwrap();
+        node.new_peer("mail", 1, &Default::default()).unwrap();
+        assert_eq!(new("mail", "ipv6:[::1]:2"), Ok(()));
+        node.stop();
+    }
+
+    #[test]
     fn a_watcher_hears_of_a_handler_s_call_before_its_resource_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let node = node(dir.path());

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, ToSocketAddrs};
 
 use lockstep_daemon::report::OptionTexts;
-use lockstep_format::conf::options::{Kind, ValueError, nearest};
+use lockstep_format::conf::options::{Kind, Set, ValueError, find as find_option, nearest};
 
 use super::verbs::{FlagValue, VERBS, Verb, find, find_84};
 
@@ -125,6 +125,18 @@ fn split_verb(
     Err(Wrong::Unknown { verb, word, near })
 }
 
+/// A size of a buffer. One that is too large or too small is not used as it is, but taken.
+fn check_bytes(name: &str, text: &str) -> Result<(), Wrong> {
+    let spec = find_option(Set::Net, "rcvbuf-size").expect("a size in bytes");
+    match spec.parse(text) {
+        Err(ValueError::NotANumber) => Err(Wrong::Value(format!(
+            "Parse error while parsing value ('{text}') for {name}. \
+             Value is not a number; allowed is a number of bytes, also with the suffix k, m or g"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 impl Parsed {
     fn option(
         &mut self,
@@ -148,6 +160,9 @@ impl Parsed {
                 (FlagValue::None, Some(_)) => return Err(unknown()),
                 (_, value) => value,
             };
+            if let (FlagValue::Needed, Some(text)) = (flag.value, &value) {
+                check_bytes(flag.name, text)?;
+            }
             self.flags.push((flag.name, value));
             return Ok(());
         }
@@ -315,6 +330,19 @@ mod tests {
                 said.contains(&format!("'--{option}' needs a value")),
                 "{said}"
             );
+        }
+    }
+
+    #[test]
+    fn the_size_of_a_receive_buffer_is_a_number() {
+        for good in ["events2 --rcvbuf=2m", "events2 --rcvbuf 1", "events2 -r 1g"] {
+            assert!(line(good).is_ok(), "{good}");
+        }
+        for bad in ["events2 --rcvbuf=x", "events2 -r 1q", "events2 --rcvbuf="] {
+            let Err(Wrong::Value(said)) = line(bad) else {
+                panic!("{bad}")
+            };
+            assert!(said.contains("is not a number"), "{said}");
         }
     }
 
