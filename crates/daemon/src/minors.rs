@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use lockstep_core::command::{CommandError, ErrorCode};
+use lockstep_core::report::Snapshot;
 use lockstep_format::units::VolumeNr;
+use lockstep_format::wire::DiskState;
 
 /// The minors of a node; `T` stands for a resource.
 pub(crate) struct Minors<T> {
@@ -43,6 +46,21 @@ impl<T: Clone> Minors<T> {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, (T, VolumeNr)>> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A volume is deleted when its disk is detached.
+pub(crate) fn check_has_no_disk(snapshot: &Snapshot, volume: VolumeNr) -> Result<(), CommandError> {
+    let device = snapshot
+        .devices
+        .iter()
+        .find(|device| device.volume == volume);
+    match device {
+        Some(device) if device.disk_state != DiskState::Diskless => Err(CommandError {
+            code: ErrorCode::ERR_MINOR_CONFIGURED,
+            text: format!("volume {volume} has a disk; detach it first"),
+        }),
+        _ => Ok(()),
     }
 }
 

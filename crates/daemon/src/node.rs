@@ -22,7 +22,7 @@ use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, Handlers};
 use crate::meter::{Counted, Meter, Metering};
 use crate::metrics::{AckCounts, VolumeCounts};
-use crate::minors::Minors;
+use crate::minors::{Minors, check_has_no_disk};
 use crate::options::{self, Moment, OptionError};
 use crate::path_pairs::PathPairs;
 use crate::peers;
@@ -760,6 +760,10 @@ impl Node {
 
     pub(crate) fn del_minor(&self, minor: u32) -> CommandResult {
         let (name, entry, volume) = self.find_minor(minor)?;
+        // Said before who has it open.
+        if let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id) {
+            check_has_no_disk(&snapshot, volume)?;
+        }
         self.take_devices(&name, Some(volume.0), false)?;
         let result = self.core(&entry, Command::DelVolume { volume });
         if result.is_ok() {
