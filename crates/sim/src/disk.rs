@@ -281,12 +281,16 @@ pub struct Disk {
     pub trouble: Trouble,
     /// What the metadata say beside the bitmap, as they were read last.
     read: RefCell<Option<Rc<Read>>>,
+    /// The superblock as it was decoded last.
+    read_superblock: RefCell<Option<Rc<Result<SuperBlock, String>>>>,
+    /// The activity log's blocks by position, where they are as they were decoded last.
+    log_blocks: RefCell<Vec<Option<Result<al::Block, al::BlockError>>>>,
 }
 
 /// What metadata say beside the bitmap.
 #[derive(Debug)]
 struct Read {
-    superblock: Result<SuperBlock, String>,
+    superblock: Rc<Result<SuperBlock, String>>,
     log: Log,
 }
 
@@ -355,6 +359,8 @@ impl Disk {
             closing: None,
             trouble: Trouble::default(),
             read: RefCell::default(),
+            read_superblock: RefCell::default(),
+            log_blocks: RefCell::default(),
         }
     }
 
@@ -400,13 +406,21 @@ impl Disk {
         let at = self.meta_index(offset);
         self.meta[at..at + bytes.len()].copy_from_slice(bytes);
         let end = offset + bytes.len() as u64;
-        let log = self.layout.al_byte();
-        let parts = [
-            (self.layout.superblock_byte(), BLOCK_BYTES as u64),
-            (log, self.layout.geometry().al.bytes()),
-        ];
-        if parts.iter().any(|(at, len)| offset < at + len && *at < end) {
+        let block = BLOCK_BYTES as u64;
+        let touches = |at: u64| offset < at + block && at < end;
+        if touches(self.layout.superblock_byte()) {
+            self.read_superblock.take();
             self.read.take();
+        }
+        let (log, geometry) = (self.layout.al_byte(), self.layout.geometry().al);
+        if offset < log + geometry.bytes() && log < end {
+            self.read.take();
+            for (position, known) in (0..).zip(self.log_blocks.get_mut()) {
+                let at = log + u64::from(geometry.block_of_position(position)) * block;
+                if touches(at) {
+                    *known = None;
+                }
+            }
         }
     }
 
@@ -553,15 +567,17 @@ impl Disk {
 
     /// The superblock on the medium.
     pub fn superblock(&self) -> Result<SuperBlock, String> {
-        self.read().superblock.clone()
+        self.read().superblock.as_ref().clone()
     }
 
     /// What the medium says beside the bitmap.
     fn read(&self) -> Rc<Read> {
         let mut last = self.read.borrow_mut();
         let read = last.get_or_insert_with(|| {
-            let superblock = self.read_superblock();
-            let log = match &superblock {
+            let mut known = self.read_superblock.borrow_mut();
+            let superblock = known.get_or_insert_with(|| Rc::new(self.decode_superblock()));
+            let superblock = Rc::clone(superblock);
+            let log = match superblock.as_ref() {
                 Ok(s) if !s.flags.contains(DeviceFlags::AL_CLEAN) => self.read_log(s.al_extents),
                 Ok(_) | Err(_) => Log::None,
             };
@@ -577,7 +593,14 @@ impl Disk {
             self.persistent && AlForm::of(area, geometry, false) == AlForm::PersistentMemory;
         let replay = match slots {
             true => Ok(al::replay_persistent_memory(area, al_extents)),
-            false => al::replay(area, geometry),
+            false => {
+                let mut blocks = self.log_blocks.borrow_mut();
+                blocks.resize_with(geometry.blocks() as usize, || None);
+                for (position, known) in (0..).zip(blocks.iter_mut()) {
+                    known.get_or_insert_with(|| al::block_at(area, geometry, position));
+                }
+                al::replay_blocks(blocks.iter().flatten(), geometry)
+            }
         };
         match replay {
             Ok(replay) if replay.coverage == al::Coverage::Complete => Log::Extents(replay.active),
@@ -586,7 +609,7 @@ impl Disk {
         }
     }
 
-    fn read_superblock(&self) -> Result<SuperBlock, String> {
+    fn decode_superblock(&self) -> Result<SuperBlock, String> {
         let block = self
             .meta_at(self.layout.superblock_byte(), BLOCK_BYTES)
             .try_into()
@@ -617,7 +640,29 @@ impl Disk {
 
     /// The flags of the superblock on the medium; none if it does not open.
     pub fn flags(&self) -> Option<DeviceFlags> {
-        self.read().superblock.as_ref().ok().map(|s| s.flags)
+        self.read()
+            .superblock
+            .as_ref()
+            .as_ref()
+            .ok()
+            .map(|s| s.flags)
+    }
+
+    /// The generation that the metadata of the disk in use name, without the Primary's bit.
+    pub fn generation(&self) -> Option<u64> {
+        let read = self.open.then(|| self.read())?;
+        let superblock = read.superblock.as_ref().as_ref().ok()?;
+        Some(superblock.current_uuid.0 & !1).filter(|uuid| *uuid > 4)
+    }
+
+    /// The metadata name the generation, or one of which it is an ancestor.
+    pub fn knows(&self, generation: u64) -> bool {
+        let read = self.read();
+        read.superblock.as_ref().as_ref().is_ok_and(|s| {
+            let of_peers = s.peers.iter().map(|p| p.bitmap_uuid.0);
+            let mut known = of_peers.chain(s.history.iter().map(|u| u.0));
+            s.current_uuid.0 & !1 == generation || known.any(|u| u & !1 == generation)
+        })
     }
 
     /// An attach would mark these blocks towards everybody, because they are in the activity log.
@@ -639,7 +684,7 @@ impl Disk {
     pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
         use lockstep_format::disk::v09::PeerFlags;
         let read = self.read();
-        let superblock = read.superblock.as_ref().map_err(Clone::clone)?;
+        let superblock = read.superblock.as_ref().as_ref().map_err(Clone::clone)?;
         let entry = superblock.peer(NodeId(peer as u8));
         let sectors = superblock.effective_size.0;
         if entry.flags.contains(PeerFlags::FULL_SYNC) || sectors == 0 {

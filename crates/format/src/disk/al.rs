@@ -350,14 +350,33 @@ pub enum ReplayError {
 /// result says whether context may be missing.
 pub fn replay(area: &[u8], geometry: AlGeometry) -> Result<Replay, ReplayError> {
     check_area(area, geometry)?;
+    let blocks = (0..geometry.blocks()).map(|position| block_at(area, geometry, position));
+    let blocks: Vec<_> = blocks.collect();
+    replay_blocks(&blocks, geometry)
+}
+
+/// The block at a position of the ring in an area of the geometry's size.
+///
+/// # Panics
+///
+/// The area ends before it.
+pub fn block_at(area: &[u8], geometry: AlGeometry, position: u32) -> Result<Block, BlockError> {
+    let at = geometry.block_of_position(position) as usize * BLOCK_BYTES;
+    let block = area[at..].first_chunk().expect("the area has its size");
+    Block::decode(block)
+}
+
+/// As [`replay`], of blocks that were decoded before, by position.
+pub fn replay_blocks<'a>(
+    decoded: impl IntoIterator<Item = &'a Result<Block, BlockError>>,
+    geometry: AlGeometry,
+) -> Result<Replay, ReplayError> {
     let blocks = geometry.blocks();
     let mut initialised = 0u32;
     let mut corrupt = Vec::new();
-    let mut found: Vec<(u32, Update)> = Vec::new();
-    for position in 0..blocks {
-        let at = geometry.block_of_position(position) as usize * BLOCK_BYTES;
-        let block = area[at..].first_chunk().expect("the length was checked");
-        match Block::decode(block) {
+    let mut found: Vec<(u32, &Update)> = Vec::new();
+    for (position, block) in (0..blocks).zip(decoded) {
+        match block {
             Ok(Block::Initialised) => initialised += 1,
             Ok(Block::Update(update)) => found.push((position, update)),
             Err(_) => corrupt.push(position),
@@ -472,7 +491,7 @@ fn later(a: u32, b: u32) -> u32 {
 
 /// `found` is sorted from the oldest to the newest.
 fn find_gap(
-    found: &[(u32, Update)],
+    found: &[(u32, &Update)],
     corrupt: &[u32],
     initialised: u32,
     geometry: AlGeometry,
