@@ -285,6 +285,14 @@ impl DeviceState {
                 .any(|p| p.disk == DiskState::UpToDate && p.repl > ReplState::Off)
     }
 
+    /// A peer decides whether its disk is whole as it is, by what this node has told it: a write that
+    /// comes before the decision is known here would reach it neither as data nor as a mark.
+    pub fn peer_decides(&self) -> bool {
+        let mut peers = self.peers.values();
+        self.disk == DiskState::UpToDate
+            && peers.any(|p| p.disk == DiskState::Negotiating && p.repl == ReplState::Established)
+    }
+
     /// The disk's content is about to be decided: requests wait (semantics.md, 3.6).
     pub fn unstable(&self) -> bool {
         matches!(self.disk, DiskState::Attaching | DiskState::Negotiating)

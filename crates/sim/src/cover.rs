@@ -99,7 +99,7 @@ pub(crate) fn suspects(w: &World, volume: usize, node: usize, peer: usize, block
 }
 
 /// A front end waits for a request of the block: whatever becomes of it is not decided.
-fn is_asked_for(w: &World, volume: usize, block: u64) -> bool {
+pub(crate) fn is_asked_for(w: &World, volume: usize, block: u64) -> bool {
     let mut requests = w.nodes.iter().flat_map(|n| n.requests.values());
     requests
         .any(|r| usize::from(r.volume) == volume && (r.block..r.block + r.count).contains(&block))

@@ -206,6 +206,7 @@ impl<'a> Drive<'a> {
             if round.is_multiple_of(50) {
                 o.heal(w);
                 promises::followers_are_current(w);
+                promises::replicas_agree(w);
                 // A slow resync may take long, but not stand still or begin again.
                 let left = check::left_to_sync(w);
                 let moves = left < progress.0;
@@ -224,7 +225,12 @@ impl<'a> Drive<'a> {
             } else if round > takeover / (20 * MS) && o.primary.is_none() && !o.is_changing() {
                 promote_an_heir(w, o, round);
             }
-            let missing = rest(w);
+            // With protocol A nobody waits for what a stream holds that stands still.
+            let holds = || {
+                w.stands_still()
+                    .then(|| "a stream stands still".to_string())
+            };
+            let missing = rest(w).or_else(holds);
             // It must stay so for a while: a late link or a ping may still end a connection.
             whole_since = match missing {
                 None => whole_since.or(Some(w.now)),
@@ -314,6 +320,7 @@ impl<'a> Drive<'a> {
         if w.now >= self.compare_at {
             self.compare_at = w.now + SECOND;
             promises::followers_are_current(w);
+            promises::replicas_agree(w);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         if let Some(pair) = self.pair.as_mut() {
@@ -350,8 +357,8 @@ impl<'a> Drive<'a> {
             !is_due
         });
         for what in due {
-            if let Undo::CutAgain(node) = what {
-                self.undo.push((now + 100 * MS, Undo::Start(node)));
+            if let Some((later, next)) = what.next() {
+                self.undo.push((now + later, next));
             }
             revert(w, o, what);
         }

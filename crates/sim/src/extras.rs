@@ -6,8 +6,9 @@ use lockstep_format::wire::alg::DigestAlg;
 
 use crate::disk::Where;
 use crate::operator::Settings;
+use crate::plan::{LARGE_BLOCKS, SMALL_BLOCKS};
 use crate::rng::{Rng, mixed};
-use crate::world::Config;
+use crate::world::{Config, MS, SlowWire};
 
 /// A part of the configuration that is off by default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,10 +29,18 @@ pub enum Extra {
     TwoPrimaries,
     /// Metadata on persistent memory.
     Pmem,
+    /// All kinds of faults that are named happen, not some of them.
+    Every,
+    /// All requests go to the same few blocks, and some wires are slow.
+    Hot,
+    /// The activity log has room for a few extents of a large volume only.
+    ShortLog,
+    /// Requests come in bursts, with pauses in which nodes come to rest.
+    Bursts,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 8] = [
+pub const EXTRAS: [(Extra, &str); 12] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -40,6 +49,10 @@ pub const EXTRAS: [(Extra, &str); 8] = [
     (Extra::Handlers, "handlers"),
     (Extra::TwoPrimaries, "two-primaries"),
     (Extra::Pmem, "pmem"),
+    (Extra::Every, "every"),
+    (Extra::Hot, "hot"),
+    (Extra::ShortLog, "short-log"),
+    (Extra::Bursts, "bursts"),
 ];
 
 /// The word of one.
@@ -91,6 +104,29 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             config.bitmap_shifts = (0..config.nodes).map(|_| rng.range(12, 21) as u8).collect();
         }
         Extra::Pmem => config.metadata = Where::Persistent,
+        Extra::Every | Extra::Bursts => {}
+        Extra::Hot => {
+            config.blocks = config.blocks.min(SMALL_BLOCKS);
+            if rng.permille(600) {
+                let from = rng.below(config.nodes as u64) as usize;
+                let to = (from + 1 + rng.below(config.nodes as u64 - 1) as usize) % config.nodes;
+                config.slow = Some(SlowWire {
+                    from,
+                    to,
+                    stream: rng.pick(&[None, Some(0), Some(1)]),
+                    factor: rng.pick(&[5, 20, 60]),
+                });
+                // No wire is slower than a ping may take.
+                config.net_delay = config.net_delay.min(MS);
+            }
+        }
+        Extra::ShortLog => {
+            config.blocks = config.blocks.max(LARGE_BLOCKS);
+            config.resync_max_kib_s = 102_400;
+            config.slow = None;
+            settings.peer.c_max_rate_kib_s = config.resync_max_kib_s;
+            settings.disk.al_extents = rng.pick(&[7, 12]);
+        }
         Extra::Congestion => {
             config.protocol = Protocol::A;
             settings.net.protocol = Protocol::A;

@@ -7,7 +7,7 @@ use lockstep_format::units::VolumeNr;
 use crate::check;
 use crate::disk::Lose;
 use crate::operator::Operator;
-use crate::rng::Rng;
+use crate::rng::{Rng, mixed};
 use crate::world::{MS, SECOND, World, name};
 
 /// Kinds of trouble.
@@ -89,6 +89,9 @@ pub enum Fault {
     ResyncError,
     /// The operator starts an online verify of a part where requests go.
     VerifyPart,
+    /// Who can reach whom changes several times: nodes fall behind one after the other and meet in
+    /// any order.
+    Shuffle,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -130,7 +133,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 10] = [
+pub const BY_NAME: [(Fault, &str); 11] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -141,6 +144,7 @@ pub const BY_NAME: [(Fault, &str); 10] = [
     (Fault::Resize, "resize"),
     (Fault::ResyncError, "resyncerror"),
     (Fault::VerifyPart, "verifypart"),
+    (Fault::Shuffle, "shuffle"),
 ];
 
 /// Every kind with its word.
@@ -197,6 +201,42 @@ pub(crate) enum Undo {
     Cure(usize, u16),
     Resume(usize),
     CutAgain(usize),
+    /// Shapes of the network that are still to come, and what they are drawn from.
+    Shuffle(u32, u64),
+}
+
+impl Undo {
+    /// What follows it, and so much later.
+    pub(crate) fn next(self) -> Option<(u64, Undo)> {
+        match self {
+            Undo::CutAgain(node) => Some((100 * MS, Undo::Start(node))),
+            Undo::Shuffle(left @ 1.., seed) => {
+                let mut rng = Rng::new(mixed(&[seed, u64::from(left)]));
+                let typical = rng.pick(&[5 * MS, 50 * MS, 300 * MS, SECOND]);
+                Some((rng.delay(typical), Undo::Shuffle(left - 1, seed)))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Any pairs of nodes can reach each other, the others lose their links at once; in the end all can.
+fn shuffle(w: &mut World, left: u32, seed: u64) {
+    let mut rng = Rng::new(mixed(&[seed, 1 << 32 | u64::from(left)]));
+    for a in 0..w.nodes.len() {
+        for b in a + 1..w.nodes.len() {
+            let cut = left > 0 && rng.permille(500);
+            let was = w.blocked.contains(&(a, b));
+            w.set_blocked(a, b, cut);
+            w.set_blocked(b, a, cut);
+            if cut && !was {
+                w.trace(a, || format!("== no network to {} any more", name(b)));
+                w.reset(a, b);
+            } else if was && !cut {
+                w.trace(a, || format!("== the network to {} works again", name(b)));
+            }
+        }
+    }
 }
 
 /// Ends a fault.
@@ -237,6 +277,7 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
             }
         }
         Undo::CutAgain(node) => o.crash(w, node, Lose::Unflushed),
+        Undo::Shuffle(left, seed) => shuffle(w, left, seed),
     }
 }
 
@@ -315,6 +356,11 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Isolate => {
             w.isolate(a);
             Some(Undo::OpenAll(a))
+        }
+        Fault::Shuffle => {
+            let (steps, seed) = (rng.range(2, 7) as u32, rng.bits());
+            shuffle(w, steps, seed);
+            Some(Undo::Shuffle(steps - 1, seed))
         }
         Fault::Quorum => o.primary.map(|primary| {
             w.isolate(primary);

@@ -49,6 +49,7 @@ impl World {
             count,
             value: value_of_first,
             start,
+            generation: promises::generation(self, node, usize::from(volume)),
             payload,
         };
         if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
@@ -171,6 +172,8 @@ impl World {
                 if ok {
                     self.acked += 1;
                     promises::majority_is_there(self, node);
+                    promises::goes_on(self, node);
+                    promises::generation_is_there(self, node, &asked);
                     for i in 0..asked.count {
                         self.history.write_ends(
                             asked.volume,

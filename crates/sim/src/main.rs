@@ -100,7 +100,8 @@ struct OrderArgs {
     #[arg(long)]
     faults: Option<String>,
     /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion,
-    /// handlers, two-primaries.
+    /// blocks, handlers, two-primaries, pmem, every, hot,
+    /// short-log, bursts.
     #[arg(long)]
     with: Option<String>,
 }

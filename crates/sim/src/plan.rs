@@ -212,6 +212,7 @@ enum Part {
     Roles,
     Edges,
     Shares,
+    Bursts,
 }
 
 impl Plan {
@@ -268,7 +269,7 @@ impl Plan {
                 lasts: rng.delay(pause.max(200 * MS) * 2),
             });
         }
-        let requests = requests(
+        let mut requests = requests(
             &config,
             small,
             pause * (count + 1),
@@ -276,6 +277,15 @@ impl Plan {
             theme.edges.then(|| part(Part::Edges, 0)),
             |n| part(Part::Request, n),
         );
+        if orders.extras.contains(&Extra::Hot) {
+            gather(&mut requests, &config);
+        }
+        if orders.extras.contains(&Extra::Bursts) {
+            let pause = part(Part::Bursts, 0).pick(&[50 * MS, 300 * MS, SECOND]);
+            for request in &mut requests {
+                request.at = request.at / pause * pause;
+            }
+        }
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
         let large = config.blocks > SMALL_BLOCKS;
         let redundant = settings.resource.quorum_minimum_redundancy != Quorum::Off;
@@ -515,6 +525,7 @@ pub const DEFAULT_KINDS: &[Fault] = &[
 ];
 
 fn kinds(orders: &Orders, mut rng: Rng) -> Vec<Fault> {
+    let all = orders.extras.contains(&Extra::Every);
     let on: Vec<(Fault, bool)> = faults::all()
         .map(|(fault, _)| (fault, rng.permille(400)))
         .collect();
@@ -524,7 +535,7 @@ fn kinds(orders: &Orders, mut rng: Rng) -> Vec<Fault> {
         .filter(|(fault, on)| *on && wanted.contains(fault))
         .map(|(fault, _)| *fault)
         .collect();
-    if chosen.is_empty() {
+    if chosen.is_empty() || all {
         wanted.to_vec()
     } else {
         chosen
@@ -616,6 +627,15 @@ fn requests(
             }
         })
         .collect()
+}
+
+/// All requests go to the same few blocks.
+fn gather(requests: &mut [PlannedRequest], config: &Config) {
+    let middle = config.blocks / 2;
+    for request in requests.iter_mut().filter(|r| r.count > 0) {
+        request.block = middle + request.block % 6;
+        request.count = request.count.min(3);
+    }
 }
 
 #[cfg(test)]

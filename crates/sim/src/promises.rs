@@ -22,6 +22,8 @@ pub struct View {
     pub holders: [u32; MAX_VOLUMES],
     /// All volumes have quorum.
     pub quorate: bool,
+    /// Requests are suspended.
+    pub suspended: bool,
     /// It sees fewer nodes with disks than it does not know the whereabouts of: who asks for a
     /// majority has none, whatever is counted for this node itself.
     pub outnumbered: bool,
@@ -33,6 +35,7 @@ impl View {
             role: snapshot.role,
             holders: crate::operator::holders(node, snapshot),
             quorate: snapshot.devices.iter().all(|d| d.quorum),
+            suspended: !snapshot.suspended.is_empty(),
             outnumbered: outnumbered(snapshot, storage),
         }
     }
@@ -42,6 +45,8 @@ impl View {
 #[derive(Clone, Debug, Default)]
 struct Relied {
     is_primary: bool,
+    /// Its requests were suspended when something last happened.
+    suspended: bool,
     /// This Primary has no disk, and only that node has the data, since then.
     lone: [Option<(usize, u64)>; MAX_VOLUMES],
     /// It was demoted when so many writes had reached its disk, and its metadata do not say so yet.
@@ -50,12 +55,17 @@ struct Relied {
     holders: [u32; MAX_VOLUMES],
 }
 
+/// By two nodes, a volume and a block of it: the nodes' values, and since when.
+type Differing = BTreeMap<(usize, usize, u16, u64), (u64, u64, u64)>;
+
 /// What the checkers saw last.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     relied: Vec<Relied>,
     /// Disks that are taken for current and are not, by node and volume: since when.
     stale: BTreeMap<(usize, u16), u64>,
+    /// Blocks that differ between nodes which take each other for equal.
+    differing: Differing,
 }
 
 impl Seen {
@@ -64,6 +74,7 @@ impl Seen {
         Seen {
             relied: vec![Relied::default(); nodes],
             stale: BTreeMap::new(),
+            differing: BTreeMap::new(),
         }
     }
 
@@ -109,6 +120,65 @@ pub(crate) fn states_changed(w: &mut World) {
             }
         }
         w.seen.relied[node].is_primary = view.role == Role::Primary;
+        w.seen.relied[node].suspended = view.suspended;
+    }
+}
+
+/// A node whose requests are suspended acknowledges no write.
+pub(crate) fn goes_on(w: &mut World, node: usize) {
+    // The end of a suspension may still be told.
+    let is_now = || w.snapshot(node).is_some_and(|s| !s.suspended.is_empty());
+    if w.seen.relied[node].suspended && is_now() {
+        w.fail(format!(
+            "{} acknowledges a write while its requests are suspended",
+            name(node)
+        ));
+    }
+}
+
+/// The generation of a node's data: that of its disk, or that which a Primary without one shows.
+pub(crate) fn generation(w: &World, node: usize, volume: usize) -> Option<u64> {
+    let disk = &w.nodes[node].disks[volume];
+    if disk.open {
+        return disk.generation();
+    }
+    let snapshot = w.snapshot(node)?;
+    let device = snapshot
+        .devices
+        .iter()
+        .find(|d| usize::from(d.volume.0) == volume)?;
+    Some(device.current_uuid.0 & !1).filter(|uuid| *uuid > 4)
+}
+
+/// With protocol C, a write is acknowledged: the Primary's generation, or that under which it got
+/// the request, is on stable storage of every node that it counts on. Without that, a node could be
+/// promoted that has the write and not its generation.
+pub(crate) fn generation_is_there(w: &mut World, primary: usize, asked: &Asked) {
+    let v = usize::from(asked.volume);
+    let (Some(before), Some(now)) = (asked.generation, generation(w, primary, v)) else {
+        return;
+    };
+    if w.config.protocol != Protocol::C || !w.flushes_peers {
+        return;
+    }
+    let holders = w.view(primary).map_or(0, |view| view.holders[v]);
+    for node in w.storage() {
+        let counts = node != primary && holders & 1 << node != 0 && linked(w, primary, node);
+        let disk = &w.nodes[node].disks[v];
+        if counts
+            && is_whole(w, node, v)
+            && !disk.had_errors
+            && !disk.knows(before)
+            && !disk.knows(now)
+        {
+            w.fail(format!(
+                "{} acknowledges a write of volume {v}, but the metadata of {} do not know its \
+                 generation",
+                name(primary),
+                name(node)
+            ));
+            return;
+        }
     }
 }
 
@@ -159,6 +229,68 @@ pub fn followers_are_current(w: &mut World) {
         }
     }
 }
+
+/// Two connected nodes that take each other's disks and their own for UpToDate have the same data;
+/// what one has written and the other not yet is on its way.
+pub fn replicas_agree(w: &mut World) {
+    if w.violation.is_some() {
+        return;
+    }
+    let before = std::mem::take(&mut w.seen.differing);
+    let views: Vec<_> = (0..w.nodes.len()).map(|node| w.view(node)).collect();
+    for volume in 0..w.config.volumes {
+        let v = usize::from(volume);
+        for x in w.storage() {
+            for y in x + 1..w.storage().end {
+                let both = 1 << x | 1 << y;
+                let counts = |view: &View| view.holders[v] & both == both;
+                let agree = [x, y].iter().all(|n| {
+                    views[*n].as_ref().is_some_and(counts)
+                        && is_whole(w, *n, v)
+                        && w.nodes[*n].frozen_until <= w.now
+                });
+                if agree && linked(w, x, y) {
+                    look_at_pair(w, (x, y, volume), &before);
+                }
+            }
+        }
+    }
+}
+
+fn look_at_pair(w: &mut World, (x, y, volume): (usize, usize, u16), before: &Differing) {
+    let content = |w: &World, node: usize, block: u64| {
+        w.nodes[node].disks[usize::from(volume)].content[block as usize]
+    };
+    for block in w.history.touched(volume) {
+        let (a, b) = (content(w, x, block), content(w, y, block));
+        if a == b || w.spoiled.contains_key(&(volume, block)) {
+            continue;
+        }
+        if crate::cover::is_asked_for(w, usize::from(volume), block) {
+            continue;
+        }
+        let key = (x, y, volume, block);
+        let same = before.get(&key).filter(|(c, d, _)| (*c, *d) == (a, b));
+        let since = same.map_or(w.now, |(_, _, since)| *since);
+        w.seen.differing.insert(key, (a, b, since));
+        if w.now >= since + DIFFERENT_MOST {
+            let text = format!(
+                "block {block} of volume {volume} has been {a} on {} and {b} on {} for {} s, which \
+                 are connected and UpToDate, and nobody copies it; {}",
+                name(x),
+                name(y),
+                DIFFERENT_MOST / SECOND,
+                w.history.describe(volume, block)
+            );
+            w.fail(text);
+            return;
+        }
+    }
+}
+
+/// How long what one of two nodes has may be on its way to the other: a wire may stand still until
+/// a ping finds that out.
+const DIFFERENT_MOST: u64 = 40 * SECOND;
 
 /// How long a disk may be taken for current that is not.
 const STALE_MOST: u64 = 5 * SECOND;

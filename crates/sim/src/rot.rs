@@ -33,8 +33,11 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
         let touched = w.history.touched(volume as u16);
         let node = rng.below(2) as usize;
         from.push(size.saturating_sub(REACH));
-        for _ in 0..3 {
-            let block = from[volume] + rng.below(REACH.min(size));
+        for number in 0..3 {
+            let block = match number {
+                0 => size.saturating_sub(1),
+                _ => from[volume] + rng.below(REACH.min(size)),
+            };
             if touched.binary_search(&block).is_err() {
                 w.trace(node, || {
                     format!("== block {block} of volume {volume} changes on its disk")

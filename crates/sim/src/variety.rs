@@ -6,7 +6,7 @@ use crate::extras::Extra;
 use crate::faults::Fault;
 use crate::plan::{Orders, Size};
 
-/// The kinds of worlds in turn: six of seventeen are default worlds. Themes go by the last digits of
+/// The kinds of worlds in turn: eight of twenty-three are default worlds. Themes go by the last digits of
 /// the seed, so that a number without a common divisor leaves each of them its share.
 pub fn orders(seed: u64) -> Orders {
     let of = |nodes: Option<usize>, kinds: &[Fault], extras: &[Extra]| Orders {
@@ -15,7 +15,7 @@ pub fn orders(seed: u64) -> Orders {
         extras: extras.to_vec(),
         ..Orders::default()
     };
-    match seed % 17 {
+    match seed % 23 {
         1 => of(Some(3), CLIENTS, &[]),
         3 => of(Some(2), RESYNC_ERRORS, &[]),
         5 => of(None, &[], &[Extra::TwoPrimaries]),
@@ -27,6 +27,14 @@ pub fn orders(seed: u64) -> Orders {
         13 => of(Some(2), ERRORS, &[]),
         14 => of(Some(2), VERIFIES, &[Extra::Csums, Extra::Thin]),
         15 => of(Some(3), TAKEOVERS, &[]),
+        17 => of(Some(3), SHUFFLES, &[Extra::Every, Extra::Hot]),
+        18 => of(Some(2), FREEZES, &[Extra::Every, Extra::ShortLog]),
+        19 => of(
+            None,
+            CONGESTED,
+            &[Extra::Congestion, Extra::Every, Extra::Hot],
+        ),
+        20 => of(Some(3), MEETINGS, &[Extra::Every, Extra::Bursts]),
         _ => Orders::default(),
     }
 }
@@ -66,6 +74,31 @@ const RESIZES: &[Fault] = &[
     Fault::Crash,
     Fault::Partition,
     Fault::PowerCut,
+];
+
+/// Nodes meet and part again while all writes go to the same blocks, on slow wires and disks.
+const SHUFFLES: &[Fault] = &[Fault::Shuffle, Fault::Stall, Fault::SlowDisk];
+
+/// The same with bursts of requests all over the device, and nodes die and are promoted.
+const MEETINGS: &[Fault] = &[
+    Fault::Shuffle,
+    Fault::Shuffle,
+    Fault::Crash,
+    Fault::Handover,
+];
+
+/// Disks are taken away and given back while requests are suspended.
+const FREEZES: &[Fault] = &[Fault::Suspend, Fault::Detach];
+
+/// The Primary pulls ahead of a peer, also of one that is being resynced, while it waits for others
+/// or for its own disk.
+const CONGESTED: &[Fault] = &[
+    Fault::Freeze,
+    Fault::Stall,
+    Fault::SlowDisk,
+    Fault::Invalidate,
+    Fault::Reset,
+    Fault::Balance,
 ];
 
 /// The Primary is cut off and freezes without quorum, and another node takes over.
@@ -132,15 +165,15 @@ mod tests {
 
     #[test]
     fn many_worlds_are_default_ones_and_a_command_repeats_the_others() {
-        let all: Vec<Orders> = (0..17).map(orders).collect();
-        assert_eq!(all.iter().filter(|o| is_open(o)).count(), 6);
+        let all: Vec<Orders> = (0..23).map(orders).collect();
+        assert_eq!(all.iter().filter(|o| is_open(o)).count(), 8);
         let reads_back = (0..400).filter(|seed| seed % 20 == 13);
         assert!(reads_back.filter(|seed| is_open(&orders(*seed))).count() >= 5);
-        let clients = orders(18).command(18);
+        let clients = orders(24).command(24);
         assert!(
-            clients.ends_with("--seed 18 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
+            clients.ends_with("--seed 24 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
             "{clients}"
         );
-        assert!(orders(22).command(22).ends_with("--with two-primaries"));
+        assert!(orders(28).command(28).ends_with("--with two-primaries"));
     }
 }

@@ -155,6 +155,8 @@ pub struct Asked {
     pub value: u64,
     /// When.
     pub start: u64,
+    /// The generation of the node's data then.
+    pub(crate) generation: Option<u64>,
     pub(crate) payload: Option<Payload>,
 }
 

@@ -321,3 +321,19 @@ fn what_a_dead_primary_left_in_a_followers_cache_is_durable_under_the_next_one()
     );
     named_holds(Some(3), 9_100_444, (None, Vec::new()), "0-99", "0-999");
 }
+
+#[test]
+fn a_write_that_comes_while_a_peer_decides_about_its_disk_is_not_missed() {
+    // The peer attached, took its disk for whole, and got neither the write nor a mark.
+    let extras = vec![Extra::Every, Extra::ShortLog];
+    let kinds = (Some("suspend,detach"), extras);
+    named_holds(Some(2), 40, kinds, "0-24", "1,39,363");
+}
+
+#[test]
+fn the_ack_of_an_older_write_clears_no_mark_of_what_came_instead_of_a_newer_one() {
+    // The Primary had pulled ahead of both; one was resynced, and forgot that the other was not.
+    let extras = vec![Extra::Congestion, Extra::Every, Extra::Hot];
+    let kinds = (Some("freeze,stall,slowdisk,invalidate,reset"), extras);
+    named_holds(Some(3), 894, kinds, "1", "3,7");
+}

@@ -1025,7 +1025,8 @@ impl Resource {
                 }
             }
         }
-        self.overtake_peer_writes(volume, desc.sector, desc.size_bytes, Some(peer));
+        // Nor will an ack of the sender follow for what it has now: this node never gets it as a write.
+        self.overtake_peer_writes(volume, desc.sector, desc.size_bytes, None);
         self.target_marked_again(volume, peer, desc.sector, desc.size_bytes);
         if planted!(self, OutOfSyncNotMarked) {
             return;

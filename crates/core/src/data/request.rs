@@ -118,7 +118,7 @@ impl Resource {
                 .state
                 .devices
                 .get(&volume)
-                .is_some_and(|d| d.unstable())
+                .is_some_and(|d| d.unstable() || d.peer_decides())
     }
 
     /// No write is completed now.
