@@ -1101,9 +1101,7 @@ impl Resource {
             let shape = layout.bitmap_shape(size);
             let loaded = disk.io.bitmap.shape().bits();
             if shape.bits() != loaded {
-                disk.io
-                    .bitmap
-                    .resize(shape, !planted!(self, NewAreaUnmarked));
+                disk.io.bitmap.resize(shape, true);
             }
         }
         self.log(

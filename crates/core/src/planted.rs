@@ -173,8 +173,6 @@ registry! {
         "A target does not mark what its source says it changed.";
     AckClearsLaterMark "ack-clears-later-mark"
         "A received write that is acked in sync clears a mark that came after it.";
-    AckBeforeGeneration "ack-before-generation"
-        "A received write is acked before its generation is durable.";
     BarrierAckBeforeWrites "barrier-ack-before-writes"
         "A barrier is acked while writes of its epoch are under way.";
     CopyOnFailedDiskCounts "copy-on-failed-disk-counts"
@@ -237,4 +235,18 @@ registry! {
         "A thin resync takes every block for zeroes.";
     NewAreaUnmarked "new-area-unmarked"
         "The area that a resize adds is not marked, and so not copied.";
+    SizeBeforeBits "size-before-bits"
+        "A resize makes the new size durable before the marks of the new area.";
+    FailedReadCounts "failed-read-counts"
+        "A read that failed on the Primary's disk counts as done.";
+    LostReadForgotten "lost-read-forgotten"
+        "A read that waited for a lost peer is not sent another way.";
+    HalfIsQuorum "half-is-quorum"
+        "Half of the nodes are enough for quorum.";
+    VerifyStopsEarly "verify-stops-early"
+        "A verify leaves out the last block.";
+    OutdateIgnored "outdate-ignored"
+        "A node that hears of a Primary out of its reach does not outdate itself.";
+    EpochNeverCloses "epoch-never-closes"
+        "Writes that depend on completed ones stay in their epoch.";
 }

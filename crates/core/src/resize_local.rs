@@ -143,6 +143,8 @@ impl Resource {
             device.growth.shrunk_from = device.growth.shrunk_from.max(old);
         }
         let mut bits_first = false;
+        let waits = !planted!(self, SizeBeforeBits);
+        let resyncs = !planted!(self, NewAreaUnmarked);
         let attached = match device.attached_mut() {
             Some(disk) => {
                 let shape = disk.layout.as_ref().map(|l| l.bitmap_shape(sectors));
@@ -150,8 +152,8 @@ impl Resource {
                 if let Some(shape) = shape.filter(|s| s.bits() > loaded) {
                     disk.io
                         .bitmap
-                        .resize(shape, matches!(area, NewArea::Resync));
-                    bits_first = true;
+                        .resize(shape, matches!(area, NewArea::Resync) && resyncs);
+                    bits_first = waits;
                 }
                 disk.io.al.freeze(true);
                 disk.writer.changed += 1;

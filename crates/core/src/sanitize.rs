@@ -631,6 +631,9 @@ impl Resource {
             quorate_peers,
             old.devices.get(&volume).is_some_and(|d| d.quorum),
         );
+        if planted!(self, HalfIsQuorum) {
+            n.have |= (n.up_to_date + n.present) * 2 + 1 >= n.voters;
+        }
         n
     }
 }

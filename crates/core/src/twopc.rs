@@ -1024,7 +1024,7 @@ impl Resource {
     }
 
     pub(crate) fn outdate_self(&mut self) {
-        if self.state.role == Role::Primary {
+        if self.state.role == Role::Primary || planted!(self, OutdateIgnored) {
             return;
         }
         let mut change = Change::new().lower_disks(DiskState::Outdated);

@@ -114,13 +114,16 @@ fn shows(bug: Planted) -> Shows {
         | P::LogErrorIgnored
         | P::ZeroUnchecked
         | P::NewAreaUnmarked
+        | P::SizeBeforeBits
+        | P::FailedReadCounts
+        | P::HalfIsQuorum
+        | P::VerifyStopsEarly
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
         | P::NoNewUuidOnLoss
         | P::DisklessKeepsGeneration
         | P::PlannedUuidNotNoted
-        | P::AckBeforeGeneration
         | P::FrozenWritesGoOn
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
@@ -136,6 +139,9 @@ fn shows(bug: Planted) -> Shows {
         | P::PeerDiskLossForgetsSent
         | P::AheadForgetsMarks
         | P::PostponedLost
+        | P::LostReadForgotten
+        | P::EpochNeverCloses
+        | P::OutdateIgnored
         | P::DrainWaitsForNothing
         | P::FlushRequestAnsweredEarly
         | P::TwopcBothGiveWay
@@ -345,7 +351,6 @@ const RARE: &[Planted] = &[
     Planted::ResyncRequestIgnoresDagtag,
     Planted::ConflictsIgnoreAcks,
     Planted::AckClearsLaterMark,
-    Planted::AckBeforeGeneration,
     Planted::CopyOnFailedDiskCounts,
     Planted::LocalFailureNotMarked,
     Planted::ParkedNotResent,
@@ -369,6 +374,13 @@ const RARE: &[Planted] = &[
     Planted::FlushErrorIgnored,
     Planted::LogErrorIgnored,
     Planted::NewAreaUnmarked,
+    Planted::SizeBeforeBits,
+    Planted::FailedReadCounts,
+    Planted::LostReadForgotten,
+    Planted::HalfIsQuorum,
+    Planted::VerifyStopsEarly,
+    Planted::OutdateIgnored,
+    Planted::EpochNeverCloses,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -427,7 +427,7 @@ impl Resource {
             write.stage = Stage::Written;
         }
         // The ack says that the generation is here, too.
-        if self.meta_is_durable(volume) || planted!(self, AckBeforeGeneration) {
+        if self.meta_is_durable(volume) {
             self.peer_write_acked(volume, peer, number);
         } else if let Some(device) = self.devices.get_mut(&volume) {
             device.io.gated_acks.push((peer, number));

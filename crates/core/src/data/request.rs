@@ -429,7 +429,7 @@ impl Resource {
         {
             device.io.local_reads.answered(issued, depth, now);
         }
-        if result.is_ok() {
+        if result.is_ok() || planted!(self, FailedReadCounts) {
             if let Some(device) = self.devices.get_mut(&volume) {
                 device.io.read_sectors += u64::from(size) / Sector::SIZE;
             }
@@ -522,7 +522,7 @@ impl Resource {
                 .requests
                 .get(key)
                 .is_some_and(|r| r.kind == RequestKind::Read && r.pending.contains(peer));
-            if waits {
+            if waits && !planted!(self, LostReadForgotten) {
                 if let Some(req) = self.io.requests.get_mut(key) {
                     req.pending = NodeMask::EMPTY;
                 }

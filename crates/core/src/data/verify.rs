@@ -261,6 +261,11 @@ impl Resource {
                 return;
             }
             let block = self.common_block_sectors(volume, peer);
+            let left_out = if planted!(self, VerifyStopsEarly) {
+                block
+            } else {
+                0
+            };
             let Some(verify) = self.verify(volume, peer) else {
                 return;
             };
@@ -268,7 +273,7 @@ impl Resource {
             let Some(driver) = verify.driver.as_mut() else {
                 return;
             };
-            if driver.cursor >= driver.end {
+            if driver.cursor + left_out >= driver.end {
                 if idle {
                     self.verify_done(volume, peer);
                 }
