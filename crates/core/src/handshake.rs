@@ -864,18 +864,7 @@ impl Resource {
     /// A resync from another node is under way: what it has not copied yet differs from the new
     /// source as well, although this node goes by the generation of the first one already.
     fn inherit_marks(&mut self, volume: VolumeNr, peer: NodeId) {
-        let sources: Vec<NodeId> = self
-            .state
-            .devices
-            .get(&volume)
-            .map(|d| {
-                d.peers
-                    .iter()
-                    .filter(|(n, p)| **n != peer && p.repl.becomes_target())
-            })
-            .map(|peers| peers.map(|(n, _)| *n).collect())
-            .unwrap_or_default();
-        for source in sources {
+        for source in self.sources_of(volume).without(peer).iter() {
             self.copy_slot(volume, source, peer);
         }
     }

@@ -334,6 +334,21 @@ impl Resource {
         self.resync_over(volume, peer, true);
     }
 
+    /// Nodes whose data are going to overwrite this node's.
+    pub(crate) fn sources_of(&self, volume: VolumeNr) -> NodeMask {
+        let device = self.state.devices.get(&volume);
+        device.map_or(NodeMask::EMPTY, |d| {
+            let sources = d.peers.iter().filter(|(_, p)| p.repl.becomes_target());
+            sources.map(|(node, _)| *node).collect()
+        })
+    }
+
+    /// A resync with another node than this peer changes the disk.
+    pub(crate) fn is_target_of_another(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let is_source = |node| self.state.peer_device(volume, node).repl == ReplState::SyncTarget;
+        self.sources_of(volume).without(peer).iter().any(is_source)
+    }
+
     /// Applications of this Primary see the data of a connected peer, whose generation the source
     /// of a resync does not know.
     fn exposes_newer(&self, volume: VolumeNr, source: &PeerUuids) -> bool {

@@ -337,3 +337,12 @@ fn the_ack_of_an_older_write_clears_no_mark_of_what_came_instead_of_a_newer_one(
     let kinds = (Some("freeze,stall,slowdisk,invalidate,reset"), extras);
     named_holds(Some(3), 894, kinds, "1", "3,7");
 }
+
+/// A node resynced from one source and was in line for another one, which had itself got newer blocks
+/// from the Primary. The first source had not heard of that, called all three equal, and marks went.
+#[test]
+fn an_old_word_about_a_waiting_source_clears_no_marks_towards_it() {
+    const REQUESTS: &str = "2-3,11,21-24,28";
+    named_holds(Some(4), 9_200_033, (None, Vec::new()), "0-4", REQUESTS);
+    named_holds(Some(4), 9_200_033, (None, Vec::new()), "0-99", "0-999");
+}

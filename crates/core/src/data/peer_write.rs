@@ -1046,8 +1046,10 @@ impl Resource {
             return;
         }
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
-        if lockstep && !self.vouches_for(volume, peer) {
-            // This node is being changed by another one: the sender does not know its blocks.
+        let sources = self.sources_of(volume);
+        let changed_by_another = self.is_target_of_another(volume, peer);
+        if lockstep && (changed_by_another || !self.vouches_for(volume, peer)) {
+            // The sender does not know this node's blocks.
             return;
         }
         let own = self.node_id;
@@ -1070,8 +1072,13 @@ impl Resource {
             return;
         }
         let mut cleared = 0;
-        // What a verify found is settled by a resync only.
+        // What a verify found is settled by a resync only. And a node that this one is to be copied from
+        // may itself have got newer blocks, which the sender has not heard of yet.
         let mask = sync.mask.without(own).difference(verified);
+        let mask = match lockstep {
+            true => mask.difference(sources),
+            false => mask,
+        };
         let mut known_by = Vec::new();
         for node in mask.iter() {
             if let Some(slot) = io.slot(node) {
