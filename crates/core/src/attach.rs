@@ -387,6 +387,11 @@ impl Resource {
             }
         }
         disk.generations = generations;
+        if !disk.restore_quorum {
+            // Until the nodes are counted anew: superblocks of an attach that is cut short name no
+            // other member, and would make a last man standing of this node.
+            disk.generations.flags.remove(DeviceFlags::HAVE_QUORUM);
+        }
         disk.format = format;
         disk.superblock = Some(superblock);
         let al_byte = layout.al_byte();

@@ -346,3 +346,13 @@ fn an_old_word_about_a_waiting_source_clears_no_marks_towards_it() {
     named_holds(Some(4), 9_200_033, (None, Vec::new()), "0-4", REQUESTS);
     named_holds(Some(4), 9_200_033, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A node without a majority died in the middle of its attach, and took itself for the last man standing
+/// when it came back: it became Primary alone among three.
+#[test]
+fn an_attach_that_is_cut_short_gives_no_quorum() {
+    const KINDS: &str = "takeover,detach,detach,partition,crash,reset";
+    let kinds = || (Some(KINDS), Vec::new());
+    named_holds(Some(3), 20_057, kinds(), "2-4,6,8,12-13,15", "28");
+    named_holds(Some(3), 20_057, kinds(), "0-99", "0-999");
+}
