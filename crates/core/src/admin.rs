@@ -869,20 +869,18 @@ impl Resource {
         let Some(device) = self.devices.get(&volume) else {
             return Err(no_volume(volume));
         };
-        let Some(disk) = device.attached() else {
+        // One that is on its way may be older than what applications have seen, and one that leaves
+        // may have been Inconsistent before.
+        let own = self.state.disk(volume);
+        let here = own >= DiskState::Inconsistent;
+        let Some(disk) = device.attached().filter(|_| here) else {
             return fail(
                 ErrorCode::ERR_NO_DISK,
-                format!("volume {volume} has no disk"),
+                format!("volume {volume} is {own:?}: it has no disk in use"),
             );
         };
         let fresh = disk.generations.current == created;
-        // One that leaves may have been Inconsistent before.
-        let own = self.state.disk(volume);
-        let is_whole = !matches!(
-            own,
-            DiskState::Inconsistent | DiskState::Detaching | DiskState::Failed
-        );
-        if !clear_bitmap && !fresh && !is_whole {
+        if !clear_bitmap && !fresh && own == DiskState::Inconsistent {
             return fail(
                 ErrorCode::NO_UP_TO_DATE_DISK,
                 format!("volume {volume} is {own:?}: its data are no generation"),

@@ -356,3 +356,11 @@ fn an_attach_that_is_cut_short_gives_no_quorum() {
     named_holds(Some(3), 20_057, kinds(), "2-4,6,8,12-13,15", "28");
     named_holds(Some(3), 20_057, kinds(), "0-99", "0-999");
 }
+
+/// `new-current-uuid` was obeyed while the disk of a Primary was on its way in: the old data counted as
+/// newer than what applications had seen on the peers, and were served.
+#[test]
+fn a_disk_that_is_being_attached_gets_no_new_generation() {
+    named_holds(Some(4), 8_300_171, (None, Vec::new()), "0,2,9", "0");
+    named_holds(Some(4), 8_300_171, (None, Vec::new()), "0-99", "0-999");
+}
