@@ -364,3 +364,11 @@ fn a_disk_that_is_being_attached_gets_no_new_generation() {
     named_holds(Some(4), 8_300_171, (None, Vec::new()), "0,2,9", "0");
     named_holds(Some(4), 8_300_171, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary whose disk was being resynced read a peer's. Its own became UpToDate while a write that the
+/// peer had already was on its way to it, and a later read returned what was there before.
+#[test]
+fn a_disk_that_becomes_up_to_date_shows_nothing_older_than_the_peer_did() {
+    let kinds = || (Some("takeover,crash,partition,reset"), Vec::new());
+    named_holds(Some(3), 61, kinds(), "0-99", "0-999");
+}

@@ -172,6 +172,8 @@ pub struct DeviceIo {
     pub(crate) disk_serial: u64,
     /// Peer that served the last remote read.
     pub(crate) last_read_peer: Option<NodeId>,
+    /// A read may have shown what a peer has of writes that are still on their way to this disk.
+    pub(crate) read_at_peer: bool,
     /// `round-robin`: the next read that may go either way goes to a peer.
     pub(crate) read_turn: bool,
     /// Reads of front ends on the local disk and at the peers.

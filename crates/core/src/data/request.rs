@@ -263,7 +263,7 @@ impl Resource {
         if local {
             // Just promoted: what the last Primary wrote may still be on its way to the disk here,
             // and with protocol A and B it is acknowledged.
-            if balances || self.peer_writes_in_flight(volume) {
+            if balances || self.peer_writes_in_flight(volume) || self.was_read_at_peer(volume) {
                 self.queue_local_read(key);
             } else {
                 self.local_read(key);
@@ -272,10 +272,10 @@ impl Resource {
         }
         if let Some(peer) = peer {
             let now = self.now;
-            let depth = self
-                .devices
-                .get_mut(&volume)
-                .map_or(0, |d| d.io.read_paths.entry(peer).or_default().issue());
+            let depth = self.devices.get_mut(&volume).map_or(0, |d| {
+                d.io.read_at_peer = true;
+                d.io.read_paths.entry(peer).or_default().issue()
+            });
             if let Some(req) = self.io.requests.get_mut(key) {
                 req.sent.insert(peer);
                 req.pending = NodeMask::of(peer);
@@ -312,6 +312,30 @@ impl Resource {
         } else {
             self.complete(req.id, Err(RequestError::Io));
         }
+    }
+
+    /// The disk became UpToDate a moment ago: writes that are on their way to it may have been read
+    /// already, where a peer has them.
+    fn was_read_at_peer(&mut self, volume: VolumeNr) -> bool {
+        let device = self.devices.get(&volume);
+        if !device.is_some_and(|d| d.io.read_at_peer) {
+            return false;
+        }
+        let mut requests = self.io.requests.keys().into_iter();
+        let open = requests.any(|key| {
+            let req = self.io.requests.get(key);
+            req.is_some_and(|req| {
+                let is_open = match req.kind {
+                    RequestKind::Read => !req.pending.is_empty(),
+                    _ => req.local == Local::Pending,
+                };
+                req.volume == volume && is_open
+            })
+        });
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.read_at_peer = open;
+        }
+        open
     }
 
     /// A read that stays here waits for writes in flight that a peer may have shown to an earlier
