@@ -51,6 +51,7 @@ impl World {
             start,
             generation: promises::generation(self, node, usize::from(volume)),
             payload,
+            is_given_up: false,
         };
         if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
             let weak = kind == RequestKind::Discard;
@@ -85,6 +86,42 @@ impl World {
             }),
         );
         request_id
+    }
+
+    pub(crate) fn abandon(&mut self, asked: &Asked, now: u64) {
+        // What was read of it since then stays.
+        if !asked.is_given_up {
+            self.writes_die(asked, now);
+        }
+    }
+
+    fn writes_die(&mut self, asked: &Asked, now: u64) {
+        if matches!(asked.kind, RequestKind::Read | RequestKind::Flush) {
+            return;
+        }
+        for i in 0..asked.count {
+            self.history.write_dies(
+                asked.volume,
+                asked.block + i,
+                asked.value_of(i),
+                asked.start,
+                now,
+            );
+        }
+    }
+
+    /// Another node takes over from this one, whose applications count as dead. What it has not
+    /// acknowledged may never happen, whatever it read of it itself; that it acknowledges nothing of it
+    /// any more is checked as before.
+    pub(crate) fn give_up_writes(&mut self, node: usize) {
+        let mut asked: Vec<Asked> = self.nodes[node].requests.values().cloned().collect();
+        asked.retain(|asked| !asked.is_given_up);
+        for asked in self.nodes[node].requests.values_mut() {
+            asked.is_given_up = true;
+        }
+        for asked in asked {
+            self.writes_die(&asked, self.now);
+        }
     }
 
     /// Reads at once what was just acknowledged, where front ends do that.

@@ -480,6 +480,9 @@ impl Operator {
             if answer.is_ok() {
                 sometimes!(w.marks, self.ready, "heir-promoted");
                 self.primary = Some(node);
+                if let Some(frozen) = self.frozen.filter(|frozen| *frozen != node) {
+                    w.give_up_writes(frozen);
+                }
                 if self.pending_loss.is_some_and(|n| n != node) {
                     self.pending_loss = None;
                 }

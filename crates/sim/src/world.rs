@@ -158,6 +158,8 @@ pub struct Asked {
     /// The generation of the node's data then.
     pub(crate) generation: Option<u64>,
     pub(crate) payload: Option<Payload>,
+    /// Its applications count as dead since another node took over.
+    pub(crate) is_given_up: bool,
 }
 
 /// A command under way.
@@ -685,21 +687,6 @@ impl World {
         let cut = lose == Lose::Unflushed;
         sometimes!(self.marks, cut && toll.lost, "power-cut-loses-writes");
         sometimes!(self.marks, cut && toll.lucky, "power-cut-loses-nothing");
-    }
-
-    pub(crate) fn abandon(&mut self, asked: &Asked, now: u64) {
-        if matches!(asked.kind, RequestKind::Read | RequestKind::Flush) {
-            return;
-        }
-        for i in 0..asked.count {
-            self.history.write_dies(
-                asked.volume,
-                asked.block + i,
-                asked.value_of(i),
-                asked.start,
-                now,
-            );
-        }
     }
 
     /// The process stands still for a while, as under a debugger or on a paused guest. What comes

@@ -372,3 +372,13 @@ fn a_disk_that_becomes_up_to_date_shows_nothing_older_than_the_peer_did() {
     let kinds = || (Some("takeover,crash,partition,reset"), Vec::new());
     named_holds(Some(3), 61, kinds(), "0-99", "0-999");
 }
+
+/// What a frozen Primary alone had read of a write that it never acknowledged may be missing at the node
+/// that takes over, as after a crash.
+#[test]
+fn a_takeover_loses_what_was_never_acknowledged() {
+    let kinds = || (Some("takeover,crash,partition,reset"), Vec::new());
+    for seed in [900_918, 900_930] {
+        named_holds(Some(3), seed, kinds(), "0-99", "0-999");
+    }
+}
