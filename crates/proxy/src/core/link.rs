@@ -44,6 +44,8 @@ pub(crate) struct Carrier {
     pub(crate) queued_bytes: usize,
     pub(crate) sent_bytes: u64,
     pub(crate) received_bytes: u64,
+    /// Of these, what the peer was told.
+    pub(crate) told_bytes: u64,
     pub(crate) last_received: Instant,
     /// What the peer says it received, and when that last grew.
     pub(crate) peer_received: u64,

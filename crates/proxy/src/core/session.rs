@@ -70,6 +70,7 @@ impl Carrier {
             queued_bytes: 0,
             sent_bytes: 0,
             received_bytes: 0,
+            told_bytes: 0,
             last_received: now,
             peer_received: 0,
             peer_progress: now,
@@ -934,6 +935,11 @@ impl Engine {
             free_millicores: self.free_millicores,
             carriers,
         };
+        for carrier in &link.bulk {
+            if let Some(entry) = self.carriers.get_mut(carrier) {
+                entry.told_bytes = entry.received_bytes;
+            }
+        }
         if !stats.carriers.is_empty() {
             self.send(control, Frame::message(Kind::Stats, stats.encode()));
         }
@@ -1007,7 +1013,12 @@ impl Engine {
             }
             Phase::Down => {}
         }
-        if link.control.is_some() && !link.streams.is_empty() {
+        // Also without a stream the peer must hear of what came, or it takes the carrier for dead.
+        let untold = link.bulk.iter().any(|carrier| {
+            let entry = self.carriers.get(carrier);
+            entry.is_some_and(|entry| entry.received_bytes > entry.told_bytes)
+        });
+        if link.control.is_some() && (!link.streams.is_empty() || is_live(link) && untold) {
             by(link.measured.after(MEASURE_EVERY));
         }
         for carrier in &link.bulk {

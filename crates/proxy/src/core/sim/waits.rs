@@ -23,6 +23,19 @@ fn sum(waits: &Waits) -> u64 {
 }
 
 #[test]
+fn a_session_that_no_drbd_uses_keeps_its_carriers() {
+    for seed in 0..4 {
+        let mut world = up(seed, &DaemonOptions::default());
+        world.run(120_000, |_| false);
+        for engine in &world.engines {
+            let link = engine.links.values().next().unwrap();
+            assert_eq!(link.counters.carriers_lost, 0, "seed {seed}");
+            assert_eq!(link.bulk.len(), 1);
+        }
+    }
+}
+
+#[test]
 fn nothing_is_blocked_while_nothing_is_to_be_sent() {
     let mut world = up(1, &DaemonOptions::default());
     world.run(5_000, |_| false);
