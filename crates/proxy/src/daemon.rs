@@ -419,8 +419,10 @@ fn open_metrics(addr: SocketAddr) -> Result<TcpListener, String> {
     loop {
         match TcpListener::bind(addr) {
             Ok(listener) => return Ok(listener),
-            Err(error) if Clock::now() > end => return Err(format!("metrics {addr}: {error}")),
-            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && Clock::now() < end => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            Err(error) => return Err(format!("metrics {addr}: {error}")),
         }
     }
 }

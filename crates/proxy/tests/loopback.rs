@@ -681,6 +681,18 @@ fn addresses_that_lead_back_are_seen_and_named() {
     let circle = format!("add connection r2 {} {} {} {inside_a}", at(1), at(2), at(3));
     let error = err(&pair.a, &circle);
     assert!(error.contains("circle"), "{error}");
+    // Nor may the peer's outside address be one of this proxy's own.
+    ok(&pair.a, "del connection r1");
+    ok(&pair.a, &add);
+    let other = at(7717);
+    let circle = format!("add connection r2 {} {outside} {other} {}", at(4), at(5));
+    let error = err(&pair.a, &circle);
+    let named = error.contains("own outside address of connection r1");
+    assert!(named && error.contains("circle"), "{error}");
+    // Two connections cannot listen on one address; the error names the other.
+    let taken = format!("add connection r3 {inside_a} {} {other} {}", at(6), at(7));
+    let error = err(&pair.a, &taken);
+    assert!(error.contains("already used by connection"), "{error}");
     near.write_all(b"still here").unwrap();
     receive(&mut far, b"still here");
 }

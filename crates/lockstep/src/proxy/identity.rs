@@ -86,6 +86,21 @@ impl IdentityOptions {
         }
     }
 
+    /// Files with a secret or a private key that every user may read.
+    pub(super) fn exposed(&self) -> Vec<String> {
+        let secrets = self.secrets.iter().map(|text| {
+            let name = text.split_once('=').map_or(text.as_str(), |(name, _)| name);
+            Path::new(name)
+        });
+        let keys = [&self.key, &self.cert_key];
+        let keys = keys.into_iter().filter_map(|key| key.as_deref());
+        secrets
+            .chain(keys)
+            .filter(|path| is_exposed(path))
+            .map(|path| path.display().to_string())
+            .collect()
+    }
+
     /// The peers of the command line, and those of the file.
     fn with_file(&self, given: &[String]) -> Result<Vec<String>, String> {
         let mut peers = given.to_vec();
@@ -102,6 +117,12 @@ impl IdentityOptions {
         }
         Ok(peers)
     }
+}
+
+fn is_exposed(path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    // Whether it can be read at all is said when it is read. A device is nobody's secret.
+    std::fs::metadata(path).is_ok_and(|file| file.is_file() && file.mode() & 0o004 != 0)
 }
 
 fn text_of(option: &str, path: &Path) -> Result<String, String> {
@@ -146,6 +167,16 @@ mod tests {
         assert_eq!(peers(), ["00=r0", "01=r1-*", "02=r2"]);
         std::fs::write(at("peers"), "# none\n").unwrap();
         assert!(options.read().unwrap_err().contains("names no peer"));
+        // A secret is for root and the proxy only.
+        use std::os::unix::fs::PermissionsExt;
+        let mut options = IdentityOptions::default();
+        options.take("secret-file", &format!("{}=r0", at("key")));
+        options.take("secret-file", "/dev/null=r1");
+        for (mode, exposed) in [(0o640, vec![]), (0o644, vec![at("key")])] {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(at("key"), mode).unwrap();
+            assert_eq!(options.exposed(), exposed);
+        }
         let mut options = IdentityOptions::default();
         options.take("insecure", "");
         options.take("peer-file", "x");

@@ -58,6 +58,8 @@ Other:
 /// What the command line says.
 struct Asked {
     options: Options,
+    /// Files with secrets that others can read.
+    exposed: Vec<String>,
     config: Option<PathBuf>,
     log: String,
     user: Option<String>,
@@ -123,6 +125,12 @@ fn serve(mut asked: Asked) -> Result<(), String> {
         .map(read_config)
         .transpose()?
         .unwrap_or_default();
+    for file in &asked.exposed {
+        tracing::warn!(
+            file,
+            "every user of this machine may read a secret; chmod o-r it"
+        );
+    }
     if matches!(asked.options.security, Security::Insecure) {
         tracing::warn!("carriers are neither encrypted nor authenticated");
     }
@@ -140,7 +148,10 @@ fn serve(mut asked: Asked) -> Result<(), String> {
         match daemon.commands(&[&command]).pop() {
             Some(Ok(note)) if note.is_empty() => {}
             Some(Ok(note)) => tracing::info!("{}", note.trim_end()),
-            Some(Err(error)) => return Err(format!("line {number}, '{command}': {error}")),
+            Some(Err(error)) => {
+                let file = asked.config.as_deref().unwrap_or(Path::new("")).display();
+                return Err(format!("{file}, line {number}, '{command}': {error}"));
+            }
             None => return Err("the proxy has stopped".into()),
         }
     }
@@ -272,10 +283,15 @@ fn parse(args: &[String]) -> Result<Asked, String> {
             _ => return Err(format!("unknown option --{name}")),
         }
     }
+    if found.spill_directory.is_some() != (found.spill_limit_bytes > 0) {
+        return Err("--spill-dir and --spill-limit belong together".into());
+    }
     found.security = identity.read()?;
+    let exposed = identity.exposed();
     found.identity = Some(IdentitySource::new(move || identity.read()));
     Ok(Asked {
         options: found,
+        exposed,
         config,
         log,
         user,
@@ -303,6 +319,12 @@ mod tests {
         assert!(problem("--secret-file /nonexistent/file=r0").contains("/nonexistent/file: "));
         assert!(problem("--secret-file /dev/null=r0 --secret-file /dev/null=r1").is_empty());
         assert!(problem("--insecure").is_empty());
+        for alone in ["--spill-dir /tmp", "--spill-limit 1G", "--spill-limit 0"] {
+            let text = problem(&format!("--insecure {alone}"));
+            let fine = alone.ends_with('0') && text.is_empty();
+            assert!(fine || text.contains("belong together"), "{alone}: {text}");
+        }
+        assert!(problem("--insecure --spill-dir /tmp --spill-limit 1G").is_empty());
         assert!(problem("--insecure --session-rate 2M").contains("IP=VALUE"));
         assert!(problem("--insecure --session-burst bob=2M").contains("outside IP"));
         assert!(problem("--insecure --session-rate fd00::2=mon=2M,*=0").is_empty());

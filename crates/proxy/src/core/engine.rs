@@ -164,9 +164,20 @@ impl Engine {
         now: Instant,
         config: LinkConfig,
     ) -> Result<LinkId, ConfigError> {
+        self.check_new(&config)?;
+        let id = LinkId(self.fresh() as u32);
+        let mut link = Link::new(now, config);
+        link.bucket = Bucket::limited(now, &link.config.options.limit, self.wall_minute);
+        self.links.insert(id, link);
+        self.settle(now, id);
+        Ok(id)
+    }
+
+    /// Whether a connection can be added to those that there are.
+    pub(crate) fn check_new(&self, config: &LinkConfig) -> Result<(), ConfigError> {
         config.check()?;
         if self.find(&config.name).is_some() {
-            return Err(ConfigError::Exists(config.name));
+            return Err(ConfigError::Exists(config.name.clone()));
         }
         for other in self.links.values().map(|link| &link.config) {
             let taken = |what, addr| ConfigError::Taken {
@@ -207,6 +218,18 @@ impl Engine {
                     "local DRBD",
                     other.local_drbd,
                 ),
+                (
+                    "peer's outside address",
+                    config.peer_outside,
+                    "own outside",
+                    other.my_outside,
+                ),
+                (
+                    "own outside address",
+                    config.my_outside,
+                    "peer's outside",
+                    other.peer_outside,
+                ),
             ] {
                 if addr == listener {
                     return Err(ConfigError::Circle {
@@ -234,12 +257,7 @@ impl Engine {
                 expected: format!("at least {needed} for {count} connections"),
             });
         }
-        let id = LinkId(self.fresh() as u32);
-        let mut link = Link::new(now, config);
-        link.bucket = Bucket::limited(now, &link.config.options.limit, self.wall_minute);
-        self.links.insert(id, link);
-        self.settle(now, id);
-        Ok(id)
+        Ok(())
     }
 
     /// Removes a connection; its DRBD sockets are reset.

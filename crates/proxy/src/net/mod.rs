@@ -208,11 +208,10 @@ impl Reactor {
 
     /// Opens the listeners of a connection and adds it; on an error nothing changes.
     pub(crate) fn add_link(&mut self, config: LinkConfig) -> Result<(), String> {
-        config.check().map_err(|error| error.to_string())?;
-        if self.engine.find(&config.name).is_some() {
-            let error = crate::core::config::ConfigError::Exists(config.name);
-            return Err(error.to_string());
-        }
+        // First, for it knows more than that an address is in use.
+        self.engine
+            .check_new(&config)
+            .map_err(|error| error.to_string())?;
         let inside = listen(config.inside).map_err(|error| {
             format!("cannot listen on inside address {}: {error}", config.inside)
         })?;
