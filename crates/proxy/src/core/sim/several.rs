@@ -230,6 +230,66 @@ fn after_a_cut_all_connections_are_back_at_once() {
 }
 
 #[test]
+fn connections_dialled_from_either_end_share_a_session_whose_dialler_says_how_many_carriers() {
+    let mut dialled = [0, 0];
+    for seed in 0..24 {
+        let mut rng = Rng::new(seed);
+        let mut world = World::new(seed, &DaemonOptions::default());
+        for node in 0..2 {
+            for number in 0..COUNT {
+                let mut config = numbered(node, number as u16);
+                // Each is dialled by one end only; which one comes first differs by seed.
+                let own = (node + number + seed as usize).is_multiple_of(2);
+                config.options.dial = if own { Dial::Always } else { Dial::Never };
+                let carriers = if node == 0 { "1" } else { "3" };
+                config.options.set("carriers", carriers).unwrap();
+                if number == 0 {
+                    let name = config.name.clone();
+                    world.engines[node].remove_link(Instant(0), &name).unwrap();
+                    world.numbers[node].clear();
+                }
+                let link = world.engines[node].add_link(Instant(0), config).unwrap();
+                world.numbers[node].push(link);
+                world.links[node] = world.numbers[node][0];
+            }
+        }
+        for what in [
+            None,
+            Some(Trouble::Cut(0)),
+            Some(Trouble::CutOne),
+            Some(Trouble::HandOver(0)),
+            Some(Trouble::HandOver(1)),
+        ] {
+            if let Some(what) = what {
+                world.plan.push_back((world.steps, what));
+                world.step();
+                world.run(350, |_| false);
+            }
+            let settled = |w: &World| {
+                let sessions = [0, 1].map(|node| w.engines[node].trunk_snapshots());
+                let dialler = sessions
+                    .iter()
+                    .position(|s| s.iter().all(|s| s.role == "dialer"));
+                let want = 1 + [1, 3][dialler.unwrap_or(0)];
+                let counts = sessions.iter().flatten().map(|s| s.tcp_connections);
+                w.live() && one_session(w) && counts.into_iter().all(|count| count == want)
+            };
+            let up = world.run(20_000, settled);
+            world.check(
+                up,
+                "not one session with the carriers of the end that dialled it",
+            );
+        }
+        let dialler = world.engines[0].trunk_snapshots()[0].role == "dialer";
+        dialled[usize::from(!dialler)] += 1;
+        world.run(2000, |_| false);
+        let done = attempt(&mut world, &mut rng, Own::Nothing);
+        world.check(done, "the connections do not work");
+    }
+    assert!(dialled.iter().all(|count| *count > 0), "{dialled:?}");
+}
+
+#[test]
 fn several_connections_share_a_session_through_troubles_and_hurt_each_other_never() {
     each(seeds(2000, 2060), |seed| {
         world(seed, None);
@@ -239,12 +299,15 @@ fn several_connections_share_a_session_through_troubles_and_hurt_each_other_neve
 
 #[test]
 fn soak_a_proxy_that_dies_takes_all_connections_of_its_session_and_all_come_back() {
-    each(seeds(3000, 3002), |seed| {
+    // Two halves of each world's events, so that one seed keeps two cores busy.
+    let halves = seeds(3000, 3003);
+    each(halves.start * 2..halves.end * 2, |half| {
+        let (seed, odd) = (half / 2, half % 2);
         let steps = world(seed, None);
         let mut worlds = 1;
         for node in 0..2 {
-            for at in (1..=steps).step_by(5) {
-                world(seed, Some((at + seed % 5, node)));
+            for at in (1 + odd..=steps).step_by(2) {
+                world(seed, Some((at, node)));
                 worlds += 1;
             }
         }
