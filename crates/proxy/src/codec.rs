@@ -11,6 +11,7 @@ use crate::core::plugin::{
     CODEC_HISTORY, CODEC_LZ4, CODEC_LZMA, CODEC_NONE, CODEC_ZERO, CODEC_ZLIB, CODEC_ZSTD,
     CodecSpec, Lzma, MatchFinder,
 };
+use crate::room;
 
 /// A chunk ready for the wire.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,14 +67,11 @@ pub(crate) fn encode(spec: &CodecSpec, raw: &Bytes, prefix: &Prefix) -> Encoded 
         return plain(raw);
     }
     match compress(spec, raw, prefix) {
-        Some(mut payload) if payload.len() < raw.len() => {
-            payload.shrink_to_fit();
-            Encoded {
-                codec: spec.code(),
-                crc,
-                payload: Arc::new(payload),
-            }
-        }
+        Some(payload) if payload.len() < raw.len() => Encoded {
+            codec: spec.code(),
+            crc,
+            payload: Arc::new(room::fitted(payload).into()),
+        },
         _ => plain(raw),
     }
 }
@@ -95,18 +93,18 @@ pub(crate) fn decode(
     let damaged = |error: &dyn std::fmt::Display| DecodeError::Payload(error.to_string());
     let raw: Bytes = match codec {
         CODEC_NONE => Arc::clone(payload),
-        CODEC_ZERO if payload.is_empty() => Arc::new(vec![0; raw_len]),
+        CODEC_ZERO if payload.is_empty() => Arc::new(vec![0; raw_len].into()),
         CODEC_ZERO => return Err(DecodeError::Payload("bytes after a zero chunk".into())),
         CODEC_LZ4 => {
-            let mut out = vec![0; raw_len];
+            let mut out = room::filled(raw_len);
             let len = lz4_flex::block::decompress_into(payload, &mut out)
                 .map_err(|error| damaged(&error))?;
             out.truncate(len);
-            Arc::new(out)
+            Arc::new(out.into())
         }
         CODEC_ZSTD => {
             // Not more than there is room for is written; the length is checked below.
-            let mut out = Vec::with_capacity(raw_len);
+            let mut out = room::empty(raw_len);
             let done: std::io::Result<usize> = UNZSTD.with_borrow_mut(|slot| {
                 let context = match slot {
                     Some(context) => context,
@@ -115,11 +113,15 @@ pub(crate) fn decode(
                 context.decompress_to_buffer(payload, &mut out)
             });
             done.map_err(|error| damaged(&error))?;
-            Arc::new(out)
+            Arc::new(out.into())
         }
         CODEC_ZLIB => {
             let decoder = flate2::read::ZlibDecoder::new(payload.as_slice());
-            Arc::new(read_bounded(decoder, raw_len).map_err(|error| damaged(&error))?)
+            Arc::new(
+                read_bounded(decoder, raw_len)
+                    .map_err(|error| damaged(&error))?
+                    .into(),
+            )
         }
         CODEC_LZMA => {
             let mut options =
@@ -130,7 +132,11 @@ pub(crate) fn decode(
             let stream = liblzma::stream::Stream::new_raw_decoder(&filters)
                 .map_err(|error| damaged(&error))?;
             let decoder = liblzma::read::XzDecoder::new_stream(payload.as_slice(), stream);
-            Arc::new(read_bounded(decoder, raw_len).map_err(|error| damaged(&error))?)
+            Arc::new(
+                read_bounded(decoder, raw_len)
+                    .map_err(|error| damaged(&error))?
+                    .into(),
+            )
         }
         CODEC_HISTORY => {
             let before = joined(prefix);
@@ -141,7 +147,7 @@ pub(crate) fn decode(
             let len = with_history(&before, &payload[PREFIX_LEN..], &mut out)
                 .map_err(|name| DecodeError::Payload(name.into()))?;
             out.truncate(len);
-            Arc::new(out)
+            Arc::new(out.into())
         }
         other => return Err(DecodeError::Codec(other)),
     };
@@ -215,13 +221,19 @@ fn compress(spec: &CodecSpec, raw: &[u8], prefix: &Prefix) -> Option<Vec<u8>> {
             let most = lz4_flex::block::get_maximum_output_size(raw.len());
             room.resize(most.max(room.len()), 0);
             let len = lz4_flex::block::compress_into(raw, room).ok()?;
-            (len < raw.len()).then(|| room[..len].to_vec())
+            (len < raw.len()).then(|| room::copied(&room[..len]))
         }),
         CodecSpec::Zstd { level } => ZSTD.with_borrow_mut(|slot| {
             if slot.as_ref().is_none_or(|(held, _)| held != level) {
                 *slot = Some((*level, zstd::bulk::Compressor::new(*level).ok()?));
             }
-            slot.as_mut()?.1.compress(raw).ok()
+            let context = &mut slot.as_mut()?.1;
+            ROOM.with_borrow_mut(|room| {
+                let most = zstd::zstd_safe::compress_bound(raw.len());
+                room.resize(most.max(room.len()), 0);
+                let len = context.compress_to_buffer(raw, &mut room[..]).ok()?;
+                (len < raw.len()).then(|| room::copied(&room[..len]))
+            })
         }),
         CodecSpec::Zlib { level } => {
             let sink = Vec::with_capacity(raw.len() / 2);
@@ -330,7 +342,7 @@ mod tests {
             out.extend_from_slice(words[rng.below(5) as usize].as_bytes());
         }
         out.truncate(len);
-        Arc::new(out)
+        Arc::new(out.into())
     }
 
     #[test]
@@ -354,10 +366,15 @@ mod tests {
     #[test]
     fn noise_is_sent_as_it_is_and_zeros_as_nothing() {
         let mut rng = Rng::new(3);
-        let noise: Bytes = Arc::new((0..65536).map(|_| rng.next() as u8).collect());
+        let noise: Bytes = Arc::new(
+            (0..65536)
+                .map(|_| rng.next() as u8)
+                .collect::<Vec<u8>>()
+                .into(),
+        );
         assert!(!looks_compressible(&noise));
         assert!(looks_compressible(&texty(65536, 1)));
-        let zeros: Bytes = Arc::new(vec![0; 65536]);
+        let zeros: Bytes = Arc::new(vec![0; 65536].into());
         for spec in specs() {
             assert_eq!(
                 encode(&spec, &noise, &Prefix::new()).codec,
@@ -375,8 +392,11 @@ mod tests {
 
     #[test]
     fn a_bomb_is_refused_at_its_declared_length() {
-        let raw: Bytes =
-            Arc::new([texty(4096, 1).as_slice(), &vec![7; 1 << 20]].concat()[..CHUNK_MAX].to_vec());
+        let raw: Bytes = Arc::new(
+            [texty(4096, 1).as_slice(), &vec![7; 1 << 20]].concat()[..CHUNK_MAX]
+                .to_vec()
+                .into(),
+        );
         for spec in specs().into_iter().filter(|spec| *spec != CodecSpec::None) {
             let coded = encode(&spec, &raw, &Prefix::new());
             let result = decode(coded.codec, 4096, coded.crc, &coded.payload, &Prefix::new());
@@ -415,7 +435,7 @@ mod tests {
                     coded.codec,
                     20_000,
                     coded.crc,
-                    &Arc::new(payload),
+                    &Arc::new(payload.into()),
                     &Prefix::new(),
                 ) {
                     assert_eq!(back, raw, "{spec}");
@@ -429,7 +449,12 @@ mod tests {
         let mut rng = Rng::new(17);
         for round in 0..1200u64 {
             let len = rng.below(400) as usize;
-            let payload: Bytes = Arc::new((0..len).map(|_| rng.next() as u8).collect());
+            let payload: Bytes = Arc::new(
+                (0..len)
+                    .map(|_| rng.next() as u8)
+                    .collect::<Vec<u8>>()
+                    .into(),
+            );
             let raw_len = rng.below(70_000) as usize;
             let result = decode(
                 (round % 8) as u8,
@@ -445,8 +470,18 @@ mod tests {
     #[test]
     fn a_repeated_block_costs_next_to_nothing_with_history_and_needs_the_same_history() {
         let mut rng = Rng::new(23);
-        let noise: Bytes = Arc::new((0..300_000).map(|_| rng.next() as u8).collect());
-        let other: Bytes = Arc::new((0..200_000).map(|_| rng.next() as u8).collect());
+        let noise: Bytes = Arc::new(
+            (0..300_000)
+                .map(|_| rng.next() as u8)
+                .collect::<Vec<u8>>()
+                .into(),
+        );
+        let other: Bytes = Arc::new(
+            (0..200_000)
+                .map(|_| rng.next() as u8)
+                .collect::<Vec<u8>>()
+                .into(),
+        );
         let prefix = vec![Arc::clone(&noise), Arc::clone(&other)];
         let spec = CodecSpec::History {
             level: 3,
@@ -460,7 +495,7 @@ mod tests {
             |prefix: &Prefix| decode(CODEC_HISTORY, 300_000, coded.crc, &coded.payload, prefix);
         assert_eq!(back(&prefix), Ok(Arc::clone(&noise)));
         assert_eq!(
-            back(&vec![Arc::new([&noise[..], &other[..]].concat())]),
+            back(&vec![Arc::new([&noise[..], &other[..]].concat().into())]),
             Ok(Arc::clone(&noise))
         );
         assert!(back(&vec![other, noise]).is_err(), "other bytes before it");

@@ -107,8 +107,8 @@ pub fn decoders(data: &[u8]) {
         return;
     };
     let raw_len = usize::from(u16::from_le_bytes([head[1], head[2]])) << (head[3] % 6);
-    let payload = Arc::new(rest.to_vec());
-    let before = vec![Arc::new(vec![7; 5000])];
+    let payload = Arc::new(rest.to_vec().into());
+    let before = vec![Arc::new(vec![7; 5000].into())];
     for codec in 0..=CODEC_COUNT as u8 {
         for prefix in [&Vec::new(), &before] {
             // A wrong checksum must not hide what the decoder does.
@@ -165,7 +165,7 @@ pub fn peer(data: &[u8]) {
                     raw_crc: crc32c::crc32c(body),
                     ..Header::session(kind)
                 };
-                let payload = Arc::new(body.to_vec());
+                let payload = Arc::new(body.to_vec().into());
                 pair.inject(a % 2 == 0, Frame { header, payload });
             }
         }
@@ -461,7 +461,7 @@ mod tests {
 
     #[test]
     fn fuzz_smoke_of_every_decompressor() {
-        let raw = Arc::new(b"what a disk holds, again and again; ".repeat(40));
+        let raw = Arc::new(b"what a disk holds, again and again; ".repeat(40).into());
         let mut seeds = Vec::new();
         for text in [
             "none",

@@ -15,6 +15,7 @@ mod mail;
 mod metrics;
 mod net;
 pub mod plan;
+mod room;
 mod service;
 mod spill;
 mod threads;

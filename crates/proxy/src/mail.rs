@@ -107,9 +107,19 @@ pub(crate) fn mailbox() -> std::io::Result<(Post, Mailbox)> {
 impl Post {
     /// Sends a message; false when the control lane has ended.
     pub(crate) fn send(&self, mail: Mail) -> bool {
-        let sent = self.queue.send(mail).is_ok();
-        self.bell.ring();
+        let sent = self.put(mail);
+        self.ring();
         sent
+    }
+
+    /// Sends a message that may lie until somebody rings.
+    pub(crate) fn put(&self, mail: Mail) -> bool {
+        self.queue.send(mail).is_ok()
+    }
+
+    /// Wakes the control lane.
+    pub(crate) fn ring(&self) {
+        self.bell.ring();
     }
 
     /// Sends a completion.

@@ -450,9 +450,9 @@ mod tests {
         let (post, mailbox) = mailbox().unwrap();
         let spill = Spill::start(directory.path(), &post).unwrap();
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
-        let payload: Bytes = Arc::new((0..100_000).map(|i| i as u8).collect());
+        let payload: Bytes = Arc::new((0..100_000).map(|i| i as u8).collect::<Vec<u8>>().into());
         spill.write(JobId(1), Arc::clone(&payload));
-        spill.write(JobId(2), Arc::new(vec![5; 10]));
+        spill.write(JobId(2), Arc::new(vec![5; 10].into()));
         let next = || loop {
             let fds = &mut [rustix::event::PollFd::from_borrowed_fd(
                 mailbox.bell(),
@@ -472,7 +472,7 @@ mod tests {
         spill.read(JobId(3), second);
         spill.read(JobId(4), first);
         assert!(matches!(next(), Input::SpillRead(JobId(3), Ok(data)) if data == [5; 10]));
-        assert!(matches!(next(), Input::SpillRead(JobId(4), Ok(data)) if data == *payload));
+        assert!(matches!(next(), Input::SpillRead(JobId(4), Ok(data)) if data == **payload));
         spill.free(first);
         spill.free(second);
         spill.read(JobId(5), first);
@@ -566,7 +566,12 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let old = Spill::start(directory.path(), &post).unwrap();
-        let payload: Bytes = Arc::new((0..100_000).map(|i| (i * 7) as u8).collect());
+        let payload: Bytes = Arc::new(
+            (0..100_000)
+                .map(|i| (i * 7) as u8)
+                .collect::<Vec<u8>>()
+                .into(),
+        );
         old.write(JobId(1), Arc::clone(&payload));
         let Input::SpillWritten(_, Ok(record)) = next() else {
             panic!()
@@ -578,19 +583,19 @@ mod tests {
         let reader = Spill::start_reading(&post).unwrap();
         reader.adopt(give());
         reader.read(JobId(2), record);
-        assert!(matches!(next(), Input::SpillRead(JobId(2), Ok(data)) if data == *payload));
+        assert!(matches!(next(), Input::SpillRead(JobId(2), Ok(data)) if data == **payload));
         reader.write(JobId(3), Arc::clone(&payload));
         assert!(matches!(next(), Input::SpillWritten(JobId(3), Err(_))));
         let new = Spill::start(directory.path(), &post).unwrap();
         new.adopt(give());
         drop(old);
-        new.write(JobId(4), Arc::new(vec![9; 10]));
+        new.write(JobId(4), Arc::new(vec![9; 10].into()));
         let Input::SpillWritten(JobId(4), Ok(own)) = next() else {
             panic!()
         };
         assert_ne!(own.segment, record.segment);
         new.read(JobId(5), record);
-        assert!(matches!(next(), Input::SpillRead(JobId(5), Ok(data)) if data == *payload));
+        assert!(matches!(next(), Input::SpillRead(JobId(5), Ok(data)) if data == **payload));
         new.read(JobId(6), own);
         assert!(matches!(next(), Input::SpillRead(JobId(6), Ok(data)) if data == [9; 10]));
         new.free(record);

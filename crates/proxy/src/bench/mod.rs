@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use crate::codec::{decode, encode};
-use crate::core::frame::CHUNK_MAX;
+use crate::core::frame::{Bytes, CHUNK_MAX};
 use crate::core::plugin::{Choice, Plugin};
 use data::{Flow, made_up, noise, read_sample};
 use pair::{Pair, Setup, text};
@@ -270,9 +270,9 @@ fn codecs(report: &mut Report, sample: &Arc<Vec<u8>>, seconds: f64) -> Result<()
         let plugin = Plugin::parse(&words).map_err(|error| error.to_string())?;
         let mut alone = None;
         if let Choice::Fixed(spec) = plugin.choice {
-            let chunks: Vec<Arc<Vec<u8>>> = sample
+            let chunks: Vec<Bytes> = sample
                 .chunks(CHUNK_MAX)
-                .map(|chunk| Arc::new(chunk.to_vec()))
+                .map(|chunk| Arc::new(chunk.to_vec().into()))
                 .collect();
             let begun = Instant::now();
             let coded: Vec<_> = chunks
@@ -317,9 +317,18 @@ fn codecs(report: &mut Report, sample: &Arc<Vec<u8>>, seconds: f64) -> Result<()
             plugin: name.into(),
             ..Setup::default()
         })?;
+        let before = processor_time();
         let (time, _) = through(&pair, sample, len * rounds)?;
+        let spent = processor_time().saturating_sub(before);
+        let per_gib = spent.as_secs_f64() / mib_s(len * rounds, Duration::from_secs(1)) * 1024.0;
         let path = mib_s(len * rounds, time);
         report.add("codecs", format!("{name}: whole path"), path, "MiB/s");
+        report.add(
+            "codecs",
+            format!("{name}: processor time of all of it"),
+            per_gib,
+            "s/GiB",
+        );
         if let Some(alone) = alone {
             let ratio = path / alone;
             report.add(
@@ -718,6 +727,12 @@ fn spill(report: &mut Report, options: &BenchOptions) -> Result<(), String> {
     // Twice for each of the two.
     report.bar(Bar::AtMost((4 * memory_max_bytes / MIB) as f64));
     Ok(())
+}
+
+/// Processor time of this process: both proxies, the line and both ends.
+fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.max(0) as u32)
 }
 
 fn cores() -> usize {

@@ -669,7 +669,7 @@ impl Engine {
                 let coded = Coded {
                     codec: stub.codec,
                     crc: stub.crc,
-                    payload: Arc::new(payload),
+                    payload: Arc::new(payload.into()),
                 };
                 if let Some(stream) = self.stream_mut(id, stream_id) {
                     stream.tx.set_body(seq, Body::Ready(coded));

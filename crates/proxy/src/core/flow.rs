@@ -206,8 +206,10 @@ impl Engine {
         self.locals.insert(local, (id, stream_id));
         self.out.push_back(Output::ConnectLocal { local, link: id });
         // Written as soon as the socket is there.
-        self.out
-            .push_back(Output::WriteLocal(local, Arc::new(open.first.to_vec())));
+        self.out.push_back(Output::WriteLocal(
+            local,
+            Arc::new(open.first.to_vec().into()),
+        ));
         Ok(())
     }
 
@@ -567,7 +569,7 @@ impl Engine {
                 link.counters.pings_answered += 1;
                 stream.uncounted += answers.len();
                 self.out
-                    .push_back(Output::WriteLocal(stream.local, Arc::new(answers)));
+                    .push_back(Output::WriteLocal(stream.local, Arc::new(answers.into())));
             }
         }
     }

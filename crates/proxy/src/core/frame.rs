@@ -5,6 +5,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::room::{self, Block};
+
 /// Length of a frame header in bytes.
 pub(crate) const HEADER_LEN: usize = 32;
 /// Largest count of raw bytes in one chunk.
@@ -26,7 +28,7 @@ pub(crate) const FLAG_FIN: u8 = 1;
 pub(crate) const FLAG_BEGIN: u8 = 4;
 
 /// Bytes that several owners (queue, socket, codec job) hold without a copy.
-pub(crate) type Bytes = Arc<Vec<u8>>;
+pub(crate) type Bytes = Arc<Block>;
 
 /// What a frame is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,7 +201,7 @@ impl Frame {
         header.payload_len = payload.len() as u32;
         Frame {
             header,
-            payload: Arc::new(payload),
+            payload: Arc::new(payload.into()),
         }
     }
 
@@ -390,7 +392,9 @@ impl FrameReader {
                     true => want.min(take.max(64 << 10)),
                     false => want,
                 };
-                payload.reserve_exact(room - payload.len());
+                let mut larger = room::empty(room);
+                larger.extend_from_slice(payload);
+                room::give(std::mem::replace(payload, larger));
             }
             payload.extend_from_slice(&input[used..used + take]);
             used += take;
@@ -400,7 +404,7 @@ impl FrameReader {
         }
         let frame = self.current.take().map(|(header, payload)| Frame {
             header,
-            payload: Arc::new(payload),
+            payload: Arc::new(payload.into()),
         });
         Ok((used, frame))
     }
@@ -424,7 +428,7 @@ mod tests {
                 payload_len: len as u32,
                 raw_crc: 0xdead_beef,
             },
-            payload: Arc::new(payload),
+            payload: Arc::new(payload.into()),
         }
     }
 

@@ -472,7 +472,7 @@ fn give_stream(
         .map(|(_, chunk)| {
             let mut spilled = None;
             let (coded, bytes) = match &chunk.body {
-                Body::Raw(raw) => (None, Arc::new(raw.clone())),
+                Body::Raw(raw) => (None, Arc::new(raw.clone().into())),
                 Body::Ready(coded) => (Some((coded.codec, coded.crc)), Arc::clone(&coded.payload)),
                 Body::Spilled(record, stub) => {
                     spilled = Some(*record);
@@ -500,7 +500,7 @@ fn give_stream(
         stream.rx.handed - stream.rx.delivered,
         "the shell counts what the engine counts"
     );
-    pieces.push(Arc::new(rest));
+    pieces.push(Arc::new(rest.into()));
     let kept = stream.rx.history.kept();
     let history = kept.as_ref().map(|kept| kept.len() as u64);
     pieces.push(kept.unwrap_or_default());
@@ -552,7 +552,7 @@ fn take_stream(
                 payload: bytes,
             }),
             (None, Some(_)) => return Err("what is on disk must be coded".into()),
-            (None, None) => Body::Raw(Arc::unwrap_or_clone(bytes)),
+            (None, None) => Body::Raw(bytes.to_vec()),
         };
         chunks.push(Chunk {
             offset: chunk.offset,

@@ -150,7 +150,7 @@ impl RxHistory {
 
     pub(crate) fn kept(&self) -> Option<Bytes> {
         let kept = self.kept.as_ref()?;
-        Some(Arc::new(joined(&kept.iter().cloned().collect())))
+        Some(Arc::new(joined(&kept.iter().cloned().collect()).into()))
     }
 
     /// The next chunk in order is here.
@@ -187,7 +187,7 @@ impl RxHistory {
             let piece = if part == piece.len() {
                 Arc::clone(piece)
             } else {
-                Arc::new(piece[piece.len() - part..].to_vec())
+                Arc::new(piece[piece.len() - part..].to_vec().into())
             };
             out.push_front(piece);
             left -= part;
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     fn piece(byte: u8, len: usize) -> Bytes {
-        Arc::new(vec![byte; len])
+        Arc::new(vec![byte; len].into())
     }
 
     #[test]

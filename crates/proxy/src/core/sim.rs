@@ -4,12 +4,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{DaemonOptions, Dial, LinkConfig, LinkOptions};
 use super::engine::Engine;
-use super::frame::{Frame, HEADER_LEN, Kind, SEGMENT_MAX};
+use super::frame::{Bytes, Frame, HEADER_LEN, Kind, SEGMENT_MAX};
 use super::handover::HandedEngine;
 use super::identity::Peer;
 use super::plugin::Plugin;
@@ -543,7 +542,7 @@ impl World {
         }
     }
 
-    fn spill(&mut self, node: usize, job: JobId, payload: &Arc<Vec<u8>>) {
+    fn spill(&mut self, node: usize, job: JobId, payload: &Bytes) {
         self.order += 1;
         if self.disk_full {
             let failed = Err("no space left on device".to_string());

@@ -9,6 +9,7 @@ use super::history::{Prefix, RxHistory, TxHistory};
 use super::message::Ack;
 use super::time::Instant;
 use super::{CarrierId, SpillRef};
+use crate::room;
 
 /// Received chunks that may wait for an earlier one. The window bounds their bytes, this their
 /// number.
@@ -230,9 +231,15 @@ impl Tx {
         {
             if raw.len() + len >= GROWING {
                 // A large chunk grows once more at most: each growth copies it.
-                raw.reserve_exact(limit.min(CHUNK_MAX) - raw.len());
+                let full = limit.min(CHUNK_MAX);
+                if raw.capacity() < full {
+                    let mut larger = room::empty(full);
+                    larger.extend_from_slice(raw);
+                    room::give(std::mem::replace(raw, larger));
+                }
             }
             raw.extend_from_slice(&data);
+            room::give(data);
             *raw_len += len as u32;
             self.held_bytes += len as u64;
             return;
@@ -379,7 +386,7 @@ impl Tx {
         };
         let raw = std::mem::take(raw);
         chunk.body = Body::Encoding;
-        Some(Arc::new(raw))
+        Some(Arc::new(raw.into()))
     }
 
     /// Makes the chunk one from which on the peer remembers, if it is the first of them.
@@ -751,7 +758,7 @@ mod tests {
         let mut rng = super::super::rng::Rng::new(3);
         let mut tx = Tx::new(u64::MAX);
         let coded = |len: usize| {
-            let payload = Arc::new(vec![0; len]);
+            let payload = Arc::new(vec![0; len].into());
             let (codec, crc) = (0, 0);
             Coded {
                 codec,
@@ -804,9 +811,9 @@ mod tests {
         assert_eq!(rx.received, 0);
         assert_eq!(rx.offer(0, 10, false), Verdict::New);
         assert_eq!(rx.received, 16);
-        rx.fill(10, Arc::new(vec![2; 5]));
+        rx.fill(10, Arc::new(vec![2; 5].into()));
         assert!(rx.take().is_none());
-        rx.fill(0, Arc::new(vec![1; 10]));
+        rx.fill(0, Arc::new(vec![1; 10].into()));
         assert_eq!(rx.take().map(|raw| raw.len()), Some(10));
         assert_eq!(rx.take().map(|raw| raw.len()), Some(5));
         assert!(!rx.take_fin());

@@ -315,7 +315,7 @@ fn receive(stream: &mut UnixStream, request: &Request) -> std::io::Result<Receiv
         }
         let mut piece = vec![0; len];
         stream.read_exact(&mut piece)?;
-        pieces.push(Arc::new(piece));
+        pieces.push(Arc::new(piece.into()));
     }
     Ok((state, fds, pieces))
 }

@@ -16,6 +16,7 @@ use super::watch::Watch;
 use super::{Reactor, Source, TURN_BYTES, connect};
 use crate::core::frame::Bytes;
 use crate::core::{Close, Input, LinkId, LocalId};
+use crate::room;
 
 impl AsFd for LocalSock {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -280,7 +281,7 @@ fn read_once(
 ) -> (Vec<u8>, Option<std::io::Result<()>>) {
     let waiting = rustix::io::ioctl_fionread(socket).unwrap_or(0);
     let len = (waiting as usize).min(allowed);
-    let mut data = Vec::with_capacity(len);
+    let mut data = room::empty(len);
     loop {
         let read = match len {
             // Nothing, or the end.

@@ -106,6 +106,7 @@ impl Shard {
             locals: BTreeMap::new(),
             carriers: BTreeMap::new(),
             scratch: vec![0; TURN_BYTES],
+            untold: false,
         };
         let thread = std::thread::Builder::new()
             .name(format!("proxy-io-{number}"))
@@ -142,6 +143,8 @@ struct Work {
     locals: BTreeMap<LocalId, LocalSock>,
     carriers: BTreeMap<WireId, WireEnd>,
     scratch: Vec<u8>,
+    /// There is news of which the lane was not woken.
+    untold: bool,
 }
 
 impl Work {
@@ -151,6 +154,9 @@ impl Work {
         let mut events = Vec::with_capacity(64);
         let mut more = false;
         loop {
+            if std::mem::take(&mut self.untold) {
+                self.post.ring();
+            }
             let timeout = more.then(rustix::event::Timespec::default);
             events.clear();
             match epoll::wait(&self.epoll, spare_capacity(&mut events), timeout.as_ref()) {
@@ -185,8 +191,10 @@ impl Work {
         }
     }
 
-    fn tell(&self, news: News) {
-        self.post.send(Mail::News(news));
+    /// The lane is woken once for all that a turn brings.
+    fn tell(&mut self, news: News) {
+        self.post.put(Mail::News(news));
+        self.untold = true;
     }
 
     fn obey(&mut self, order: Order) {
@@ -471,7 +479,12 @@ mod tests {
         };
         Frame {
             header,
-            payload: Arc::new((0..len).map(|at| (at as u64 * 7 + number) as u8).collect()),
+            payload: Arc::new(
+                (0..len)
+                    .map(|at| (at as u64 * 7 + number) as u8)
+                    .collect::<Vec<u8>>()
+                    .into(),
+            ),
         }
     }
 
@@ -596,7 +609,12 @@ mod tests {
             assert_eq!(got, want);
         }
         // More than the kernel takes; what it took is told before the socket comes back.
-        let data: Bytes = Arc::new((0..64_000_000u32).map(|at| (at / 3) as u8).collect());
+        let data: Bytes = Arc::new(
+            (0..64_000_000u32)
+                .map(|at| (at / 3) as u8)
+                .collect::<Vec<u8>>()
+                .into(),
+        );
         shard.send(Order::WriteLocal(local, Arc::clone(&data)));
         let (sender, receiver) = channel();
         shard.send(Order::Recall(sender));
@@ -628,12 +646,12 @@ mod tests {
         let (near, mut far) = sockets();
         let local = LocalId(11);
         shard.send(Order::AdoptLocal(local, LocalSock::new(near, 0, false)));
-        let data: Bytes = Arc::new(vec![5; 16_000_000]);
+        let data: Bytes = Arc::new(vec![5; 16_000_000].into());
         shard.send(Order::WriteLocal(local, Arc::clone(&data)));
         shard.send(Order::ShutdownLocal(local));
         let mut got = Vec::new();
         far.read_to_end(&mut got).unwrap();
-        assert!(got == *data);
+        assert!(got == **data);
         far.write_all(b"bye").unwrap();
         far.shutdown(std::net::Shutdown::Write).unwrap();
         let mut end = false;
