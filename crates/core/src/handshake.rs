@@ -177,7 +177,8 @@ impl Resource {
 
     /// Sends this node's part of the handshake, all volumes.
     pub(crate) fn send_handshake(&mut self, peer: NodeId) {
-        if let Some((node_id, dagtag)) = self.lost_primary_for(peer) {
+        let reconciles = self.features(peer).contains(Features::RECONCILE_RECONNECT);
+        if let Some((node_id, dagtag)) = self.lost_primary_for(peer).filter(|_| reconciles) {
             let packet = wire::packet::PeerDagtag { dagtag, node_id };
             self.send(
                 peer,

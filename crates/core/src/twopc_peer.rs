@@ -105,7 +105,7 @@ impl Resource {
         }
         let disconnects = prepare.change.mask.has(StateWord::CONN)
             && prepare.change.val.conn() == Some(ConnState::Disconnecting);
-        if disconnects && targeted {
+        if disconnects {
             reachable.remove(head.initiator_node_id);
         }
         let mut t = Transaction {
@@ -371,6 +371,7 @@ impl Resource {
         let reply = full.unwrap_or(TwopcReply {
             tid,
             initiator_node_id: initiator,
+            reachable_nodes: self.established_peers().with(self.node_id),
             ..TwopcReply::default()
         });
         let packet = match kind {
