@@ -85,10 +85,6 @@ fn outgoing(packet: Packet, peer: NodeId) -> Option<Packet> {
             request.block_id = BlockId::SYNCER;
             Packet::CsumRsRequest(request)
         }
-        Packet::RsDataReply(mut data) => {
-            data.block_id = BlockId::SYNCER;
-            Packet::RsDataReply(data)
-        }
         Packet::OvRequest(mut request) => {
             request.block_id = BlockId::SYNCER;
             Packet::OvRequest(request)

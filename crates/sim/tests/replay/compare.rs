@@ -12,6 +12,7 @@ use lockstep_core::event::{RequestKind, Stream};
 use lockstep_core::options::{
     DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions,
 };
+use lockstep_format::disk::layout::Geometry;
 use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
 use lockstep_format::wire::packet::{BarrierAck, BlockId, Data, PeerAck, Trim};
 use lockstep_format::wire::{self, DataFlags, Packet, ReplState, Role, UuidFlags};
@@ -24,7 +25,7 @@ use crate::stand_in::{Sent, StandIn};
 
 /// How the captured node was configured.
 pub(crate) struct Setup {
-    pub(crate) peers: u8,
+    pub(crate) geometry: Geometry,
     pub(crate) net: NetOptions,
     pub(crate) disk: DiskOptions,
     pub(crate) peer_disk: PeerDeviceOptions,
@@ -111,7 +112,7 @@ impl<'a> Replay<'a> {
         peers.sort();
         peers.dedup();
         let start = items[0].time_ns;
-        let node = StandIn::new(me, 0, setup.peers, setup.options.clone());
+        let node = StandIn::new(me, 0, setup.geometry, setup.options.clone());
         let mut replay = Replay {
             node,
             me,

@@ -54,14 +54,19 @@ pub(crate) struct StandIn {
 }
 
 impl StandIn {
-    pub(crate) fn new(me: NodeId, now: u64, peers: u8, options: ResourceOptions) -> StandIn {
+    pub(crate) fn new(
+        me: NodeId,
+        now: u64,
+        geometry: Geometry,
+        options: ResourceOptions,
+    ) -> StandIn {
         let config = ResourceConfig {
             name: "r0".into(),
             node_id: me,
             options,
         };
         let mut data = vec![0; DISK_BYTES as usize];
-        create_md(&mut data, me, peers);
+        create_md(&mut data, me, geometry);
         StandIn {
             core: Resource::new(config, 0x7265_706c_6179),
             me,
@@ -500,9 +505,9 @@ fn digest_by(alg: DigestAlg, bytes: &[u8]) -> Digest {
 }
 
 /// What `drbdadm create-md` leaves on a fresh disk.
-fn create_md(data: &mut [u8], me: NodeId, peers: u8) {
-    let layout = Layout::new(Placement::Internal, Geometry::for_peers(peers), DISK_BYTES)
-        .expect("the disk is large enough");
+fn create_md(data: &mut [u8], me: NodeId, geometry: Geometry) {
+    let layout =
+        Layout::new(Placement::Internal, geometry, DISK_BYTES).expect("the disk is large enough");
     let mut superblock = SuperBlock::fresh(&layout);
     superblock.node_id = Some(me);
     let mut block = [0u8; BLOCK_BYTES];
