@@ -297,6 +297,7 @@ impl Resource {
                 Timer::AheadEnd(peer) => self.ahead_end_timer(peer),
                 Timer::LookAgain(volume) => self.look_again_timer(volume),
                 Timer::DiskTimeout(volume) => self.disk_timeout_timer(volume),
+                Timer::WriteAwaited(node) => self.dagtag_lost(node),
                 Timer::Turn(peer) => self.turn_timer(peer),
             }
             self.settle();

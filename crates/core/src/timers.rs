@@ -53,6 +53,8 @@ pub enum Timer {
     LookAgain(VolumeNr),
     /// The oldest operation of the volume's disk may be overdue.
     DiskTimeout(VolumeNr),
+    /// Resync requests or verifies wait for writes of a node, and none come.
+    WriteAwaited(NodeId),
     /// Acks that a peer's write waits for do not come.
     Turn(NodeId),
 }

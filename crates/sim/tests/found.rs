@@ -382,3 +382,17 @@ fn a_takeover_loses_what_was_never_acknowledged() {
         named_holds(Some(3), seed, kinds(), "0-99", "0-999");
     }
 }
+
+/// A source was asked for blocks "after dagtag 248" of a Primary, which its target knew of the Primary's
+/// life before. The source was connected to the new life, whose dagtags are small, and waited for ever.
+#[test]
+fn a_source_does_not_wait_for_writes_of_a_former_life() {
+    named_holds(
+        Some(3),
+        12_916_339,
+        (None, Vec::new()),
+        "2-4",
+        "156,172-185",
+    );
+    named_holds(Some(3), 12_916_339, (None, Vec::new()), "0-99", "0-999");
+}

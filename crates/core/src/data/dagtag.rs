@@ -1,5 +1,11 @@
 //! Who hears how far this node's writes have come: dagtags beside the writes that carry them
-//! (semantics.md, 5.1).
+//! (semantics.md, 5.1). And who waits here for writes of a third node.
+//!
+//! A dagtag counts the writes of one life of a node. A peer that has not noticed that the node died
+//! asks for blocks after a dagtag of the life before; if the node is back here already, that may
+//! come late or never, and no link breaks that would end the waiting. Nothing on the wire tells one
+//! life from another. So a wait ends when the node's writes do not come any nearer, and after a
+//! minute in any case: the peer asks again, with what it knows of the node then.
 
 use alloc::vec::Vec;
 
@@ -8,6 +14,32 @@ use lockstep_format::wire::Packet;
 
 use crate::event::Stream;
 use crate::resource::Resource;
+use crate::time::{Duration, Instant};
+use crate::timers::Timer;
+
+/// Longest time that anything waits for a node from which no write comes.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Longest time that it waits at all.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// A write of a third node that has to be here before a block is read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Awaited {
+    pub(super) node: NodeId,
+    pub(super) dagtag: Dagtag,
+    since: Instant,
+}
+
+impl Awaited {
+    /// It is here, if the node's writes have come as far as this.
+    pub(super) fn is_met(&self, reached: Dagtag) -> bool {
+        !self.dagtag.is_newer_than(reached)
+    }
+
+    pub(super) fn is_too_old(&self, now: Instant) -> bool {
+        now - self.since >= LONGEST_WAIT
+    }
+}
 
 impl Resource {
     /// A peer that gets writes from now on hears how far they have come, even if none follows:
@@ -42,6 +74,38 @@ impl Resource {
             }
             self.send_dagtag(peer);
         }
+    }
+
+    /// Something waits from now on for a write of a node.
+    pub(super) fn await_write(&mut self, node: NodeId, dagtag: Dagtag) -> Awaited {
+        let since = self.now;
+        let timer = Timer::WriteAwaited(node);
+        self.timers.set_earliest(timer, since + PATIENCE);
+        Awaited {
+            node,
+            dagtag,
+            since,
+        }
+    }
+
+    /// Writes of a node came in.
+    pub(super) fn dagtag_progress(&mut self, node: NodeId) {
+        let sources_wait = self.source_dagtag_progress(node);
+        let verifies_wait = self.verify_dagtag_progress(node);
+        let timer = Timer::WriteAwaited(node);
+        if sources_wait || verifies_wait {
+            self.timers.set(timer, self.now + PATIENCE);
+        } else {
+            self.timers.clear(timer);
+        }
+    }
+
+    /// The link to a node is lost, or, `Timer::WriteAwaited`, its writes do not come any nearer:
+    /// nobody can wait for them.
+    pub(crate) fn dagtag_lost(&mut self, node: NodeId) {
+        self.timers.clear(Timer::WriteAwaited(node));
+        self.source_dagtag_lost(node);
+        self.verify_dagtag_lost(node);
     }
 
     /// A peer begins to get writes: what it was told of the dagtag may be of before.

@@ -306,8 +306,7 @@ impl Resource {
             conn.last_dagtag = dagtag;
             conn.dagtag_fresh = true;
         }
-        self.source_dagtag_progress(peer);
-        self.verify_dagtag_progress(peer);
+        self.dagtag_progress(peer);
     }
 
     /// `P_DAGTAG`: writes that were not sent here.
@@ -939,8 +938,7 @@ impl Resource {
         conn.io.flushing = None;
         conn.io.first_epoch += conn.io.epochs.len() as u64;
         conn.io.epochs.clear();
-        self.source_dagtag_lost(peer);
-        self.verify_dagtag_lost(peer);
+        self.dagtag_lost(peer);
         self.drain_writes(peer);
     }
 

@@ -7,6 +7,7 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockDesc, BlockRequest, Data};
 use lockstep_format::wire::{Digest, DiskState, Packet, ReplState, Role};
 
+use super::dagtag::Awaited;
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
 use crate::event::{ALL_ZERO, DiskError, DiskOp, Output, Payload, Stream};
@@ -34,7 +35,7 @@ pub(crate) enum Wanted {
 pub(crate) struct SourceRead {
     request: BlockRequest,
     /// Write of a third node that has to be here before.
-    after: Option<(NodeId, Dagtag)>,
+    after: Option<Awaited>,
     wanted: Wanted,
     range: Option<RangeId>,
     payload: Option<Payload>,
@@ -105,7 +106,7 @@ impl Resource {
                 // One that is no Primary and has said nothing on this link will not say it: the
                 // target speaks of a link from before.
                 Some(conn) if conn.link.is_some() && (conn.dagtag_fresh || writes) => {
-                    after = Some((node, dagtag));
+                    after = Some(self.await_write(node, dagtag));
                 }
                 // What the target has of that node never comes here any more on this stream.
                 _ => {
@@ -441,18 +442,20 @@ impl Resource {
         }
     }
 
-    /// Writes of a node came in: requests that waited for them go on.
-    pub(crate) fn source_dagtag_progress(&mut self, node: NodeId) {
+    /// Writes of a node came in: requests that waited for them go on. Says whether some still wait.
+    pub(super) fn source_dagtag_progress(&mut self, node: NodeId) -> bool {
         let Some(conn) = self.connections.get(&node) else {
-            return;
+            return false;
         };
         let reached = conn.last_dagtag;
-        for (volume, peer, key) in self.source_waiting_for(node) {
-            let waits = self
-                .peer_io(volume, peer)
-                .and_then(|io| io.source.get(key)?.after)
-                .is_some_and(|(_, dagtag)| dagtag.is_newer_than(reached));
-            if waits {
+        let mut wait = false;
+        for (volume, peer, key, after) in self.source_waiting_for(node) {
+            if !after.is_met(reached) {
+                if after.is_too_old(self.now) {
+                    self.source_give_up(volume, peer, key);
+                } else {
+                    wait = true;
+                }
                 continue;
             }
             // The node may have said how far its writes have come because it is copying them here:
@@ -464,11 +467,12 @@ impl Resource {
                 self.source_give_up(volume, peer, key);
             }
         }
+        wait
     }
 
-    /// The link to a node is lost: nobody can wait for its writes.
-    pub(crate) fn source_dagtag_lost(&mut self, node: NodeId) {
-        for (volume, peer, key) in self.source_waiting_for(node) {
+    /// Nobody can wait for writes of this node any more.
+    pub(super) fn source_dagtag_lost(&mut self, node: NodeId) {
+        for (volume, peer, key, _) in self.source_waiting_for(node) {
             self.source_give_up(volume, peer, key);
         }
     }
@@ -484,7 +488,7 @@ impl Resource {
         }
     }
 
-    fn source_waiting_for(&self, node: NodeId) -> Vec<(VolumeNr, NodeId, Key)> {
+    fn source_waiting_for(&self, node: NodeId) -> Vec<(VolumeNr, NodeId, Key, Awaited)> {
         let mut found = Vec::new();
         for (volume, device) in &self.devices {
             for (peer, pd) in &device.peers {
@@ -493,8 +497,8 @@ impl Resource {
                 }
                 for key in pd.io.source_by_sector.values() {
                     let after = pd.io.source.get(*key).and_then(|read| read.after);
-                    if after.is_some_and(|(after, _)| after == node) {
-                        found.push((*volume, *peer, *key));
+                    if let Some(after) = after.filter(|after| after.node == node) {
+                        found.push((*volume, *peer, *key, after));
                     }
                 }
             }

@@ -48,6 +48,7 @@ mod stalling;
 mod thinning;
 mod two_primaries;
 mod verifying;
+mod waiting;
 
 const VOLUME: VolumeNr = VolumeNr(0);
 const SIZE: u64 = 16 << 20;
@@ -1017,6 +1018,7 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::RsCsumDagtagReq(_) | Packet::CsumRsRequest(_) => "csum request",
         Packet::OutOfSync(_) => "out of sync",
         Packet::DataRequest(_) => "data request",
+        Packet::RsCancel(_) => "cancel",
         Packet::ConfirmStable(_) => "confirm stable",
         Packet::EnableReplication(_) => "enable replication",
         _ => "other",

@@ -17,6 +17,7 @@ use lockstep_format::wire::packet::{
 use lockstep_format::wire::{Digest, DiskState, OvResultCode};
 use lockstep_format::wire::{Packet, ReplState};
 
+use super::dagtag::Awaited;
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault};
 use crate::event::{DiskError, DiskOp, Output, Payload, Stream};
@@ -95,7 +96,7 @@ struct Block {
     /// Id of the driver's request.
     id: BlockId,
     /// Write of a third node that has to be here before the block is read.
-    after: Option<(NodeId, Dagtag)>,
+    after: Option<Awaited>,
     watch: WatchId,
     stage: Stage,
     /// Digest of the peer's block.
@@ -475,11 +476,12 @@ impl Resource {
         match ready {
             Ready::Now => self.verify_read(volume, peer, key),
             Ready::After(node, dagtag) => {
+                let after = self.await_write(node, dagtag);
                 if let Some(block) = self
                     .verify(volume, peer)
                     .and_then(|v| v.blocks.get_mut(key))
                 {
-                    block.after = Some((node, dagtag));
+                    block.after = Some(after);
                 }
             }
             Ready::Never => self.verify_result(volume, peer, key, OvResultCode::Skip),
@@ -790,27 +792,33 @@ impl Resource {
         Some(block)
     }
 
-    /// Writes of a node came in: blocks that waited for them are read.
-    pub(crate) fn verify_dagtag_progress(&mut self, node: NodeId) {
+    /// Writes of a node came in: blocks that waited for them are read. Says whether some still wait.
+    pub(super) fn verify_dagtag_progress(&mut self, node: NodeId) -> bool {
         let Some(conn) = self.connections.get(&node) else {
-            return;
+            return false;
         };
         let reached = conn.last_dagtag;
-        for (volume, peer, key, dagtag) in self.verify_waiting_for(node) {
-            if !dagtag.is_newer_than(reached) {
+        let mut wait = false;
+        for (volume, peer, key, after) in self.verify_waiting_for(node) {
+            if after.is_met(reached) {
                 self.verify_read(volume, peer, key);
+            } else if after.is_too_old(self.now) {
+                self.verify_result(volume, peer, key, OvResultCode::Skip);
+            } else {
+                wait = true;
             }
         }
+        wait
     }
 
-    /// The link to a node is lost: nobody can wait for its writes.
-    pub(crate) fn verify_dagtag_lost(&mut self, node: NodeId) {
+    /// Nobody can wait for writes of this node any more.
+    pub(super) fn verify_dagtag_lost(&mut self, node: NodeId) {
         for (volume, peer, key, _) in self.verify_waiting_for(node) {
             self.verify_result(volume, peer, key, OvResultCode::Skip);
         }
     }
 
-    fn verify_waiting_for(&self, node: NodeId) -> Vec<(VolumeNr, NodeId, Key, Dagtag)> {
+    fn verify_waiting_for(&self, node: NodeId) -> Vec<(VolumeNr, NodeId, Key, Awaited)> {
         let mut found = Vec::new();
         for (volume, device) in &self.devices {
             for (peer, pd) in &device.peers {
@@ -819,10 +827,9 @@ impl Resource {
                     continue;
                 }
                 for key in verify.by_sector.values() {
-                    if let Some((after, dagtag)) = verify.blocks.get(*key).and_then(|b| b.after)
-                        && after == node
-                    {
-                        found.push((*volume, *peer, *key, dagtag));
+                    let after = verify.blocks.get(*key).and_then(|b| b.after);
+                    if let Some(after) = after.filter(|after| after.node == node) {
+                        found.push((*volume, *peer, *key, after));
                     }
                 }
             }
