@@ -177,16 +177,7 @@ impl Resource {
 
     /// Sends this node's part of the handshake, all volumes.
     pub(crate) fn send_handshake(&mut self, peer: NodeId) {
-        let reconciles = self.features(peer).contains(Features::RECONCILE_RECONNECT);
-        if let Some((node_id, dagtag)) = self.lost_primary_for(peer).filter(|_| reconciles) {
-            let packet = wire::packet::PeerDagtag { dagtag, node_id };
-            self.send(
-                peer,
-                Stream::Data,
-                VolumeNr::NONE,
-                Packet::PeerDagtag(packet),
-            );
-        }
+        self.send_lost_primary(peer);
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
         for volume in volumes {
             self.send_volume(peer, volume);

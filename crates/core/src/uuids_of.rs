@@ -4,9 +4,11 @@ use alloc::vec::Vec;
 
 use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::packet::PeerDagtag;
+use lockstep_format::wire::{ConnState, DiskState, Features, Packet, ReplState, Role, UuidFlags};
 
 use crate::device::PeerDevice;
+use crate::event::Stream;
 use crate::generation::{self, PeerView, SendContext};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
@@ -410,5 +412,14 @@ impl Resource {
             .next()
             .is_none()
             .then_some((first.peer, first.last_dagtag))
+    }
+
+    /// Tells a peer that reconciles what this node has of the stream of a Primary that both lost.
+    pub(crate) fn send_lost_primary(&mut self, peer: NodeId) {
+        let reconciles = self.features(peer).contains(Features::RECONCILE_RECONNECT);
+        if let Some((node_id, dagtag)) = self.lost_primary_for(peer).filter(|_| reconciles) {
+            let packet = Packet::PeerDagtag(PeerDagtag { dagtag, node_id });
+            self.send(peer, Stream::Data, VolumeNr::NONE, packet);
+        }
     }
 }
