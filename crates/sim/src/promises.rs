@@ -47,6 +47,8 @@ struct Relied {
     is_primary: bool,
     /// Its requests were suspended when something last happened.
     suspended: bool,
+    /// The generation of the last acknowledged write, and since when.
+    generation: [Option<(u64, u64)>; MAX_VOLUMES],
     /// This Primary has no disk, and only that node has the data, since then.
     lone: [Option<(usize, u64)>; MAX_VOLUMES],
     /// It was demoted when so many writes had reached its disk, and its metadata do not say so yet.
@@ -159,6 +161,15 @@ pub(crate) fn generation_is_there(w: &mut World, primary: usize, asked: &Asked) 
         return;
     };
     if w.config.protocol != Protocol::C || !w.flushes_peers {
+        return;
+    }
+    // A target that ends its resync just then hears of it a moment later (docs/testing.md, State).
+    let last = &mut w.seen.relied[primary].generation[v];
+    let since = last
+        .filter(|(of, _)| *of == now)
+        .map_or(w.now, |(_, since)| since);
+    *last = Some((now, since));
+    if w.now < since + STALE_MOST {
         return;
     }
     let holders = w.view(primary).map_or(0, |view| view.holders[v]);
