@@ -58,6 +58,14 @@ pub(crate) fn empty(len: usize) -> Vec<u8> {
     bytes
 }
 
+/// The greatest length up to `len` of which `empty` has no byte to spare.
+pub(crate) const fn exact(len: usize) -> usize {
+    match len {
+        LEAST.. => len / UNIT * UNIT,
+        _ => len,
+    }
+}
+
 /// A vector of so many bytes with any content, for one who writes all of them.
 pub(crate) fn filled(len: usize) -> Vec<u8> {
     let mut bytes = take(len);
@@ -121,6 +129,7 @@ mod tests {
                 drop(Block::from(bytes));
                 let bytes = empty(len);
                 assert!(bytes.is_empty() && bytes.capacity() >= len);
+                assert_eq!(empty(exact(len)).capacity(), exact(len));
                 give(bytes);
                 assert_eq!(copied(&vec![7; len]), vec![7; len]);
             }

@@ -280,7 +280,8 @@ fn read_once(
     scratch: &mut [u8],
 ) -> (Vec<u8>, Option<std::io::Result<()>>) {
     let waiting = rustix::io::ioctl_fionread(socket).unwrap_or(0);
-    let len = (waiting as usize).min(allowed);
+    // All of the room is read into, so there must not be more than is allowed.
+    let len = room::exact((waiting as usize).min(allowed));
     let mut data = room::empty(len);
     loop {
         let read = match len {
