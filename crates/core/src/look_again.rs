@@ -88,7 +88,32 @@ impl Resource {
         }
     }
 
-    fn tell_and_compare(&mut self, volume: VolumeNr, peer: NodeId) {
+    /// A resync ended whose source was promoted and began a generation while the target's last words
+    /// were on their way: the target is UpToDate and lacks the generation. Until both compare, no
+    /// acknowledged write would be known by its generation on the target's disk.
+    pub(crate) fn compare_with_old_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        let good = DiskState::UpToDate;
+        if self.state.role == Role::Primary
+            && self.state.disk(volume) == good
+            && self.state.peer_device(volume, peer).disk == good
+            && self.is_unequal(volume, peer)
+            && !self.is_busy(volume)
+        {
+            self.tell_and_compare(volume, peer);
+        }
+    }
+
+    /// The same after the generation, which was being written while the resync ended.
+    pub(crate) fn compare_with_old_targets(&mut self) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            for peer in self.established_peers().iter() {
+                self.compare_with_old_target(volume, peer);
+            }
+        }
+    }
+
+    pub(crate) fn tell_and_compare(&mut self, volume: VolumeNr, peer: NodeId) {
         self.compared(volume, peer);
         let state = self.state.clone();
         self.send_uuids(peer, volume, UuidFlags::RESYNC);
@@ -221,7 +246,7 @@ impl Resource {
     }
 
     /// A resync or a new generation is under way, which ends in a comparison of its own.
-    fn is_busy(&self, volume: VolumeNr) -> bool {
+    pub(crate) fn is_busy(&self, volume: VolumeNr) -> bool {
         self.new_uuid.is_some()
             || self.state.devices.get(&volume).is_some_and(|d| {
                 d.disk == DiskState::Negotiating

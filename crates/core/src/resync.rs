@@ -431,6 +431,7 @@ impl Resource {
         self.hard_change(change);
         self.ahead_is_over(peer);
         self.resync_over(volume, peer, false);
+        self.compare_with_old_target(volume, peer);
     }
 
     fn resync_over(&mut self, volume: VolumeNr, peer: NodeId, was_target: bool) {

@@ -357,6 +357,9 @@ impl Resource {
                 if was.contains(&DiskState::Consistent) && !third {
                     self.watch_marks(volume, *peer);
                 }
+                if before.repl == ReplState::PausedSyncT {
+                    self.note_unsettled(volume, *peer);
+                }
             }
             let lost_primary = new
                 .connections

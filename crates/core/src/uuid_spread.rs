@@ -543,6 +543,7 @@ impl Resource {
             self.new_uuid = None;
             self.new_uuid_wanted = false;
             self.renew_for_late(volume);
+            self.compare_with_old_targets();
             self.admission_changed();
         }
     }

@@ -66,6 +66,8 @@ pub(crate) struct Seen {
     relied: Vec<Relied>,
     /// Disks that are taken for current and are not, by node and volume: since when.
     stale: BTreeMap<(usize, u16), u64>,
+    /// Disks that are taken for current and lack the generation: since when.
+    late: BTreeMap<(usize, u16), u64>,
     /// Blocks that differ between nodes which take each other for equal.
     differing: Differing,
 }
@@ -76,6 +78,7 @@ impl Seen {
         Seen {
             relied: vec![Relied::default(); nodes],
             stale: BTreeMap::new(),
+            late: BTreeMap::new(),
             differing: BTreeMap::new(),
         }
     }
@@ -163,7 +166,7 @@ pub(crate) fn generation_is_there(w: &mut World, primary: usize, asked: &Asked) 
     if w.config.protocol != Protocol::C || !w.flushes_peers {
         return;
     }
-    // A target that ends its resync just then hears of it a moment later (docs/testing.md, State).
+    // A target that ends its resync just then hears of it a moment later.
     let last = &mut w.seen.relied[primary].generation[v];
     let since = last
         .filter(|(of, _)| *of == now)
@@ -200,6 +203,7 @@ pub fn followers_are_current(w: &mut World) {
         return;
     }
     let before = std::mem::take(&mut w.seen.stale);
+    let late_before = std::mem::take(&mut w.seen.late);
     let views: Vec<_> = (0..w.nodes.len()).map(|node| w.view(node)).collect();
     let primary = (0..w.nodes.len())
         .find(|node| views[*node].is_some_and(|v| v.role == Role::Primary && v.quorate));
@@ -214,6 +218,20 @@ pub fn followers_are_current(w: &mut World) {
             let agree = counts(&of_primary) && views[node].as_ref().is_some_and(counts);
             if !agree || !linked(w, primary, node) || !is_whole(w, node, v) {
                 continue;
+            }
+            if is_late(w, primary, node, v) {
+                let since = late_before.get(&(node, volume)).copied().unwrap_or(w.now);
+                w.seen.late.insert((node, volume), since);
+                if w.now >= since + LATE_MOST {
+                    w.fail(format!(
+                        "{} has acknowledged a write of volume {volume}, and counted on the disk of {} for \
+                         {} s, whose metadata do not know its generation",
+                        name(primary),
+                        name(node),
+                        LATE_MOST / SECOND
+                    ));
+                    return;
+                }
             }
             let content = &w.nodes[node].disks[v].content;
             let stale = touched.iter().copied().find(|block| {
@@ -239,6 +257,17 @@ pub fn followers_are_current(w: &mut World) {
             }
         }
     }
+}
+
+/// The Primary has acknowledged a write of its generation, and the metadata of that node lack it.
+fn is_late(w: &World, primary: usize, node: usize, v: usize) -> bool {
+    let now = generation(w, primary, v);
+    let acknowledged = w.seen.relied[primary].generation[v].map(|(generation, _)| generation);
+    let disk = &w.nodes[node].disks[v];
+    w.flushes_peers
+        && node != primary
+        && !disk.had_errors
+        && acknowledged.is_some_and(|of| Some(of) == now && !disk.knows(of))
 }
 
 /// Two connected nodes that take each other's disks and their own for UpToDate have the same data;
@@ -305,6 +334,9 @@ const DIFFERENT_MOST: u64 = 40 * SECOND;
 
 /// How long a disk may be taken for current that is not.
 const STALE_MOST: u64 = 5 * SECOND;
+
+/// How long a disk may be taken for current that does not know the generation of acknowledged writes.
+const LATE_MOST: u64 = SECOND;
 
 /// Both have the same link and none has restarted since.
 fn linked(w: &World, a: usize, b: usize) -> bool {

@@ -396,3 +396,27 @@ fn a_source_does_not_wait_for_writes_of_a_former_life() {
     );
     named_holds(Some(3), 12_916_339, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A node was copied from one of two UpToDate nodes, whose last writes differed, and what it had marked
+/// towards the other stayed marked and different: its resync with that one was closed, and nobody compared.
+#[test]
+fn what_another_source_left_marked_is_compared() {
+    named_holds(None, 400_715, (None, Vec::new()), "4", "7-8,11");
+    let several = (None, Vec::new());
+    named_holds(Some(5), 8_820_010, several, "8,10,15", "10-11,13,26");
+}
+
+/// A target ended its resync while its source was promoted and began a generation: for three seconds
+/// writes were acknowledged that the target had under the generation before.
+#[test]
+fn a_promotion_beside_the_end_of_a_resync_reaches_the_target() {
+    const KINDS: &str = "writeerror,writeerror,writeerror,suspend,reset,crash";
+    const REQUESTS: &str = "228-229,232-233,239,244,254-262";
+    named_holds(
+        Some(2),
+        99_000_470,
+        (Some(KINDS), Vec::new()),
+        "2,6",
+        REQUESTS,
+    );
+}

@@ -10,6 +10,7 @@ use lockstep_format::disk::layout::AlGeometry;
 use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 
 use super::slab::Key;
+use super::unsettled::Unsettled;
 use super::{DataOp, DiskFault, Owner, Wake};
 use crate::al::{ActivityLog, AlMode, AlPriority, Extents, Prepared};
 use crate::bitmap::Bitmap;
@@ -71,6 +72,7 @@ pub struct DiskIo {
     pub bitmap_writes: u64,
     /// Where the search for marks that a resync left behind goes on.
     pub(crate) left_marks_cursor: u64,
+    pub(crate) unsettled: Unsettled,
 }
 
 /// Who waits for a flush of the data device.
@@ -120,6 +122,7 @@ impl DiskIo {
             slots: [None; NodeId::COUNT as usize],
             prepared: None,
             left_marks_cursor: 0,
+            unsettled: Unsettled::default(),
             jobs: Vec::new(),
             hold_pages: false,
             flushes,

@@ -27,6 +27,7 @@ mod request;
 mod resync_source;
 mod resync_target;
 mod slab;
+mod unsettled;
 mod verify;
 mod write;
 

@@ -1194,5 +1194,6 @@ impl Resource {
         let extents: Vec<AlExtent> = extents.into_iter().collect();
         self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
         self.watch_left_marks(volume);
+        self.compare_unsettled(volume);
     }
 }
