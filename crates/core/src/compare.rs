@@ -8,8 +8,9 @@
 //! blocks of both sides are resynced instead of being forgotten. If only one disk is UpToDate and
 //! the other Outdated, it is source. Else the source is chosen so that no write that protocol C
 //! acknowledged is lost. Any node that lived through the loss of the connection holds all of them;
-//! only a node that came back (no RECONNECT flag, or being attached) *and* has marks may lack some,
-//! because its disk may have lost its volatile cache. Call that node stale. In this order:
+//! only a node that came back (no RECONNECT flag, or being attached: then only that one) *and* has
+//! marks may lack some, because its disk may have lost its volatile cache. Call that node stale. In
+//! this order:
 //!
 //! 1. exactly one side is connected to a Primary, and the other is not one: it has what that
 //!    acknowledged and is source;
@@ -435,13 +436,18 @@ impl Side {
     fn follows(&self) -> bool {
         !self.flag(UuidFlags::STABLE) && self.uuids.node_mask.count() > 0
     }
+}
 
-    /// Came back with marks, so its disk may have lost acknowledged writes (module's head). Means
-    /// nothing for nodes that were connected all the time.
-    fn may_be_stale(&self) -> bool {
-        let came_back = !self.flag(UuidFlags::RECONNECT) || self.disk == DiskState::Negotiating;
-        came_back && self.uuids.dirty_bits != 0
-    }
+/// This side came back with marks, so its disk may have lost acknowledged writes (module's head).
+/// Means nothing for nodes that were connected all the time. Beside a disk that is being attached
+/// the other side was there all the time.
+fn may_be_stale(h: &Handshake<'_>, side: &Side) -> bool {
+    let attaching = |side: &Side| side.disk == DiskState::Negotiating;
+    let came_back = match h.phase {
+        Phase::Attach if attaching(h.own) || attaching(h.peer) => attaching(side),
+        _ => !side.flag(UuidFlags::RECONNECT) || attaching(side),
+    };
+    came_back && side.uuids.dirty_bits != 0
 }
 
 /// Decides: comparison table, disk states, reconcile, split brain policies, discard-my-data and
@@ -838,7 +844,7 @@ fn started_84(h: &Handshake<'_>, source: &Side, target: &Side, current: Uuid) ->
 fn survivor(h: &Handshake<'_>) -> Option<Direction> {
     let lived = |side: &Side, other: &Side| {
         let holds = side.flag(UuidFlags::RECONNECT) && side.disk >= DiskState::Consistent;
-        holds && !side.may_be_stale() && other.may_be_stale()
+        holds && !may_be_stale(h, side) && may_be_stale(h, other)
     };
     match (lived(h.own, h.peer), lived(h.peer, h.own)) {
         _ if !h.is_lockstep() || h.net.protocol != Protocol::C => None,
@@ -1091,7 +1097,7 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
     let third = |side: &Side| !side.uuids.slots.difference(pair).is_empty();
     let unused = verdict.rule == Rule::MarkedBlocks
         && h.phase == Phase::Connect
-        && loser.may_be_stale()
+        && may_be_stale(h, loser)
         && !(h.own.is_primary() && h.peer.is_primary())
         && !third(h.own)
         && !third(h.peer);

@@ -3,7 +3,7 @@
 
 use lockstep_format::wire::{DiskState, Features, UuidFlags};
 
-use super::{Direction, Handshake, Phase, Rule, Strategy, Verdict, follower};
+use super::{Direction, Handshake, Phase, Rule, Strategy, Verdict, follower, may_be_stale};
 use crate::options::Protocol;
 
 /// Equal UUIDs and both UpToDate, but marked blocks: reconcile (13.5) or the rule marked-blocks.
@@ -75,7 +75,7 @@ fn reconcile(h: &Handshake<'_>) -> Option<(Direction, Rule)> {
     {
         return None;
     }
-    if h.is_lockstep() && h.own.may_be_stale() != h.peer.may_be_stale() {
+    if h.is_lockstep() && may_be_stale(h, h.own) != may_be_stale(h, h.peer) {
         // The rule "the side with marks is source" would spread stale blocks.
         return None;
     }
@@ -138,7 +138,7 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
             .or_else(by_node);
     }
     let decided = follower(h)
-        .or_else(|| prefer(h.peer.may_be_stale(), h.own.may_be_stale()))
+        .or_else(|| prefer(may_be_stale(h, h.peer), may_be_stale(h, h.own)))
         .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
         .or(by_crash)
         .or_else(|| prefer(marks.0 != 0, marks.1 != 0));

@@ -17,6 +17,7 @@ use crate::state::State;
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
+use crate::uuids::is_real;
 
 /// How long a pair may be unequal before it is looked at.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -197,8 +198,13 @@ impl Resource {
     }
 
     /// Every disk there is of this volume is connected, Outdated, and of one generation: nobody is
-    /// left that could have newer data, so one of them begins to ask whether a Primary is.
+    /// left that could have newer data, so one of them begins to ask whether a Primary is. A Primary
+    /// knows it, if that generation is the one whose data its applications have seen.
     fn revive_outdated(&mut self, volume: VolumeNr) {
+        if self.state.disk(volume) != DiskState::Outdated || self.state.primary_peer().is_some() {
+            return;
+        }
+        let primary = self.state.role == Role::Primary;
         let first = self.quorum_nodes(volume, true).into_iter().all(|node| {
             let p = self.state.peer_device(volume, node);
             let has_slot = self
@@ -211,15 +217,25 @@ impl Resource {
                 && p.disk == DiskState::Outdated
                 && self.is_lockstep(node)
                 && self.same_current(volume, node);
-            client || (outdated && self.node_id < node)
+            let leads = match primary {
+                true => !self.marked_towards(volume, node),
+                false => self.node_id < node,
+            };
+            client || (outdated && leads)
         });
-        if first
-            && self.state.disk(volume) == DiskState::Outdated
-            && self.state.role == Role::Secondary
-            && self.state.primary_peer().is_none()
-        {
-            self.hard_change(Change::new().disk(volume, DiskState::Consistent));
-            self.schedule_empty_twopc();
+        let seen = self.devices.get(&volume).is_some_and(|device| {
+            let exposed = device.exposed_uuid;
+            is_real(exposed) && exposed.same_generation(device.current_uuid())
+        });
+        match (first, primary) {
+            (true, true) if seen => {
+                self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
+            }
+            (true, false) => {
+                self.hard_change(Change::new().disk(volume, DiskState::Consistent));
+                self.schedule_empty_twopc();
+            }
+            _ => {}
         }
     }
 

@@ -420,3 +420,23 @@ fn a_promotion_beside_the_end_of_a_resync_reaches_the_target() {
         REQUESTS,
     );
 }
+
+/// All copies of a volume were Outdated and equal, beside a Primary whose applications had seen nothing
+/// newer: they waited for the operator.
+#[test]
+fn a_primary_goes_on_with_what_everybody_has() {
+    const REQUESTS: &str = "2,6-8,22-27,29,34-37";
+    named_holds(Some(3), 7_710_009, (None, Vec::new()), "3,6,9,14", REQUESTS);
+    let takeover = (Some("takeover,crash,partition,reset"), Vec::new());
+    named_holds(Some(3), 900_902, takeover, "1-5,7,9-10", "59,64,96");
+}
+
+/// A storage node of a diskless Primary was detached under a write and attached again. The marks that the
+/// other storage node had of this write made it count as one that came back: the write was lost.
+#[test]
+fn a_disk_that_is_attached_is_no_source_of_what_it_missed() {
+    const KINDS: &str = "detach,detach,handover,partition,reset,invalidate,diskless";
+    let kinds = || (Some(KINDS), Vec::new());
+    named_holds(Some(3), 7, kinds(), "0,3,9", "0,3-6,8,10,14-16,19");
+    named_holds(Some(3), 7, kinds(), "0-99", "0-999");
+}
