@@ -242,6 +242,17 @@ impl Reactor {
         }
     }
 
+    /// A connection begins on this carrier: whose options count for it and for the others of the
+    /// session, which may have come before, is known now.
+    fn retune_with(&self, wire: WireId) {
+        let link = self.engine.wire_link(wire);
+        for other in self.carriers.keys() {
+            if *other == wire || link.is_some() && self.engine.wire_link(*other) == link {
+                self.retune(*other);
+            }
+        }
+    }
+
     /// Options have changed that carriers which are up have to know.
     pub(crate) fn retune_all(&self) {
         for wire in self.carriers.keys() {
@@ -412,11 +423,11 @@ impl Reactor {
                     self.engine
                         .handle(now, Input::LaneReceived(wire, lane, bytes));
                     for frame in frames {
-                        let begins = frame.header.kind == Kind::Hello;
+                        let begins = matches!(frame.header.kind, Kind::Hello | Kind::Attach);
                         self.engine.handle(now, Input::LaneFrame(wire, lane, frame));
                         self.perform();
                         if begins {
-                            self.retune(wire);
+                            self.retune_with(wire);
                         }
                     }
                 }
