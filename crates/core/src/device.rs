@@ -217,8 +217,6 @@ pub struct PeerDevice {
     /// This node asked the peer on this connection for marks instead of writes while it is
     /// copied to.
     pub asked_marks: bool,
-    /// It was asked for its writes since.
-    pub asked_writes: bool,
     /// The peer wants writes when this node begins to copy to it (`P_ENABLE_REPLICATION_NEXT`).
     pub replicates_to_target: bool,
     /// It wants them when it becomes Inconsistent otherwise: as above, until it has asked for them
@@ -353,7 +351,6 @@ impl PeerDevice {
             joined_behind: false,
             sent_handshake: false,
             asked_marks: false,
-            asked_writes: false,
             replicates_to_target: true,
             replicates_now: true,
             sent_disk: lockstep_format::wire::DiskState::Diskless,

@@ -193,7 +193,6 @@ impl Resource {
             let enable = self.wants_replication(peer, volume);
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.asked_marks = !enable;
-                pd.asked_writes = false;
             }
             let packet = Packet::EnableReplicationNext(EnableReplication { enable });
             self.send(peer, Stream::Data, volume, packet);

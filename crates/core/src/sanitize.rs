@@ -390,8 +390,8 @@ impl Resource {
                 continue;
             };
             let was = before.repl >= ReplState::Established;
-            if state.disk < DiskState::Inconsistent {
-                // Without a bitmap here the peer cannot be told of everything that it misses.
+            if self.connections.len() > 1 {
+                // A third node may have joined since the peer asked for marks.
                 p.replication = true;
             } else if p.repl.is_sync_source() && !before.repl.is_sync_source() {
                 p.replication = asked.replicates_to_target;

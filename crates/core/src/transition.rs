@@ -278,7 +278,6 @@ impl Resource {
                         pd.quorate = false;
                         pd.sent_handshake = false;
                         pd.asked_marks = false;
-                        pd.asked_writes = false;
                         pd.replicates_to_target = true;
                         pd.replicates_now = true;
                         pd.presented = None;
@@ -305,25 +304,8 @@ impl Resource {
             return;
         };
         let own_up = after.disk == DiskState::UpToDate;
-        if own_up
-            && old.disk(volume) != DiskState::UpToDate
-            && let Some(device) = self.devices.get_mut(&volume)
-        {
-            device.io.missed.clear();
-            device.io.writers = NodeMask::EMPTY;
-        }
         for (peer, p) in &after.peers {
             let before = old.peer_device(volume, *peer);
-            if p.disk == DiskState::UpToDate
-                && before.disk != DiskState::UpToDate
-                && let Some(pd) = self.peer_device_mut(volume, *peer)
-            {
-                pd.io.missed.clear();
-            }
-            let role = new.connections.get(peer).map(|c| c.peer_role);
-            if !own_up && role == Some(Role::Primary) {
-                self.note_writer(volume, *peer);
-            }
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 self.resync_left(volume, *peer);
             }

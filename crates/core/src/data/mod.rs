@@ -18,7 +18,6 @@ mod disk;
 mod exchange;
 mod flush_due;
 mod last_copy;
-mod missed;
 mod owed;
 mod peer_ack;
 mod peer_write;
@@ -191,10 +190,6 @@ pub struct DeviceIo {
     pub written_sectors: u64,
     /// The same at the last step of a resync's rate controller.
     pub(crate) written_at_grant: u64,
-    /// Where this node was told of writes that it misses, since its disk was UpToDate, and who was
-    /// Primary meanwhile.
-    pub(crate) missed: missed::Missed,
-    pub(crate) writers: NodeMask,
 }
 
 /// The data path's part of a connection.
@@ -273,8 +268,6 @@ pub struct PeerIo {
     pub sent_sectors: u64,
     /// How long the peer takes to acknowledge writes.
     pub ack_times: AckTimes,
-    /// Where writes missed the peer since its disk was UpToDate.
-    pub(crate) missed: missed::Missed,
 }
 
 /// What failed on a local disk.

@@ -823,7 +823,6 @@ impl Resource {
         let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
         let failed = write.stage == Stage::Failed && !planted!(self, NegAckIgnored);
         let clears_all = planted!(self, PeerAckClearsAll);
-        self.note_missed(volume, mask.with(peer), sector, size);
         if let Some(io) = self.disk_io(volume) {
             let sender = io.slot_mask(NodeMask::of(peer));
             let in_sync = if failed { 0 } else { io.slot_mask(mask) };
@@ -966,7 +965,6 @@ impl Resource {
         }
         for (volume, sector, size, serial) in settled {
             // Everybody but the lost node may miss it.
-            self.note_missed(volume, NodeMask::of(peer), sector, size);
             if !planted!(self, DrainForgetsThirdNodes) {
                 self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
             }
@@ -1032,7 +1030,6 @@ impl Resource {
             return;
         }
         self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
-        self.mark_of_missed_write(volume, peer, desc.sector, desc.size_bytes);
         self.target_kick(volume, peer);
     }
 
@@ -1053,10 +1050,6 @@ impl Resource {
             // The sender does not know this node's blocks.
             return;
         }
-        if self.misses_writes(volume, peer) {
-            // The sender itself is not told of all writes.
-            return;
-        }
         let own = self.node_id;
         let busy = self.devices.get(&volume).is_some_and(|d| {
             d.io.ranges
@@ -1067,30 +1060,23 @@ impl Resource {
             found.map(|(node, _)| *node).collect()
         });
         let careless = planted!(self, InSyncWhileBusy);
-        let extents: Vec<AlExtent> = Extents::of(sync.sector, sync.size_bytes).iter().collect();
-        // What a verify found is settled by a resync only.
-        let mask = sync.mask.without(own).difference(verified);
-        // A node that this one is to be copied from may have got newer blocks, which the sender has not
-        // heard of yet.
-        let mask = match lockstep {
-            true => mask.difference(sources),
-            false => mask,
-        };
-        let believed = self.not_missed(volume, mask, &extents);
-        for node in mask.difference(believed).iter() {
-            // The node itself may believe it.
-            self.owe_less(volume, node, sync.sector, sync.size_bytes);
-        }
-        let mask = believed;
         let Some(io) = self.disk_io(volume) else {
             return;
         };
+        let extents: Vec<AlExtent> = Extents::of(sync.sector, sync.size_bytes).iter().collect();
         // Something is being written: what the sender saw may be over.
         let hot = extents.iter().any(|extent| io.al.is_referenced(*extent));
         if (busy || hot) && !careless {
             return;
         }
         let mut cleared = 0;
+        // What a verify found is settled by a resync only. And a node that this one is to be copied from
+        // may itself have got newer blocks, which the sender has not heard of yet.
+        let mask = sync.mask.without(own).difference(verified);
+        let mask = match lockstep {
+            true => mask.difference(sources),
+            false => mask,
+        };
         let mut known_by = Vec::new();
         for node in mask.iter() {
             if let Some(slot) = io.slot(node) {

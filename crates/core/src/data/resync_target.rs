@@ -4,7 +4,7 @@
 //! both sides then forget that it ever differed. Requests run ahead of that by the amount that
 //! the rate controller grants.
 
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 
@@ -45,7 +45,7 @@ const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
 const BITMAP_DELAY: Duration = Duration::from_secs(2);
 /// How often third nodes are asked about marks that are left, and how many extents at once.
 const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
-const LEFT_MARKS_EXTENTS: usize = 1024;
+const LEFT_MARKS_EXTENTS: usize = 64;
 /// Largest request in sectors.
 const MOST_SECTORS: u64 = 2048;
 
@@ -473,13 +473,6 @@ impl Resource {
             self.end_pass_of_marks(volume, peer, left);
             return;
         }
-        if self.marks_may_come(volume) {
-            self.await_writes(volume, peer);
-            return;
-        }
-        let Some(sync) = self.target(volume, peer) else {
-            return;
-        };
         if left > sync.pass_failed {
             sync.cursor = 0;
             sync.pass_failed = 0;
@@ -493,15 +486,14 @@ impl Resource {
         // A node that is gone or not UpToDate any more owes no answer.
         let mut waits = core::mem::take(&mut sync.flush_waits);
         for (primary, nodes) in &mut waits {
-            let owes = |node: NodeId| {
+            let up_to_date = |node: NodeId| {
                 self.is_established(node)
-                    && (self.state.peer_device(volume, node).disk == DiskState::UpToDate
-                        || node == *primary && self.asked_for_marks(volume, node))
+                    && self.state.peer_device(volume, node).disk == DiskState::UpToDate
             };
             let reachable = self.is_established(*primary);
             *nodes = nodes
                 .iter()
-                .filter(|node| reachable && owes(*node))
+                .filter(|node| reachable && up_to_date(*node))
                 .collect();
         }
         waits.retain(|(_, nodes)| !nodes.is_empty());
@@ -1077,10 +1069,6 @@ impl Resource {
             // Nobody is left whose relation the packet could settle.
             return;
         }
-        if self.is_told_marks(volume) {
-            // Marks of the newest writes may be on their way.
-            return;
-        }
         let peers: Vec<NodeId> = self
             .established()
             .into_iter()
@@ -1168,7 +1156,7 @@ impl Resource {
             return;
         };
         let bits = io.bitmap.shape().bits();
-        let mut extents = BTreeSet::new();
+        let mut extents = Vec::new();
         let mut left = false;
         for slot in peers.iter().filter_map(|peer| io.slot(*peer)) {
             left |= io.bitmap.count(slot) > 0;
@@ -1177,7 +1165,9 @@ impl Resource {
                 && extents.len() < LEFT_MARKS_EXTENTS
             {
                 let extent = Sector(bit * io.bitmap.shape().block().sectors()).al_extent();
-                extents.insert(extent);
+                if !extents.contains(&extent) {
+                    extents.push(extent);
+                }
                 next = io.bitmap.extent_bits(extent).end;
             }
         }
@@ -1185,13 +1175,12 @@ impl Resource {
             return;
         }
         // Extents that cannot be settled now do not keep the others from their turn.
-        io.left_marks_cursor = match extents.last() {
+        io.left_marks_cursor = match extents.iter().max() {
             Some(last) if extents.len() == LEFT_MARKS_EXTENTS => {
                 io.bitmap.extent_bits(*last).end.min(bits)
             }
             _ => 0,
         };
-        let extents: Vec<AlExtent> = extents.into_iter().collect();
         self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
         self.watch_left_marks(volume);
         self.compare_unsettled(volume);

@@ -637,10 +637,8 @@ impl Resource {
         self.io.log.retain(|other| *other != key);
         // The disk that is gone, or not whole, has it, and nobody else yet.
         self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
-        // Its place in the activity log may be given back already, and a resync reply may be on its
-        // way to the disk where the write was.
-        self.drop_range(key);
-        self.start_write(key);
+        // Its place in the activity log may be given back already.
+        self.app_write_clear(key);
     }
 
     /// Completions that were held go on if nothing holds them any more.
@@ -699,12 +697,6 @@ impl Resource {
             _ => (req.ok, req.in_sync),
         };
         let forgets = planted!(self, BitsNotSetWhileAway);
-        self.note_missed(volume, have, sector, size);
-        // A third node's word about the peer may have cleared the peer's mark, and not this one.
-        let always = self.connections.len() > 1;
-        if self.disk_io(volume).is_none() {
-            news = req.mark;
-        }
         if let Some(io) = self.disk_io(volume) {
             let had = if forgets {
                 have.union(req.sent.complement())
@@ -718,7 +710,7 @@ impl Resource {
                 if in_sync >> slot & 1 == 1 {
                     io.bitmap.clear_range(slot, sector, size);
                 } else if (ok | accounted) >> slot & 1 == 0
-                    && (io.bitmap.set_range(slot, sector, size) > 0 || always)
+                    && io.bitmap.set_range(slot, sector, size) > 0
                 {
                     for node in req.mark.iter().filter(|n| io.slot(*n) == Some(slot)) {
                         news.insert(node);

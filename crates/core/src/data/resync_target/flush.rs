@@ -22,11 +22,8 @@ impl Resource {
                     .connections
                     .get(node)
                     .is_some_and(|c| c.peer_role == Role::Primary);
-                // A source that was demoted meanwhile may owe marks of its last writes, and so may
-                // whoever was asked for marks: it may be Primary before that is known here.
-                let owes = |c: &Connection| {
-                    *node == peer && c.is_lockstep() || self.asked_for_marks(volume, *node)
-                };
+                // A source that was demoted meanwhile may owe marks of its last writes.
+                let owes = |c: &Connection| *node == peer && c.is_lockstep();
                 self.connections
                     .get(node)
                     .is_some_and(|c| (primary || owes(c)) && c.protocol() >= WITH_FLUSH)
@@ -59,12 +56,10 @@ impl Resource {
                 .get(&primary)
                 .is_some_and(|c| c.peer_role == Role::Primary);
             // What a demoted source owes comes from itself.
-            let answering = if !is_primary {
-                NodeMask::of(primary)
-            } else if self.asked_for_marks(volume, primary) {
-                answering.with(primary)
-            } else {
+            let answering = if is_primary {
                 answering
+            } else {
+                NodeMask::of(primary)
             };
             if answering.count() > 0 {
                 waits.push((primary, answering));
@@ -104,9 +99,6 @@ impl Resource {
 
     /// A node has passed on everything that the Primary had for it.
     pub(crate) fn flush_acked(&mut self, peer: NodeId, sequence: u64, primary: NodeId) {
-        if peer == primary {
-            self.forget_writer(peer);
-        }
         let mut kicked = Vec::new();
         for (volume, device) in &mut self.devices {
             for (source, pd) in &mut device.peers {

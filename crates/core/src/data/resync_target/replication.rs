@@ -6,11 +6,12 @@
 //! Marks that the peers owe at that moment must be here before the end: the flush that every resync
 //! ends with is asked for behind the request for the writes.
 
+use alloc::vec::Vec;
+
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::EnableReplication;
 
-use crate::device::PeerDevice;
 use crate::event::Stream;
 use crate::rate::STEP;
 use crate::resource::Resource;
@@ -20,6 +21,8 @@ impl Resource {
     /// What `P_ENABLE_REPLICATION_NEXT` tells the peer. Only nodes of this project vouch for the
     /// acks of an earlier Primary in their answer to a flush, so kernel peers are asked for all their
     /// writes. Where two nodes write, each reads what the other has written: a mark would be too late.
+    /// And a third node's word about who is in sync (`P_PEERS_IN_SYNC`) may be older than a mark that
+    /// it then clears, so resources of more than two nodes replicate all the time.
     pub(crate) fn wants_replication(&self, peer: NodeId, volume: VolumeNr) -> bool {
         let Some(device) = self.devices.get(&volume) else {
             return true;
@@ -30,7 +33,8 @@ impl Resource {
             .is_some_and(|pd| pd.options.resync_without_replication);
         // A resync that may be in its last pass must not get marks of somebody new.
         let runs = device.peers.values().any(|pd| pd.io.target.is_some());
-        !marks || runs || self.is_shared() || !self.is_lockstep(peer)
+        let third = self.connections.len() > 1;
+        !marks || runs || third || self.is_shared() || !self.is_lockstep(peer)
     }
 
     /// Nobody was asked for marks.
@@ -50,10 +54,9 @@ impl Resource {
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        let Some(pd) = device.peers.get_mut(&source).filter(|pd| pd.asked_marks) else {
+        if device.peers.get(&source).is_none_or(|pd| !pd.asked_marks) {
             return;
-        };
-        pd.asked_writes = false;
+        }
         for (_, pd) in device.peers.iter_mut().filter(|(n, _)| **n != source) {
             if let Some(sync) = pd.io.target.as_mut() {
                 sync.replicating = false;
@@ -85,50 +88,13 @@ impl Resource {
         }
     }
 
-    /// The peer was asked for marks on this connection; it may have been asked for writes since.
-    pub(super) fn asked_for_marks(&self, volume: VolumeNr, peer: NodeId) -> bool {
-        self.devices
-            .get(&volume)
-            .and_then(|d| d.peers.get(&peer))
-            .is_some_and(|pd| pd.asked_marks)
-    }
-
-    /// Somebody was asked for marks and not for writes since, such as a peer whose handshake was
-    /// under way when the others were.
-    pub(super) fn marks_may_come(&self, volume: VolumeNr) -> bool {
-        self.devices.get(&volume).is_some_and(|d| {
-            let mut peers = d.peers.values();
-            peers.any(|pd| pd.asked_marks && !pd.asked_writes)
-        })
-    }
-
-    /// Asks them, too, as soon as they are there.
-    pub(super) fn await_writes(&mut self, volume: VolumeNr, source: NodeId) {
+    fn ask_for_writes(&mut self, volume: VolumeNr) {
         let Some(device) = self.devices.get(&volume) else {
             return;
         };
-        let late = |(peer, pd): (&NodeId, &PeerDevice)| {
-            pd.asked_marks && !pd.asked_writes && !self.is_established(*peer)
-        };
-        if !device.peers.iter().any(late) {
-            self.ask_for_writes(volume);
-            self.request_flushes(volume, source);
-        }
-        let at = self.now + STEP;
-        self.timers
-            .set_earliest(Timer::ResyncStep(volume, source), at);
-    }
-
-    fn ask_for_writes(&mut self, volume: VolumeNr) {
-        let peers = self.established();
+        let asked = |peer: &NodeId| device.peers.get(peer).is_some_and(|pd| pd.asked_marks);
+        let peers: Vec<NodeId> = self.established().into_iter().filter(asked).collect();
         for peer in peers {
-            let Some(pd) = self.peer_device_mut(volume, peer) else {
-                continue;
-            };
-            if !pd.asked_marks {
-                continue;
-            }
-            pd.asked_writes = true;
             let packet = Packet::EnableReplication(EnableReplication { enable: true });
             self.send(peer, Stream::Data, volume, packet);
         }
