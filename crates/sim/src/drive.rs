@@ -200,24 +200,14 @@ impl<'a> Drive<'a> {
         let mut round = 0u64;
         let takeover = self.plan.takeover;
         let mut whole_since = None;
-        let mut progress = (u64::MAX, w.now);
+        let mut progress = Progress::of(w);
         let what = "everything is in sync again";
         wait_for(w, o, PATIENCE * 20, what, |w, o| {
             if round.is_multiple_of(50) {
                 o.heal(w);
                 promises::followers_are_current(w);
                 promises::replicas_agree(w);
-                // A slow resync may take long, but not stand still or begin again.
-                let left = check::left_to_sync(w);
-                let moves = left < progress.0;
-                progress.0 = left;
-                if moves {
-                    progress.1 = w.now;
-                } else if w.now >= progress.1 + PATIENCE {
-                    let missing = check::not_converged(w).unwrap_or_default();
-                    let limit = PATIENCE / SECOND;
-                    w.fail(format!("{what} within {limit} s: {missing}"));
-                }
+                progress.look(w, what);
             }
             round += 1;
             if let Some(pair) = self.pair.as_mut() {
@@ -436,3 +426,31 @@ fn promote_an_heir(w: &mut World, o: &mut Operator, number: u64) -> bool {
 
 /// How long the cluster may take to become whole, from the last block of a resync.
 pub(crate) const PATIENCE: u64 = 400 * SECOND;
+
+/// How far the resyncs of a world have come.
+pub(crate) struct Progress {
+    left: u64,
+    since: u64,
+}
+
+impl Progress {
+    pub(crate) fn of(w: &World) -> Progress {
+        Progress {
+            left: u64::MAX,
+            since: w.now,
+        }
+    }
+
+    /// A slow resync may take long, but not stand still or begin again.
+    pub(crate) fn look(&mut self, w: &mut World, what: &str) {
+        let left = check::left_to_sync(w);
+        if left < self.left {
+            self.since = w.now;
+        } else if w.now >= self.since + PATIENCE {
+            let missing = check::not_converged(w).unwrap_or_default();
+            let limit = PATIENCE / SECOND;
+            w.fail(format!("{what} within {limit} s: {missing}"));
+        }
+        self.left = left;
+    }
+}

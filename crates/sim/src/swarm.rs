@@ -9,6 +9,7 @@ use lockstep_format::units::VolumeNr;
 
 use crate::check;
 use crate::disk::Where;
+use crate::drive::{PATIENCE, Progress};
 use crate::faults::{BY_NAME, Undo, happen, revert};
 pub use crate::faults::{FAULTS, Fault};
 use crate::operator::{Operator, Settings};
@@ -453,9 +454,12 @@ fn converge(w: &mut World, o: &mut Operator, rng: &mut Rng, busy: bool, load: &m
     let busy_until = w.now + 20 * SECOND;
     load.left = 2000;
     load.think = load.think.max(MS);
-    wait_for(w, o, 400 * SECOND, "everything is in sync again", |w, o| {
+    let what = "everything is in sync again";
+    let mut progress = Progress::of(w);
+    wait_for(w, o, PATIENCE * 20, what, |w, o| {
         if round.is_multiple_of(50) {
             o.heal(w);
+            progress.look(w, what);
         }
         round += 1;
         if busy && w.now < busy_until {
