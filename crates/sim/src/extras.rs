@@ -8,7 +8,8 @@ use crate::disk::Where;
 use crate::operator::Settings;
 use crate::plan::{LARGE_BLOCKS, SMALL_BLOCKS};
 use crate::rng::{Rng, mixed};
-use crate::world::{Config, MS, SlowWire};
+use crate::themes::slow_wire;
+use crate::world::Config;
 
 /// A part of the configuration that is off by default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,16 +109,7 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         Extra::Hot => {
             config.blocks = config.blocks.min(SMALL_BLOCKS);
             if rng.permille(600) {
-                let from = rng.below(config.nodes as u64) as usize;
-                let to = (from + 1 + rng.below(config.nodes as u64 - 1) as usize) % config.nodes;
-                config.slow = Some(SlowWire {
-                    from,
-                    to,
-                    stream: rng.pick(&[None, Some(0), Some(1)]),
-                    factor: rng.pick(&[5, 20, 60]),
-                });
-                // No wire is slower than a ping may take.
-                config.net_delay = config.net_delay.min(MS);
+                slow_wire(config, &mut rng);
             }
         }
         Extra::ShortLog => {

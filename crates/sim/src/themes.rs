@@ -70,16 +70,7 @@ pub(crate) fn choose(seed: u64, config: &mut Config, settings: &mut Settings) ->
         _ => theme.words = "",
     }
     if rng.permille(300) {
-        let from = rng.below(config.nodes as u64) as usize;
-        let to = (from + 1 + rng.below(config.nodes as u64 - 1) as usize) % config.nodes;
-        config.slow = Some(SlowWire {
-            from,
-            to,
-            stream: rng.pick(&[None, Some(0), Some(1)]),
-            factor: rng.pick(&[5, 20, 60]),
-        });
-        // No wire is slower than a ping may take.
-        config.net_delay = config.net_delay.min(MS);
+        slow_wire(config, &mut rng);
         // All of a large device takes longer than the end of a world waits.
         config.blocks = config.blocks.min(SMALL_BLOCKS);
     }
@@ -135,4 +126,18 @@ pub(crate) fn edges(regions: &mut [u64], blocks: u64, mut rng: Rng) {
                 .min(blocks - 20),
         };
     }
+}
+
+/// One direction between two nodes is slower than the others.
+pub(crate) fn slow_wire(config: &mut Config, rng: &mut Rng) {
+    let from = rng.below(config.nodes as u64) as usize;
+    let to = (from + 1 + rng.below(config.nodes as u64 - 1) as usize) % config.nodes;
+    config.slow = Some(SlowWire {
+        from,
+        to,
+        stream: rng.pick(&[None, Some(0), Some(1)]),
+        factor: rng.pick(&[5, 20, 60]),
+    });
+    // No wire is slower than a ping may take.
+    config.net_delay = config.net_delay.min(MS);
 }

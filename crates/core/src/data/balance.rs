@@ -44,6 +44,11 @@ impl ReadPath {
         self.in_flight
     }
 
+    /// No read is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight == 0
+    }
+
     /// A read of the path was given up.
     pub(crate) fn forget(&mut self) {
         self.in_flight = self.in_flight.saturating_sub(1);

@@ -315,27 +315,15 @@ impl Resource {
     }
 
     /// The disk became UpToDate a moment ago: writes that are on their way to it may have been read
-    /// already, where a peer has them.
+    /// already, where a peer has them. Local reads queue until no read of a peer and no range is left.
     fn was_read_at_peer(&mut self, volume: VolumeNr) -> bool {
-        let device = self.devices.get(&volume);
-        if !device.is_some_and(|d| d.io.read_at_peer) {
+        let Some(device) = self.devices.get_mut(&volume) else {
             return false;
-        }
-        let mut requests = self.io.requests.keys().into_iter();
-        let open = requests.any(|key| {
-            let req = self.io.requests.get(key);
-            req.is_some_and(|req| {
-                let is_open = match req.kind {
-                    RequestKind::Read => !req.pending.is_empty(),
-                    _ => req.local == Local::Pending,
-                };
-                req.volume == volume && is_open
-            })
-        });
-        if let Some(device) = self.devices.get_mut(&volume) {
-            device.io.read_at_peer = open;
-        }
-        open
+        };
+        let io = &mut device.io;
+        io.read_at_peer = io.read_at_peer
+            && !(io.ranges.is_empty() && io.read_paths.values().all(ReadPath::is_idle));
+        io.read_at_peer
     }
 
     /// A read that stays here waits for writes in flight that a peer may have shown to an earlier

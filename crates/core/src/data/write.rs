@@ -637,8 +637,10 @@ impl Resource {
         self.io.log.retain(|other| *other != key);
         // The disk that is gone, or not whole, has it, and nobody else yet.
         self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
-        // Its place in the activity log may be given back already.
-        self.app_write_clear(key);
+        // Its place in the activity log may be given back already, and a resync reply may be on its
+        // way to the disk where the write was.
+        self.drop_range(key);
+        self.start_write(key);
     }
 
     /// Completions that were held go on if nothing holds them any more.
