@@ -430,14 +430,7 @@ impl Resource {
         }
         members = members.union(self.state.connected());
         let empty = t.change == StateChange::default();
-        // A Primary that leaves by agreement does not make this node's data old; one that can
-        // still be reached through others does.
-        let disconnects = t.change.mask.has(StateWord::CONN)
-            && t.change.val.conn() == Some(ConnState::Disconnecting);
-        let mut primary_nodes = outcome.primary_nodes;
-        if disconnects && !outcome.reachable_nodes().contains(t.initiator) {
-            primary_nodes.remove(t.initiator);
-        }
+        let primary_nodes = outcome.primary_nodes;
         if let Some(peer) = t.handshake {
             let change = self.connect_change(peer).members(members);
             self.connect_committed(peer);

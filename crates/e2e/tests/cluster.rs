@@ -132,7 +132,11 @@ fn a_split_brain_is_refused_and_ends_with_discard_my_data() -> Result<()> {
     };
     write(0, 1)?;
     cluster.adm(0, &["secondary", "r0"])?;
-    cluster.adm(1, &["primary", "r0"])?;
+    // What the Primary left behind is old.
+    let refused = cluster.adm_raw(1, &["primary", "r0"])?;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    ensure!(!refused.status.success() && said.contains("(-2)"), "{said}");
+    cluster.adm(1, &["primary", "--force", "r0"])?;
     write(1, 2)?;
     cluster.adm(1, &["secondary", "r0"])?;
     let _ = cluster.adm_raw(1, &["disconnect", "r0"])?;

@@ -59,7 +59,7 @@ fn a_split_brain_is_explained_and_ended_by_choice() -> Result<()> {
     nodes.stock(0, &["disconnect", "r0"])?;
     write(0, 64)?;
     nodes.stock(0, &["secondary", "r0"])?;
-    nodes.stock(1, &["primary", "r0"])?;
+    nodes.stock(1, &["primary", "--force", "r0"])?;
     write(1, 256)?;
     nodes.stock(1, &["secondary", "r0"])?;
     nodes.stock(0, &["connect", "r0"])?;

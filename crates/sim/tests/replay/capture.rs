@@ -7,7 +7,9 @@ use std::path::Path;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::alg::digest_len;
 use lockstep_format::wire::packet::ConnectionFeatures;
-use lockstep_format::wire::{Dialect, Packet, Stream, decode, decode_header, decode_initial};
+use lockstep_format::wire::{
+    Dialect, Packet, StateWord, Stream, decode, decode_header, decode_initial,
+};
 
 use crate::inspect::pcap::{Capture, Content, content};
 use crate::inspect::tcp::{Direction, TcpEvent, TcpTable};
@@ -124,12 +126,46 @@ pub(crate) fn read(path: &Path) -> Vec<Item> {
     let day = items
         .first()
         .map_or(0, |i: &Item| i.time_ns / DAY_NS * DAY_NS);
+    let captured = items.len();
     commands(&text, day, &mut items);
+    for at in captured..items.len() {
+        items[at].time_ns = shown(&items[..captured], &items[at]);
+    }
     items.sort_by_key(|item| item.time_ns);
     items
 }
 
 const TOOL_MS: u64 = 100;
+/// When the kernel was asked at the latest: its node's own proposal of the change shows it.
+fn shown(captured: &[Item], item: &Item) -> u64 {
+    let What::Command { node, text } = &item.what else {
+        return item.time_ns;
+    };
+    let mut words = text.split_whitespace();
+    // Of the role, or of the connection.
+    let changes = match (words.next(), words.next()) {
+        (Some("drbdadm"), Some("primary" | "secondary")) => StateWord::ROLE,
+        (Some("drbdadm"), Some("disconnect" | "down")) => StateWord::CONN,
+        _ => return item.time_ns,
+    };
+    let typed = item.time_ns - TOOL_MS * 1_000_000;
+    let proposes = |seen: &Seen| match &seen.packet {
+        Packet::TwopcPrepare(p) => {
+            seen.from == *node
+                && p.head.initiator_node_id == *node
+                && p.change.mask.masked(changes) == changes
+                // Connections are made by the same packet, with a role.
+                && !(changes == StateWord::CONN && p.change.mask.has(StateWord::ROLE))
+        }
+        _ => false,
+    };
+    captured
+        .iter()
+        .filter(|other| (typed..item.time_ns).contains(&other.time_ns))
+        .find(|other| matches!(&other.what, What::Packet(seen) if proposes(seen)))
+        .map_or(item.time_ns, |other| other.time_ns - 1)
+}
+
 /// The same without `drbdadm` before it.
 const SETUP_MS: u64 = 50;
 const DAY_NS: u64 = 86_400 * 1_000_000_000;

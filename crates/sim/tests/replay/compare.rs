@@ -77,6 +77,8 @@ pub(crate) struct Replay<'a> {
     late: Vec<(Seen, u64)>,
     /// A command that waits for the packet that shows it.
     postponed: Option<&'a str>,
+    /// A disconnect stands before writes in one line of the shell: they come when it is done.
+    alone: Option<&'a [Item]>,
     /// A peer that was cut off.
     lost: Option<NodeId>,
     differences: Vec<String>,
@@ -136,6 +138,7 @@ impl<'a> Replay<'a> {
             challenge: None,
             late: Vec::new(),
             postponed: None,
+            alone: None,
             lost: None,
             differences: Vec::new(),
         };
@@ -148,6 +151,8 @@ impl<'a> Replay<'a> {
                 What::Command { node, text } if *node == me => {
                     if replay.follows_writes(items, index) {
                         replay.postponed = Some(text);
+                    } else if replay.follows_disconnect(items, index) {
+                        replay.alone = Some(&items[index..]);
                     } else {
                         replay.operator(text, &items[index..]);
                     }
@@ -155,7 +160,10 @@ impl<'a> Replay<'a> {
                 What::Command { node, text } if is_cut_off(text) => replay.lose(*node),
                 What::Up {
                     nodes, acceptor, ..
-                } if nodes.contains(&me) => replay.up(*nodes, *acceptor),
+                } if nodes.contains(&me) => {
+                    replay.writes_while_lost(&items[index..]);
+                    replay.up(*nodes, *acceptor);
+                }
                 What::Down { nodes, .. } if nodes.contains(&me) => {
                     if let Some(peer) = nodes.iter().find(|n| **n != me) {
                         replay.down(*peer);
@@ -197,6 +205,19 @@ impl<'a> Replay<'a> {
             _ => false,
         });
         writes && text.starts_with("drbdadm secondary") && !self.node.links.is_empty()
+    }
+
+    fn follows_disconnect(&self, items: &[Item], index: usize) -> bool {
+        let own =
+            |item: &&Item| matches!(&item.what, What::Command { node, .. } if *node == self.me);
+        let text = |item: &Item| match &item.what {
+            What::Command { text, .. } => text.clone(),
+            _ => String::new(),
+        };
+        let before = items[..index].iter().rfind(own);
+        text(&items[index]).starts_with("wl ")
+            && before.is_some_and(|before| text(before).starts_with("drbdadm disconnect"))
+            && !self.node.links.is_empty()
     }
 
     /// Collects what resyncs of the capture show of disks that were not written before.
@@ -539,6 +560,8 @@ impl<'a> Replay<'a> {
     fn lose(&mut self, peer: NodeId) {
         if self.node.links.contains_key(&peer) {
             self.lost = Some(peer);
+            // When they are sent is free, so those of the end may be missing.
+            self.peer_acks = [None; 2];
             self.down(peer);
         }
     }
@@ -557,10 +580,21 @@ impl<'a> Replay<'a> {
         self.announced.clear();
     }
 
+    /// The applications of a Primary go on when it has taken its peer for lost.
+    fn writes_while_lost(&mut self, ahead: &[Item]) {
+        if self.lost.take().is_some() {
+            self.write_alone(ahead);
+        }
+    }
+
     fn up(&mut self, nodes: [NodeId; 2], acceptor: NodeId) {
         let Some(peer) = nodes.iter().copied().find(|n| *n != self.me) else {
             return;
         };
+        // Its old connection was never closed: the cable was pulled.
+        if self.node.links.contains_key(&peer) {
+            self.down(peer);
+        }
         let until = self.node.now + 3_000_000_000;
         while self.node.connecting.get(&peer) != Some(&true) {
             if !self.node.step(until) {
@@ -580,6 +614,9 @@ impl<'a> Replay<'a> {
         let [kernel, core] = std::mem::take(&mut self.peer_acks);
         if kernel != core {
             self.differ(format!("last peer ack {core:?} instead of {kernel:?}"));
+        }
+        if let Some(ahead) = self.alone.take_if(|_| self.node.links.is_empty()) {
+            self.write_alone(ahead);
         }
     }
 

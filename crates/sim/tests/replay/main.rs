@@ -397,8 +397,7 @@ fn drbd84_lost_link() {
         "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(19320)",
     ];
     replay("84", "24-link-loss", 1, &lost);
-    // The writer goes on while the link is dead, unseen.
-    replay_until("84", "24-link-loss", 0, Some("(host: tap t02 down"), &[]);
+    replay("84", "24-link-loss", 0, &[]);
 }
 
 #[test]
@@ -485,4 +484,27 @@ fn full_sync_between_84_and_93() {
     let mut unknown = vec!["missing Data State Secondary/"; 8];
     unknown.push("missing Data Uuids(Uuids { current: Uuid(6861DF01A79B8A30)");
     replay("9x", "40-mixed-84-93-fullsync", 1, &unknown);
+}
+
+#[test]
+fn drbd9_two_paths() {
+    replay("9x", "30-2node-two-paths", 0, &[]);
+    // The cable was pulled before these went out.
+    let lost = [
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(37472)",
+        "extra at the end of the connection: Control BarrierAck(BarrierAck { barrier: 1962934272",
+        "extra at the end of the connection: Control WriteAck(BlockAck { sector: Sector(22416)",
+    ];
+    replay("9x", "30-2node-two-paths", 1, &lost);
+}
+
+#[test]
+fn drbd9_bitmap_blocks_of_two_sizes() {
+    // By choice a bitmap is reduced to the blocks of a peer with larger ones before it is sent.
+    let reduced = [
+        "missing Data CompressedBitmap(CompressedBitmap { first_run: Clear, pad_bits: 0, code: [223, 37",
+        "extra at the end of the connection: Data CompressedBitmap(",
+    ];
+    replay("9x", "34-2node-bitmap-block-size", 0, &reduced);
+    replay("9x", "34-2node-bitmap-block-size", 1, &[]);
 }

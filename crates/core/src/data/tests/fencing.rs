@@ -201,6 +201,43 @@ fn a_disconnect_by_command_outdates_and_calls_nobody() {
     assert_eq!(peer_disk(&w, 0), DiskState::Outdated);
 }
 
+/// Capture 9x/34: the Primary disconnects, and its peer is Outdated.
+#[test]
+fn without_fencing_as_well_a_primary_that_disconnects_leaves_old_data_behind() {
+    for (by, peer) in [(0, 1), (1, 0)] {
+        let mut w = world(Fencing::DontCare);
+        let command = Command::Disconnect {
+            peer: node_id(peer),
+            force: false,
+        };
+        w.command(by, command);
+        w.pass(Duration::from_secs(2));
+        assert_eq!(w.disk_state(1), DiskState::Outdated, "{:#?}", w.log);
+        let id = w.command(1, Command::Primary { force: false });
+        w.pass(Duration::from_secs(2));
+        let refused = w.answers[&id].as_ref().unwrap_err();
+        assert_eq!(refused.code, ErrorCode::NO_UP_TO_DATE_DISK, "by {by}");
+        let command = Command::Connect {
+            peer: node_id(peer),
+            discard_my_data: false,
+            tentative: false,
+        };
+        w.command(by, command);
+        w.pass_until("nothing is old", 60, World::in_sync);
+    }
+    // What a Secondary leaves is not old.
+    let mut w = world(Fencing::DontCare);
+    w.command(0, Command::Secondary { force: false });
+    w.pass(Duration::from_secs(1));
+    let command = Command::Disconnect {
+        peer: node_id(1),
+        force: false,
+    };
+    w.command(0, command);
+    w.pass(Duration::from_secs(2));
+    assert_eq!(w.disk_state(1), DiskState::UpToDate, "{:#?}", w.log);
+}
+
 #[test]
 fn a_promotion_fences_the_lost_primary_first() {
     let mut w = world(Fencing::ResourceOnly);
