@@ -32,6 +32,7 @@ mod pieces;
 mod replication;
 mod thin;
 mod third;
+mod unanswered;
 
 use pieces::request_bits;
 
@@ -87,6 +88,8 @@ pub(crate) struct TargetSync {
     replicating: bool,
     /// Marks that were left at the end of the last pass without replication.
     left_bits: u64,
+    /// Of the disk that it began on.
+    disk_serial: u64,
 }
 
 #[derive(Debug)]
@@ -152,6 +155,7 @@ impl Resource {
             .disk_io(volume)
             .and_then(|io| io.slot(peer).map(|slot| io.bitmap.count(slot)));
         let target = self.state.peer_device(volume, peer).repl.is_sync_target();
+        let disk_serial = self.forget_unanswered(volume, peer);
         let Some(io) = self.peer_io(volume, peer) else {
             return;
         };
@@ -163,6 +167,7 @@ impl Resource {
         if target {
             let mut sync = TargetSync {
                 pace: Pace::new(now),
+                disk_serial,
                 ..TargetSync::default()
             };
             if let Some(old) = io.target.take() {

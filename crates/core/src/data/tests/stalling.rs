@@ -236,3 +236,47 @@ fn an_attach_of_a_dead_disk_fails() {
     w.attach_again(1);
     w.pass_until("in sync again", 60, World::in_sync);
 }
+
+#[test]
+fn what_a_kernel_84_does_not_answer_to_a_node_without_a_disk_is_asked_for_again() {
+    for seed in 1..20 {
+        let mut setup = Setup {
+            kernels: true,
+            ..Setup::default()
+        };
+        setup.options.protocol_max = 101;
+        let mut w = clean(seed, 2, setup);
+        let ids: Vec<u64> = (0..64).map(|n| w.write(0, n * 16, 4096, 7)).collect();
+        w.pass(Duration::from_secs(2));
+        assert!(ids.iter().all(|id| w.done(0, *id)));
+        // The requests are on their way when the disk goes.
+        w.stalled = Some(0);
+        w.invalidate();
+        w.stalled = None;
+        while w.repl(1, 0) != ReplState::SyncTarget {
+            assert!(w.step(), "{:#?}", w.log);
+        }
+        w.stalled = Some(0);
+        w.pass(Duration::from_millis(300));
+        let detach = Command::Detach {
+            volume: VOLUME,
+            force: false,
+            diskless: false,
+        };
+        w.command(1, detach);
+        w.pass(Duration::from_millis(300));
+        let mut dropped = 0;
+        for wire in w.wires.values_mut() {
+            let before = wire.len();
+            wire.retain(|(_, packet, _)| packet_name(packet) != "resync request");
+            dropped += before - wire.len();
+        }
+        assert!(dropped > 0, "seed {seed}: nothing was asked for");
+        w.stalled = None;
+        w.pass_until("a detach", 10, |w| w.own_disk(1) == DiskState::Diskless);
+        w.attach_again(1);
+        w.pass_until("all in sync", 60, World::in_sync);
+        w.check_same_data();
+        assert_eq!(w.log.iter().filter(|t| t.contains("unknown")).count(), 0);
+    }
+}
