@@ -18,6 +18,8 @@ use lockstep_format::wire::packet::{BarrierAck, BlockId, Data, PeerAck, Trim};
 use lockstep_format::wire::{self, DataFlags, Packet, ReplState, Role, UuidFlags};
 
 use crate::capture::{Item, Seen, What};
+use crate::conflicts::Conflicts;
+use crate::epochs::Epochs;
 use crate::packets::{
     ancestors, clean, event_stream, is_cut_off, is_free, set_runs, show, without_seq,
 };
@@ -42,8 +44,8 @@ impl Setup {
 
 /// A replay under way.
 pub(crate) struct Replay<'a> {
-    node: StandIn,
-    me: NodeId,
+    pub(crate) node: StandIn,
+    pub(crate) me: NodeId,
     peers: Vec<NodeId>,
     setup: &'a Setup,
     /// Captured UUID, without the Primary bit, to the one that the core made instead.
@@ -79,19 +81,11 @@ pub(crate) struct Replay<'a> {
     postponed: Option<&'a str>,
     /// A disconnect stands before writes in one line of the shell: they come when it is done.
     alone: Option<&'a [Item]>,
+    /// What the capture shows of writes of two Primaries to the same blocks.
+    pub(crate) conflicts: Conflicts,
     /// A peer that was cut off.
     lost: Option<NodeId>,
     differences: Vec<String>,
-}
-
-/// Epochs of the core that a peer has not acked.
-#[derive(Default)]
-struct Epochs {
-    /// Writes of the open epoch and those without an answer of theirs.
-    writes: u32,
-    unanswered: Vec<u64>,
-    /// Closed ones: number, writes, and those without an answer.
-    closed: VecDeque<(u32, u32, Vec<u64>)>,
 }
 
 /// How long a packet may be missing until others were fed.
@@ -139,6 +133,7 @@ impl<'a> Replay<'a> {
             late: Vec::new(),
             postponed: None,
             alone: None,
+            conflicts: Conflicts::default(),
             lost: None,
             differences: Vec::new(),
         };
@@ -169,7 +164,7 @@ impl<'a> Replay<'a> {
                         replay.down(*peer);
                     }
                 }
-                What::Packet(seen) if seen.to == me => replay.feed(seen, &items[index..]),
+                What::Packet(seen) if seen.to == me => replay.feed_in_order(seen, &items[index..]),
                 // What was sent to a node that is cut off is written all the same: its marks show.
                 What::Packet(seen) if seen.from == me && replay.is_lost(seen) => {}
                 What::Packet(seen) if seen.from == me => {
@@ -289,6 +284,10 @@ impl<'a> Replay<'a> {
             let bytes = self.node.data[from..from + mark.size_bytes as usize].to_vec();
             self.node.write(mark.sector, bytes, false);
         }
+    }
+
+    pub(crate) fn both_write(&self) -> bool {
+        self.setup.net.allow_two_primaries
     }
 
     fn differ(&mut self, text: String) {
@@ -602,6 +601,7 @@ impl<'a> Replay<'a> {
                 return;
             }
         }
+        self.conflicts.decides = acceptor == self.me;
         self.node.link_up(peer, acceptor == self.me);
     }
 
@@ -665,7 +665,9 @@ impl<'a> Replay<'a> {
                         let epochs = self.epochs.entry(packet.to).or_default();
                         let open = std::mem::take(&mut epochs.writes);
                         let unanswered = std::mem::take(&mut epochs.unanswered);
-                        epochs.closed.push_back((barrier.barrier, open, unanswered));
+                        if open > 0 || !std::mem::take(&mut epochs.refused) {
+                            epochs.closed.push_back((barrier.barrier, open, unanswered));
+                        }
                         again |= self.ack_epochs(packet.to);
                     }
                     Packet::Data(Data {
@@ -752,7 +754,7 @@ impl<'a> Replay<'a> {
     }
 
     /// A packet of a peer.
-    fn feed(&mut self, seen: &Seen, ahead: &[Item]) {
+    pub(crate) fn feed(&mut self, seen: &Seen, ahead: &[Item]) {
         let stream = event_stream(seen.stream);
         let mut packet = seen.packet.clone();
         match &mut packet {
@@ -845,10 +847,7 @@ impl<'a> Replay<'a> {
         if let Some(id) = answered
             && let Some(epochs) = self.epochs.get_mut(&seen.from)
         {
-            epochs.unanswered.retain(|b| *b != id);
-            for (_, _, unanswered) in &mut epochs.closed {
-                unanswered.retain(|b| *b != id);
-            }
+            epochs.answered(id, matches!(seen.packet, Packet::Superseded(_)));
             self.ack_epochs(seen.from);
         }
     }
@@ -891,6 +890,7 @@ impl<'a> Replay<'a> {
             {
                 return;
             }
+            Packet::Data(_) if self.conflicts.began(seen) => {}
             Packet::Data(data) => {
                 let fua = data.flags.contains(DataFlags::FUA);
                 self.node.write(data.sector, seen.payload.clone(), fua);

@@ -5,6 +5,8 @@ mod inspect;
 
 mod capture;
 mod compare;
+mod conflicts;
+mod epochs;
 mod packets;
 mod stand_in;
 
@@ -416,12 +418,21 @@ fn drbd84_crash_of_the_secondary() {
 
 #[test]
 fn drbd84_two_primaries() {
-    // What comes then depends on whether two writes met, which a capture does not show: a write
-    // began before it was on the wire, and ended unseen.
-    replay_until("84", "22-dual-primary", 0, Some("(wl randw"), &[]);
-    replay_until("84", "22-dual-primary", 1, Some("(wl randw"), &[]);
     let few = "29-dual-primary-few-conflicts";
-    replay_until("84", few, 0, Some("(wl randw"), &[]);
+    replay("84", few, 0, &[]);
+    replay("84", few, 1, &[]);
+    // With epochs of several writes the kernels lose count of those of which a write was superseded
+    // (wire.md, 6.12): node 2 does not ack them, and node 1 breaks the link at the ack of a later one, with
+    // acks of its own in its queue. What they mark follows from that.
+    let mut node1 = vec!["missing Data Uuids(Uuids { current: Uuid(02B7BDB2D5D612BD)"; 2];
+    node1.extend(["extra at the end of the connection: Control WriteAck("; 8]);
+    node1.push(
+        "extra at the end of the connection: Control BarrierAck(BarrierAck { barrier: 369098752",
+    );
+    replay("84", "22-dual-primary", 0, &node1);
+    let mut node2 = vec!["extra at the end of the connection: Control BarrierAck("; 10];
+    node2.push("missing Data Uuids(Uuids { current: Uuid(AE4BFF3F246C211B)");
+    replay("84", "22-dual-primary", 1, &node2);
 }
 
 #[test]
