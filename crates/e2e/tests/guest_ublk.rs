@@ -2,16 +2,19 @@
 //! file system on the Primary's device, and a daemon that is killed under it.
 
 use std::fs;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::FileExt;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::guest::{COMMAND_LIMIT, Guest, GuestSetup, HostFiles, can_emulate};
 use lockstep_e2e::{binary, has_program, run};
 
-/// SIGKILLs of the Primary's daemon; `LOCKSTEP_UBLK_KILLS` asks for more.
-const KILLS: usize = 3;
+/// SIGKILLs of the Primary's daemon, as many as there is time for; `LOCKSTEP_UBLK_KILLS` asks for that
+/// many, however long they take.
+const KILLS: RangeInclusive<usize> = 3..=20;
+const KILLING_TIME: Duration = Duration::from_secs(100);
 
 /// SIGKILLs in each of making a device and taking it away; `LOCKSTEP_UBLK_STEPS` asks for more.
 const STEPS: usize = 3;
@@ -41,12 +44,12 @@ const CONFIGURATION: &str = "resource r0 {
 /// `adm NODE WORDS`, `setup NODE WORDS`, `start NODE [OPTIONS]`, `killed NODE` and `probe`; `again NODE`
 /// starts a killed node once more. `try NODE` writes to its device, `disk NODE` names that.
 const HELPERS: &str = r#"
-node() { chroot /host env LOCKSTEP_DIR=/run/$1 /run/bin/$2 $3 $4 $5 $6 $7 2>&1; }
+node() { LOCKSTEP_DIR=/run/$1 chroot /host /run/bin/$2 $3 $4 $5 $6 $7 2>&1; }
 adm() { n=$1; shift; node $n drbdadm "$@"; }
 setup() { n=$1; shift; node $n drbdsetup "$@"; }
 start() {
     rm -f /run/$1/control.sock
-    chroot /host env LOCKSTEP_DIR=/run/$1 setsid /run/bin/lockstepd --device ublk --shards 1 \
+    LOCKSTEP_DIR=/run/$1 setsid chroot /host /run/bin/lockstepd --device ublk --shards 1 \
         --pool-mib 32 ${2---hold 300} < /dev/null >> /run/$1/log 2>&1 &
     while [ ! -S /run/$1/control.sock ]; do usleep 20000; done
 }
@@ -250,7 +253,53 @@ fn check_requests(nodes: &Nodes) -> Result<()> {
     Ok(())
 }
 
-fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
+/// What the daemon's log says at the end of each step from a kill to the first request, with the step.
+const RECOVERY: [(&str, &str); 7] = [
+    ("start of the daemon", "lockstepd is ready"),
+    ("drbdadm up", "Diskless -> Attaching"),
+    ("attach", "Unconnected -> Connecting"),
+    ("connect", "Connecting -> Connected"),
+    ("handler before-resync-target", "-> SyncTarget"),
+    ("resync", "SyncTarget -> Established"),
+    ("device", "device resumed"),
+];
+
+/// How long each step of one recovery took in seconds; none of a step that was not in the log.
+fn steps(killed: f64, log: &str) -> [Option<f64>; RECOVERY.len()] {
+    let mut before = killed;
+    RECOVERY.map(|(_, words)| {
+        let line = log.lines().find(|line| line.contains(words))?;
+        // Of 2026-01-31T12:34:56.789012Z what the guest's clock says in `seconds_of_day`.
+        let (_, time) = line.split_whitespace().next()?.split_once('T')?;
+        let mut fields = time.trim_end_matches('Z').split(':').map(str::parse::<f64>);
+        let mut next = || fields.next().and_then(|field| field.ok());
+        let at = next()? * 3600.0 + next()? * 60.0 + next()?;
+        let step = at - before;
+        before = at;
+        Some(step)
+    })
+}
+
+/// Kills the daemon, starts the next one, and waits until the device works again.
+fn kill_and_start(nodes: &Nodes) -> Result<[Option<f64>; RECOVERY.len()]> {
+    let said = nodes.sh(
+        "wc -l < /run/alfa/log; chroot /host /bin/date -u '+%H %M %S.%N'
+         killed alfa; start alfa; adm alfa up r0 > /dev/null",
+    )?;
+    let mut numbers = said.split_whitespace().map(str::parse::<f64>);
+    let mut next = || {
+        let number = numbers.next().context("the time of the kill")?;
+        number.context("a number")
+    };
+    let lines = next()?;
+    let killed = next()? * 3600.0 + next()? * 60.0 + next()?;
+    nodes.wait_status("alfa", "Primary again", "role:Primary")?;
+    nodes.wait_in_sync()?;
+    let log = nodes.sh(&format!("tail -n +{} /run/alfa/log", lines + 1.0))?;
+    Ok(steps(killed, &log))
+}
+
+fn kill_under_load(nodes: &Nodes, kills: Option<usize>) -> Result<()> {
     let guest = &nodes.guest;
     nodes.sh("mkfs.ext4 -q /dev/$(cat /run/disk) && mount /dev/$(cat /run/disk) /host/mnt")?;
     let (status, refusal) = nodes.raw("adm alfa secondary r0")?;
@@ -264,8 +313,17 @@ fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
         &format!("while :; do chroot /host {fio} || exit 1; [ -e /run/stop-load ] && exit 0; done"),
     )?;
     guest.start_job("probe", ". /run/helpers; probe > /run/probed")?;
-    for kill in 0..kills {
+    let begin = Instant::now();
+    let mut recoveries = Vec::new();
+    while match kills {
+        Some(kills) => recoveries.len() < kills,
+        None => {
+            recoveries.len() < *KILLS.start()
+                || recoveries.len() < *KILLS.end() && begin.elapsed() < KILLING_TIME
+        }
+    } {
         let before = nodes.sectors_written()?;
+        let kill = recoveries.len();
         let more = guest.wait("more writes", ROUND_LIMIT, |guest| {
             let status = guest.job_status("load")?;
             ensure!(
@@ -278,13 +336,9 @@ fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
         if let Err(error) = more {
             return Err(error.context(nodes.report()?));
         }
-        nodes.sh("killed alfa; start alfa; adm alfa up r0")?;
-        nodes.wait_status("alfa", "Primary again", "role:Primary")?;
-        nodes.wait_in_sync()?;
+        recoveries.push(kill_and_start(nodes)?);
     }
-    let longest =
-        guest.sh("awk '{ print $2 - $1 }' /run/probed | sort -rn | head -n 30 | tr '\\n' ' '")?;
-    eprintln!("longest waits for a durable write in seconds, {kills} kills: {longest}");
+    report_recoveries(nodes, &recoveries)?;
     for quick in 0..kills_of("LOCKSTEP_UBLK_QUICK", QUICK_KILLS)? as u64 {
         // In any step of the recovery; some after it.
         nodes.sh(&format!(
@@ -311,12 +365,29 @@ fn kill_under_load(nodes: &Nodes, kills: usize) -> Result<()> {
     Ok(())
 }
 
+fn report_recoveries(nodes: &Nodes, recoveries: &[[Option<f64>; RECOVERY.len()]]) -> Result<()> {
+    let kills = recoveries.len();
+    let longest = nodes.guest.sh(&format!(
+        "awk '{{ print $2 - $1 }}' /run/probed | sort -rn | head -n {kills} | tr '\\n' ' '"
+    ))?;
+    eprintln!("longest waits for a durable write in seconds, {kills} kills: {longest}");
+    for (at, (name, _)) in RECOVERY.iter().enumerate() {
+        let mut times: Vec<f64> = recoveries.iter().filter_map(|steps| steps[at]).collect();
+        times.sort_by(f64::total_cmp);
+        if let (Some(least), Some(most)) = (times.first(), times.last()) {
+            let median = times[times.len() / 2];
+            eprintln!("{name}: {median:.2} s ({least:.2} to {most:.2})");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn a_ublk_device_outlives_its_daemon() -> Result<()> {
     if !can_emulate() || !has_program("fio") || !has_program("strip") {
         return Ok(());
     }
-    let kills = kills_of("LOCKSTEP_UBLK_KILLS", KILLS)?;
+    let kills = asked("LOCKSTEP_UBLK_KILLS")?;
     let nodes = Nodes::start()?;
     match story(&nodes, kills) {
         Ok(()) => Ok(()),
@@ -438,13 +509,16 @@ fn growing(nodes: &Nodes) -> Result<()> {
 }
 
 fn kills_of(variable: &str, otherwise: usize) -> Result<usize> {
-    match std::env::var(variable) {
-        Ok(text) => text.parse().with_context(|| variable.to_owned()),
-        Err(_) => Ok(otherwise),
-    }
+    Ok(asked(variable)?.unwrap_or(otherwise))
 }
 
-fn story(nodes: &Nodes, kills: usize) -> Result<()> {
+fn asked(variable: &str) -> Result<Option<usize>> {
+    let text = std::env::var(variable).ok();
+    let number = text.map(|text| text.parse().with_context(|| variable.to_owned()));
+    number.transpose()
+}
+
+fn story(nodes: &Nodes, kills: Option<usize>) -> Result<()> {
     nodes.sh("adm alfa primary r0")?;
     let link = nodes.sh("readlink /run/alfa/dev/drbd0")?;
     ensure!(link.starts_with("/dev/ublkb"), "{link}");
