@@ -28,6 +28,7 @@ Options of plan:
 Options of bench:
   --only LIST          of codecs,fill,replay,latency,connections,cut,spill
                        (all; spill only with --spill-dir)
+  --plugin PLUGIN      what codecs measures, such as 'zstd level 5'; may be repeated
   --file FILE          sample data (default: made-up text, noise and zeros)
   --bytes SIZE         how much of it (64M)
   --fill SIZE          written into the buffer (1G)
@@ -162,6 +163,7 @@ fn bench_options(args: &[String]) -> Result<(BenchOptions, bool), String> {
         };
         match name.as_str() {
             "only" => found.only = value.split(',').map(String::from).collect(),
+            "plugin" => found.plugins.push(value),
             "file" => found.file = Some(PathBuf::from(&value)),
             "bytes" => found.sample_bytes = plan::parse_size(&value)?,
             "fill" => found.fill_bytes = plan::parse_size(&value)?,

@@ -1,6 +1,6 @@
 //! Sample data, and a stream of it that is checked to the last byte at the other end.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,6 +14,8 @@ use crate::core::rng::Rng;
 /// Bytes written or read at once.
 const BLOCK: usize = 1 << 20;
 const PAGE: usize = 4096;
+/// Parts that the kernel takes at once.
+const PARTS_MAX: usize = 1024;
 
 pub(super) fn read_sample(path: &Path, len: usize) -> Result<Vec<u8>, String> {
     let named = |error: std::io::Error| format!("{}: {error}", path.display());
@@ -94,12 +96,20 @@ impl Flow {
         let (sample, total) = (Arc::clone(&self.sample), self.total);
         spawn(move || {
             let begun = Instant::now();
-            let mut block = Vec::with_capacity(BLOCK);
             let mut at = 0;
             while at < total {
-                fill(&sample, at, total, &mut block);
-                socket.write_all(&block).map_err(text)?;
-                at += block.len() as u64;
+                let stamps = stamps(at, total);
+                let mut parts = parts(&sample, at, total, &stamps);
+                let mut rest = &mut parts[..];
+                while !rest.is_empty() {
+                    let count = rest.len().min(PARTS_MAX);
+                    let written = socket.write_vectored(&rest[..count]).map_err(text)?;
+                    if written == 0 {
+                        return Err("the proxy takes no more bytes".into());
+                    }
+                    IoSlice::advance_slices(&mut rest, written);
+                }
+                at += BLOCK as u64;
             }
             Ok(begun.elapsed())
         })
@@ -135,21 +145,37 @@ impl Flow {
     }
 }
 
-/// The block of the flow that begins at `at`.
-fn fill(sample: &[u8], at: u64, total: u64, block: &mut Vec<u8>) {
-    block.clear();
+/// What each page of the block that begins at `at` begins with.
+fn stamps(at: u64, total: u64) -> Vec<[u8; 8]> {
+    let end = total.min(at + BLOCK as u64);
+    let pages = (at..end).step_by(PAGE);
+    pages.map(u64::to_le_bytes).collect()
+}
+
+/// The block of the flow that begins at `at`: the sample where it is, but for the stamps. Nothing is
+/// copied for it.
+fn parts<'a>(sample: &'a [u8], at: u64, total: u64, stamps: &'a [[u8; 8]]) -> Vec<IoSlice<'a>> {
     let begin = (at as usize / BLOCK * BLOCK) % sample.len().max(1);
     let len = (total - at).min(BLOCK as u64) as usize;
-    while block.len() < len {
-        let from = (begin + block.len()) % sample.len();
-        let take = (len - block.len()).min(sample.len() - from);
-        block.extend_from_slice(&sample[from..from + take]);
-    }
-    for (number, page) in block.chunks_mut(PAGE).enumerate() {
-        if let Some(head) = page.first_chunk_mut::<8>() {
-            *head = (at + (number * PAGE) as u64).to_le_bytes();
+    let mut parts = Vec::with_capacity(2 * stamps.len() + 1);
+    for (number, stamp) in stamps.iter().enumerate() {
+        let page = number * PAGE;
+        let end = len.min(page + PAGE);
+        let mut done = page;
+        // A page that is too short for it has none.
+        if end - page >= stamp.len() {
+            parts.push(IoSlice::new(stamp));
+            done += stamp.len();
+        }
+        while done < end {
+            // The sample begins anew at its end.
+            let from = (begin + done) % sample.len();
+            let take = (end - done).min(sample.len() - from);
+            parts.push(IoSlice::new(&sample[from..from + take]));
+            done += take;
         }
     }
+    parts
 }
 
 /// Whether these are all bytes of the block that begins at `at`; nothing is copied for it.
@@ -186,9 +212,13 @@ mod tests {
     fn every_wrong_byte_of_a_block_is_seen() {
         for (sample_len, total) in [(PAGE * 3 + 5, BLOCK as u64 + PAGE as u64 + 3), (3, 9000)] {
             let sample = noise(sample_len);
-            let (mut at, mut block) = (0, Vec::new());
+            let mut at = 0;
             while at < total {
-                fill(&sample, at, total, &mut block);
+                let stamps = stamps(at, total);
+                let parts = parts(&sample, at, total, &stamps);
+                let bytes = parts.iter().flat_map(|part| part.iter());
+                let mut block: Vec<u8> = bytes.copied().collect();
+                assert_eq!(block.len() as u64, (total - at).min(BLOCK as u64));
                 assert!(is_block(&sample, at, &block));
                 for wrong in [0, 7, 8, PAGE - 1, PAGE, block.len() - 1] {
                     let Some(byte) = block.get_mut(wrong) else {

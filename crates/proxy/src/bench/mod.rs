@@ -17,7 +17,7 @@ use serde_json::json;
 
 use crate::codec::{decode, encode};
 use crate::core::frame::{Bytes, CHUNK_MAX};
-use crate::core::plugin::{Choice, Plugin};
+use crate::core::plugin::{Choice, CodecSpec, Plugin};
 use data::{Flow, made_up, noise, read_sample};
 use pair::{Pair, Setup, text};
 
@@ -49,6 +49,8 @@ const SECTIONS: [&str; 7] = [
 pub struct BenchOptions {
     /// Sections by name; empty is all but `spill`, which wants a directory.
     pub only: Vec<String>,
+    /// What `codecs` measures; empty is a choice of usual ones.
+    pub plugins: Vec<String>,
     /// Sample data for codecs and replay; made up without it.
     pub file: Option<PathBuf>,
     /// Bytes of sample data.
@@ -75,6 +77,7 @@ impl Default for BenchOptions {
     fn default() -> BenchOptions {
         BenchOptions {
             only: Vec::new(),
+            plugins: Vec::new(),
             file: None,
             sample_bytes: 64 * MIB,
             fill_bytes: 1024 * MIB,
@@ -221,6 +224,15 @@ pub fn bench(options: &BenchOptions) -> Result<Report, String> {
             return Err(format!("unknown section '{name}'; known are {SECTIONS:?}"));
         }
     }
+    let plugins = match options.plugins.is_empty() {
+        true => PLUGINS.map(String::from).to_vec(),
+        false => options.plugins.clone(),
+    };
+    // Before anything takes time.
+    let plugins: Vec<(String, Plugin)> = plugins
+        .into_iter()
+        .map(|name| Ok((name.clone(), parse_plugin(&name)?)))
+        .collect::<Result<_, String>>()?;
     let wanted = |name: &str| match options.only.is_empty() {
         true => name != "spill" || options.spill_directory.is_some(),
         false => options.only.iter().any(|only| only == name),
@@ -234,7 +246,7 @@ pub fn bench(options: &BenchOptions) -> Result<Report, String> {
         None => made_up(len),
     });
     if wanted("codecs") {
-        codecs(&mut report, &sample, options.seconds)?;
+        codecs(&mut report, &plugins, &sample, options.seconds)?;
     }
     if wanted("fill") {
         fill(&mut report, options.fill_bytes)?;
@@ -258,18 +270,26 @@ pub fn bench(options: &BenchOptions) -> Result<Report, String> {
     Ok(report)
 }
 
+fn parse_plugin(name: &str) -> Result<Plugin, String> {
+    let words: Vec<&str> = name.split_whitespace().collect();
+    Plugin::parse(&words).map_err(|error| format!("plugin '{name}': {error}"))
+}
+
 fn mib_s(bytes: u64, time: Duration) -> f64 {
     bytes as f64 / MIB as f64 / time.as_secs_f64().max(1e-9)
 }
 
 /// Each codec alone, on one core, and then the whole path through two proxies.
-fn codecs(report: &mut Report, sample: &Arc<Vec<u8>>, seconds: f64) -> Result<(), String> {
+fn codecs(
+    report: &mut Report,
+    plugins: &[(String, Plugin)],
+    sample: &Arc<Vec<u8>>,
+    seconds: f64,
+) -> Result<(), String> {
     let len = sample.len() as u64;
-    for name in PLUGINS {
-        let words: Vec<&str> = name.split(' ').collect();
-        let plugin = Plugin::parse(&words).map_err(|error| error.to_string())?;
+    for (name, plugin) in plugins {
         let mut alone = None;
-        if let Choice::Fixed(spec) = plugin.choice {
+        if let Choice::Fixed(spec) = &plugin.choice {
             let chunks: Vec<Bytes> = sample
                 .chunks(CHUNK_MAX)
                 .map(|chunk| Arc::new(chunk.to_vec().into()))
@@ -277,7 +297,7 @@ fn codecs(report: &mut Report, sample: &Arc<Vec<u8>>, seconds: f64) -> Result<()
             let begun = Instant::now();
             let coded: Vec<_> = chunks
                 .iter()
-                .map(|chunk| encode(&spec, chunk, &Vec::new()))
+                .map(|chunk| encode(spec, chunk, &Vec::new()))
                 .collect();
             let coding = mib_s(len, begun.elapsed());
             let wire: usize = coded.iter().map(|coded| coded.payload.len() + 32).sum();
@@ -308,13 +328,13 @@ fn codecs(report: &mut Report, sample: &Arc<Vec<u8>>, seconds: f64) -> Result<()
                 decoding,
                 "MiB/s",
             );
-            alone = (name != "none").then_some(coding);
+            alone = (*spec != CodecSpec::None).then_some(coding);
         }
         // Long enough to mean something, also for a fast codec.
         let expected = alone.unwrap_or(500.0) * cores() as f64 * seconds.min(3.0);
         let rounds = (expected as u64 * MIB / len).clamp(1, 64);
         let pair = Pair::start(&Setup {
-            plugin: name.into(),
+            plugin: name.clone(),
             ..Setup::default()
         })?;
         let before = processor_time();
@@ -807,6 +827,20 @@ mod tests {
     }
 
     #[test]
+    fn only_the_chosen_plugins_are_measured() {
+        let report = bench(&BenchOptions {
+            only: vec!["codecs".into()],
+            plugins: vec!["zstd level -1".into()],
+            sample_bytes: MIB,
+            seconds: 0.1,
+            ..BenchOptions::default()
+        });
+        let text = report.unwrap().text();
+        assert!(text.contains("zstd level -1: whole path"), "{text}");
+        assert!(!text.contains("lz4"), "{text}");
+    }
+
+    #[test]
     fn fill_replay_latency_connections_cut_and_spill_are_measured() {
         let report = small(&["fill", "replay", "latency", "connections", "cut", "spill"]);
         let value = |name: &str| {
@@ -831,6 +865,9 @@ mod tests {
         };
         assert!(bench(&options).unwrap_err().contains("'speed'"));
         options.only.clear();
+        options.plugins = vec!["lz4".into(), "lz5 level 1".into()];
+        assert!(bench(&options).unwrap_err().contains("'lz5 level 1'"));
+        options.plugins.clear();
         options.file = Some("/nonexistent".into());
         assert!(bench(&options).unwrap_err().contains("/nonexistent"));
     }
