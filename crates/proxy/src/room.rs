@@ -66,6 +66,14 @@ pub(crate) const fn exact(len: usize) -> usize {
     }
 }
 
+/// The room that `empty` makes for this length.
+pub(crate) const fn rounded(len: usize) -> usize {
+    match len {
+        LEAST.. => len.div_ceil(UNIT) * UNIT,
+        _ => len,
+    }
+}
+
 /// A vector of so many bytes with any content, for one who writes all of them.
 pub(crate) fn filled(len: usize) -> Vec<u8> {
     let mut bytes = take(len);
@@ -130,6 +138,7 @@ mod tests {
                 let bytes = empty(len);
                 assert!(bytes.is_empty() && bytes.capacity() >= len);
                 assert_eq!(empty(exact(len)).capacity(), exact(len));
+                assert_eq!(empty(len).capacity(), rounded(len));
                 give(bytes);
                 assert_eq!(copied(&vec![7; len]), vec![7; len]);
             }

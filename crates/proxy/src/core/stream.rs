@@ -18,6 +18,9 @@ const PARTS_MAX: usize = 64 << 10;
 const CHUNK_OVERHEAD: u64 = 160;
 /// From this length on a growing chunk is expected to become a full one.
 const GROWING: usize = 64 << 10;
+/// A piece of this length stays a chunk of its own, and a chunk of this length is not copied for the
+/// sake of more: that costs a fast codec more than it gains.
+const OWN_CHUNK: usize = 256 << 10;
 
 /// What kind of socket a stream carries, from its first eight bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -228,11 +231,13 @@ impl Tx {
             ..
         }) = self.chunks.back_mut()
             && raw.len() + len <= limit.min(CHUNK_MAX)
+            && len < OWN_CHUNK
+            && (raw.len() < OWN_CHUNK || raw.len() + len <= raw.capacity())
         {
             if raw.len() + len >= GROWING {
                 // A large chunk grows once more at most: each growth copies it.
-                let full = limit.min(CHUNK_MAX);
-                if raw.capacity() < full {
+                let full = limit.min(2 * OWN_CHUNK);
+                if raw.capacity() < raw.len() + len {
                     let mut larger = room::empty(full);
                     larger.extend_from_slice(raw);
                     room::give(std::mem::replace(raw, larger));
@@ -751,6 +756,48 @@ mod tests {
         assert_eq!(Class::of(b"\x83\x74\x02\x67\xff\xf2\0\0"), Class::Bulk);
         assert_eq!(Class::of(b"\x83\x74\x02\x67\xff\xf1\0\0"), Class::Control);
         assert_eq!(Class::of(b"GET / HT"), Class::Unknown);
+    }
+
+    #[test]
+    fn small_pieces_join_and_large_ones_are_not_copied_for_it() {
+        const K: usize = 1 << 10;
+        let chunks = |pieces: &[usize]| {
+            let mut tx = Tx::new(u64::MAX);
+            let (mut all, mut copied) = (Vec::new(), 0);
+            for len in pieces {
+                let data: Vec<u8> = (0..*len).map(|at| (at * 7 + all.len()) as u8).collect();
+                all.extend_from_slice(&data);
+                let place = data.as_ptr();
+                tx.push(Instant(0), data, CHUNK_MAX);
+                let Some(Body::Raw(raw)) = tx.chunks.back().map(|chunk| &chunk.body) else {
+                    panic!("nothing else is in there");
+                };
+                copied += if raw.as_ptr() == place { 0 } else { *len };
+            }
+            let mut held = Vec::new();
+            for chunk in &tx.chunks {
+                let Body::Raw(raw) = &chunk.body else {
+                    panic!("nothing else is in there");
+                };
+                assert_eq!(chunk.offset as usize, held.len());
+                assert_eq!(chunk.raw_len as usize, raw.len());
+                held.extend_from_slice(raw);
+            }
+            assert!(held == all);
+            let lens: Vec<usize> = tx
+                .chunks
+                .iter()
+                .map(|chunk| chunk.raw_len as usize)
+                .collect();
+            (lens, copied)
+        };
+        assert_eq!(chunks(&[300 * K, 400 * K]), (vec![300 * K, 400 * K], 0));
+        assert_eq!(chunks(&[20 * K, 1000 * K]), (vec![20 * K, 1000 * K], 0));
+        assert_eq!(chunks(&[300 * K, 9 * K]), (vec![300 * K, 9 * K], 0));
+        assert_eq!(chunks(&[100; 9]), (vec![900], 800));
+        let (lens, _) = chunks(&[60 * K; 30]);
+        assert_eq!(lens.iter().sum::<usize>(), 1800 * K);
+        assert!(lens[..lens.len() - 1].iter().all(|len| *len >= OWN_CHUNK));
     }
 
     #[test]

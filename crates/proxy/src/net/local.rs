@@ -272,6 +272,16 @@ impl Reactor {
     }
 }
 
+/// How much room a read takes when so much waits. All of it is read into, so there must not be more
+/// than is allowed; but a little more than waits is better than a small rest for the next time.
+const fn room_for(waiting: usize, allowed: usize) -> usize {
+    let most = room::exact(allowed);
+    match room::rounded(waiting) {
+        wanted if wanted < most => wanted,
+        _ => most,
+    }
+}
+
 /// Reads what has come, at most `allowed` bytes, into memory of its own and of its size, which the
 /// queue then keeps. The second is the end of the socket, or its failure.
 fn read_once(
@@ -280,8 +290,7 @@ fn read_once(
     scratch: &mut [u8],
 ) -> (Vec<u8>, Option<std::io::Result<()>>) {
     let waiting = rustix::io::ioctl_fionread(socket).unwrap_or(0);
-    // All of the room is read into, so there must not be more than is allowed.
-    let len = room::exact((waiting as usize).min(allowed));
+    let len = room_for(waiting as usize, allowed);
     let mut data = room::empty(len);
     loop {
         let read = match len {
@@ -380,6 +389,31 @@ impl LocalSock {
             closing: false,
             want_read: false,
             watched: Watch::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_takes_all_that_waits_within_what_is_allowed() {
+        const K: usize = 1 << 10;
+        for (waiting, allowed, room) in [
+            (0, 5, 0),
+            (3, 5, 3),
+            (7, 5, 5),
+            (255 * K, 1024 * K, 255 * K),
+            (257 * K, 1024 * K, 320 * K),
+            (1000 * K, 1024 * K, 1024 * K),
+            (9000 * K, 1024 * K, 1024 * K),
+            // Blocks have no byte to spare beyond what is allowed.
+            (300 * K, 310 * K, 256 * K),
+            (400 * K, 390 * K, 384 * K),
+        ] {
+            assert_eq!(room_for(waiting, allowed), room, "{waiting} {allowed}");
+            assert!(room::empty(room).capacity() <= allowed.max(room));
         }
     }
 }
