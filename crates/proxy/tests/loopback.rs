@@ -13,6 +13,8 @@ use lockstep_proxy::{Daemon, Options, Security, SharedSecret};
 mod limits;
 #[path = "loopback/live.rs"]
 mod live;
+#[path = "loopback/refusals.rs"]
+mod refusals;
 #[path = "loopback/sharing.rs"]
 mod sharing;
 #[path = "loopback/statistics.rs"]

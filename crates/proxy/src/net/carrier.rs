@@ -4,7 +4,7 @@
 //! shard has it (`far`), and only the queues and the permission to send stay here.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
 
@@ -198,13 +198,29 @@ impl Reactor {
                 .map(|peer| peer.to_string())
                 .unwrap_or_default();
             tracing::warn!(%listener, peer, reason, "a carrier was refused");
+            let known = self.known_peer(listener, sock.dialled);
+            self.refusals
+                .note(listener, known, &peer, reason, Clock::now());
         }
+    }
+
+    /// The address of a peer that is configured for this listener.
+    fn known_peer(&self, listener: SocketAddr, from: Option<SocketAddr>) -> Option<IpAddr> {
+        let from = from?.ip();
+        let known = self
+            .engine
+            .configs()
+            .any(|config| config.my_outside == listener && config.peer_outside.ip() == from);
+        known.then_some(from)
     }
 
     fn promote(&mut self, mut sock: CarrierSock, listener: SocketAddr) {
         let now = self.now();
         let peer = self.peer_of(&sock);
         tracing::debug!(%listener, from = ?sock.dialled, "a carrier was accepted");
+        if let Some(from) = sock.dialled {
+            self.refusals.clear(listener, from.ip());
+        }
         let wire = self.engine.accept_wire(now, listener, peer);
         if sock.token != 0 {
             self.sources.insert(sock.token, Source::Carrier(wire));
@@ -280,6 +296,17 @@ impl Reactor {
             let Some(id) = self.engine.find(&link.name) else {
                 continue;
             };
+            if matches!(link.state.as_str(), "Connecting" | "Suspended")
+                && let Some(config) = self.engine.config(id)
+            {
+                let (at, peer) = (config.my_outside, config.peer_outside.ip());
+                if let Some(text) = self.refusals.text(at, peer, Clock::now()) {
+                    let before = std::mem::take(&mut link.last_error);
+                    let parts = [before, text];
+                    let parts = parts.iter().filter(|part| !part.is_empty());
+                    link.last_error = parts.map(String::as_str).collect::<Vec<_>>().join("; ");
+                }
+            }
             for wire in self.engine.wires_of(id) {
                 let seen = known.get(&wire).cloned();
                 let Some(carrier) = seen.or_else(|| self.show_carrier(wire)) else {

@@ -7,6 +7,7 @@ mod carrier;
 mod far;
 pub(crate) mod handover;
 mod local;
+mod refusals;
 pub(crate) mod shard;
 mod tcp;
 mod watch;
@@ -33,6 +34,7 @@ use crate::workers::{Work, Workers};
 use carrier::CarrierSock;
 use far::FarLocal;
 use local::LocalSock;
+use refusals::Refusals;
 use shard::Shard;
 
 /// Bytes that one socket may move per turn.
@@ -73,6 +75,8 @@ pub(crate) struct Reactor {
     epoll: OwnedFd,
     mailbox: Mailbox,
     /// There is mail that was not read yet.
+    /// The last carrier that did not authenticate: at which listener, and from which configured peer.
+    refusals: Refusals,
     more_mail: bool,
     shards: Vec<Shard>,
     /// The one that got a socket last.
@@ -115,6 +119,7 @@ impl Reactor {
             engine,
             epoll,
             mailbox,
+            refusals: Refusals::default(),
             more_mail: false,
             shards: threads.shards,
             turn_shard: 0,
@@ -280,6 +285,7 @@ impl Reactor {
                 let token = *token;
                 self.sources.remove(&token);
                 self.outside.remove(&addr);
+                self.refusals.forget(addr);
             }
         }
         tracing::info!(connection = name, "connection removed");
