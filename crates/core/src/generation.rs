@@ -177,9 +177,11 @@ impl Generations {
             self.history[0] = uuid;
             return;
         }
+        // Entries of nodes that do not exist are not sent: a peer of that generation has to find it
+        // in the history, else its next handshake ends in a split brain.
         let in_slot = self
             .others()
-            .any(|node| self.slot(node).bitmap_uuid.same_generation(uuid));
+            .any(|node| self.exists(node) && self.slot(node).bitmap_uuid.same_generation(uuid));
         if in_slot || self.has_retired(uuid) {
             return;
         }

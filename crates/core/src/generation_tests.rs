@@ -727,3 +727,28 @@ fn what_was_announced_and_not_made_is_not_older() {
     assert_eq!(older, [Uuid(0x100), Uuid(0x200), Uuid(0x50)]);
     assert_eq!(set.ancestors().count(), 5);
 }
+
+#[test]
+fn what_a_slot_named_that_is_not_sent_stays_an_ancestor() {
+    // Both bitmaps are in use, so entries of nodes that do not exist are not sent. They keep the
+    // generation that the set began with.
+    let mut target = set();
+    target.history[0] = Uuid(0x50);
+    let peers = [view(B, DiskState::UpToDate), view(C, DiskState::DUnknown)];
+    target.current = Uuid(0x60);
+    let mut rng = Rng::new(1);
+    let next = target.new_current(&rotation(&peers), Role::Primary, &mut rng);
+    let lost = next.unwrap().without_primary_bit();
+    assert_eq!(target.slot(C).bitmap_uuid, Uuid(0x60));
+    assert_eq!(target.slot(NodeId(9)).bitmap_uuid, Uuid(0x60));
+    // B went on alone since; C has stayed behind at the first generation.
+    let mut source = named(0x300, &[(ME, lost.0), (C, 0x60)]);
+    source.history[0] = Uuid(0x60);
+    source.history[1] = Uuid(0x50);
+    let start = target.resync_starts_as_target(&source, &rotation(&peers));
+    target.resync_ends_as_target(B, &source, start, NodeMask::EMPTY);
+    assert_eq!(target.slot(C).bitmap_uuid, lost);
+    for uuid in [Uuid(0x60), Uuid(0x50), lost] {
+        assert!(target.history.contains(&uuid), "{uuid:?}");
+    }
+}

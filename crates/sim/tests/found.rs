@@ -439,3 +439,11 @@ fn a_disk_that_is_attached_is_no_source_of_what_it_missed() {
     named_holds(Some(3), 7, kinds(), "0,3,9", "0,3-6,8,10,14-16,19");
     named_holds(Some(3), 7, kinds(), "0-99", "0-999");
 }
+
+/// The target of a resync forgot the generation at which a dead third node had stopped: an entry of no node
+/// held it as well, which nobody is sent. The third node came back and its data were taken for a split brain.
+#[test]
+fn a_dead_primary_meets_one_that_was_resynced_meanwhile() {
+    named_holds(Some(3), 15_500_142, (None, Vec::new()), "5,7", "117-118");
+    named_holds(Some(3), 15_500_142, (None, Vec::new()), "0-99", "0-999");
+}
