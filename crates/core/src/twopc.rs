@@ -692,6 +692,11 @@ impl Resource {
                 self.check_change(&self.connect_change(*peer)).map(|_| ())
             }
             WishKind::Empty => Ok(()),
+            // Without its target it would be a resync of nobody, and begin beside the next handshake.
+            WishKind::Resync { peer, .. } if !t.children.contains(*peer) => Err(Refusal {
+                code: ErrorCode::NEED_CONNECTION,
+                text: format!("the connection to node {peer} was lost"),
+            }),
             WishKind::Detach(volume) if self.state.disk(*volume) == DiskState::Attaching => {
                 Err(Refusal {
                     code: ErrorCode::IN_TRANSIENT_STATE,

@@ -1,13 +1,13 @@
 //! Stories that once ended badly and that no random world had told.
 
-use lockstep_core::command::{Command, MetaIndex};
+use lockstep_core::command::{Command, ErrorCode, MetaIndex};
 use lockstep_core::event::RequestKind;
 use lockstep_core::options::Protocol;
-use lockstep_format::units::VolumeNr;
-use lockstep_format::wire::{ConnState, DiskState};
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState};
 use lockstep_sim::disk::Lose;
 use lockstep_sim::scenario::{A, B, C, Scenario};
-use lockstep_sim::world::{SECOND, World};
+use lockstep_sim::world::{MS, SECOND, World};
 
 fn disk(w: &World, node: usize) -> DiskState {
     w.snapshot(node).expect("it is up").devices[0].disk_state
@@ -73,4 +73,37 @@ fn an_old_disk_that_a_peer_attaches_is_no_source_for_what_a_primary_has_shown() 
     s.in_sync();
     s.read(A, 100, 8);
     s.read(A, 100, 8);
+}
+
+/// An operator invalidated a disk from a node whose connection broke while a third node still had to
+/// agree. The resync began without a connection, and told its state in the middle of the next handshake.
+#[test]
+fn a_resync_that_lost_its_peer_before_all_agreed_does_not_begin() {
+    let mut s = Scenario::new(1, 3, Protocol::C);
+    s.write_and_wait(A, 100, 8);
+    s.world.set_blocked(B, C, true);
+    let id = s.world.command(
+        C,
+        Command::Invalidate {
+            volume: VolumeNr(0),
+            from: Some(NodeId(0)),
+            reset_bitmap: false,
+        },
+    );
+    s.pass(50 * MS);
+    assert!(!s.world.nodes[C].answers.contains_key(&id), "B has agreed");
+    s.world.reset(A, C);
+    s.run_until("C loses A", |w| !is_connected(w, C, 0));
+    s.world.set_blocked(B, C, false);
+    s.run_until("the command ends", |w| {
+        let snapshot = w.snapshot(C).expect("it is up");
+        let to_a = &snapshot.connections[0];
+        let repl = to_a.peer_devices[0].repl_state;
+        assert!(to_a.state == ConnState::Connected || repl == ReplState::Off);
+        w.nodes[C].answers.contains_key(&id)
+    });
+    let answer = &s.world.nodes[C].answers[&id];
+    let refused = answer.as_ref().expect_err("the peer is gone");
+    assert_eq!(refused.code, ErrorCode::NEED_CONNECTION);
+    s.in_sync();
 }
