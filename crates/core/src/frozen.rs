@@ -12,11 +12,12 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{DiskState, Role};
 
 use crate::command::ErrorCode;
-use crate::compare::Strategy;
+use crate::compare::{Direction, Strategy};
 use crate::open::Access;
 use crate::options::OnSuspendedPrimaryOutdated;
 use crate::report::Level;
 use crate::resource::Resource;
+use crate::state::ReplSets;
 use crate::transition::Change;
 use crate::validity::Refusal;
 
@@ -49,6 +50,44 @@ impl Resource {
                 "node {peer} has newer data of volume {volume}; this frozen Primary gives its \
                  role up"
             ),
+        }
+    }
+
+    /// The comparison asks for it: this Primary's data would become older under its users, or the
+    /// peer is Primary of a newer generation. Two Primaries cannot connect, though nothing may have
+    /// been written since.
+    pub(crate) fn has_to_give_way(
+        &self,
+        peer: NodeId,
+        volume: VolumeNr,
+        strategy: Strategy,
+        peer_role: Role,
+    ) -> bool {
+        let to_primary = peer_role == Role::Primary
+            && !self.may_both_be_primary(peer)
+            && strategy.direction() == Some(Direction::Target)
+            && !self.same_current(volume, peer);
+        self.would_give_way() && (outdates_primary(strategy) || to_primary)
+    }
+
+    /// A connect was refused because of a Primary elsewhere, perhaps beyond the peer: if the peer's
+    /// data are the newer ones, this frozen Primary gives way to that one (semantics.md, 9.2).
+    pub(crate) fn give_way_to_another(&mut self, peer: NodeId, code: ErrorCode) {
+        let conflict = [ErrorCode::TWO_PRIMARIES, ErrorCode::CW_FAILED_BY_PEER].contains(&code);
+        if !conflict || !self.would_give_way() {
+            return;
+        }
+        let newer: BTreeSet<VolumeNr> = (self.devices.iter())
+            .filter(|(volume, device)| {
+                let verdict = device.peers.get(&peer).and_then(|pd| pd.verdict.as_ref());
+                verdict.is_some_and(|v| v.repl.becomes_target())
+                    && !self.same_current(**volume, peer)
+            })
+            .map(|(volume, _)| *volume)
+            .collect();
+        for volume in newer {
+            // The connect has failed already.
+            let _ = self.give_way(peer, volume);
         }
     }
 

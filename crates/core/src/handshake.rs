@@ -123,6 +123,7 @@ impl Resource {
     /// The connect came to a no (semantics.md, 9.2, "result handling").
     pub(crate) fn connect_refused(&mut self, peer: NodeId, refusal: &Refusal) {
         self.apply_local_consequences(peer);
+        self.give_way_to_another(peer, refusal.code);
         let retry = matches!(
             refusal.code,
             ErrorCode::HANDSHAKE_RETRY
@@ -544,7 +545,7 @@ impl Resource {
             });
             return;
         }
-        if crate::frozen::outdates_primary(strategy) && self.would_give_way() {
+        if self.has_to_give_way(peer, volume, strategy, theirs.role) {
             verdict.refusal.get_or_insert(self.give_way(peer, volume));
             return;
         }

@@ -440,10 +440,22 @@ fn a_disk_that_is_attached_is_no_source_of_what_it_missed() {
     named_holds(Some(3), 7, kinds(), "0-99", "0-999");
 }
 
+const TAKEOVER: &str = "takeover,crash,partition,reset";
+
 /// The target of a resync forgot the generation at which a dead third node had stopped: an entry of no node
 /// held it as well, which nobody is sent. The third node came back and its data were taken for a split brain.
 #[test]
 fn a_dead_primary_meets_one_that_was_resynced_meanwhile() {
     named_holds(Some(3), 15_500_142, (None, Vec::new()), "5,7", "117-118");
     named_holds(Some(3), 15_500_142, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A frozen Primary that may give way saw a successor of a newer generation that had written nothing since:
+/// an empty resync was no reason to give way, and two Primaries did not connect.
+#[test]
+fn a_frozen_primary_gives_way_to_one_that_has_written_nothing() {
+    let kinds = || (Some(TAKEOVER), Vec::new());
+    named_holds(Some(3), 422_145_001_147, kinds(), "0-1,7", "2-10");
+    named_holds(Some(3), 421_414_000_542, kinds(), "9,13,15", "none");
+    named_holds(Some(3), 421_414_000_542, kinds(), "0-99", "0-999");
 }
