@@ -499,7 +499,7 @@ impl Resource {
     }
 
     /// A target whose source may change unseen (semantics.md, 14.2).
-    fn note_unstable_targets(&mut self, volume: VolumeNr, new: &State) {
+    pub(crate) fn note_unstable_targets(&mut self, volume: VolumeNr, new: &State) {
         let Some(after) = new.devices.get(&volume) else {
             return;
         };

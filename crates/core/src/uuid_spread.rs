@@ -683,6 +683,9 @@ impl Resource {
             self.vouch_for(peer, volume, set.current);
             return;
         }
+        // The source of a resync may have a Primary now that this node does not reach.
+        let state = self.state.clone();
+        self.note_unstable_targets(volume, &state);
         let created = self
             .devices
             .get(&volume)

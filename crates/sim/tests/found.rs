@@ -459,3 +459,12 @@ fn a_frozen_primary_gives_way_to_one_that_has_written_nothing() {
     named_holds(Some(3), 421_414_000_542, kinds(), "9,13,15", "none");
     named_holds(Some(3), 421_414_000_542, kinds(), "0-99", "0-999");
 }
+
+/// The source of a resync got a Primary that its target did not reach. The target became UpToDate at the end,
+/// and lacked what was written from then on.
+#[test]
+fn a_target_that_does_not_reach_the_primary_of_its_source_is_not_whole() {
+    let kinds = || (Some(TAKEOVER), Vec::new());
+    named_holds(Some(3), 422_145_000_940, kinds(), "6,14-16,20", "0-1,23,28");
+    named_holds(Some(3), 422_145_000_940, kinds(), "0-99", "0-999");
+}
