@@ -165,13 +165,15 @@ impl Resource {
 
     /// When a new current UUID becomes due (semantics.md, 12.4).
     fn finish_uuid_triggers(&mut self, old: &State, new: &State) {
-        if old.susp_uuid && !self.is_writing_new_uuid() {
-            return;
-        }
+        let waits = old.susp_uuid && !self.is_writing_new_uuid();
         for (volume, after) in &new.devices {
             let Some(before) = old.devices.get(volume) else {
                 continue;
             };
+            // One for each suspension; that of another volume says nothing of this one.
+            if waits && self.devices.get(volume).is_some_and(|d| d.new_uuid_pending) {
+                continue;
+            }
             let accessible = before.data_accessible() || after.data_accessible();
             let promoted = old.role != Role::Primary && new.role == Role::Primary;
             let mut due = promoted;
