@@ -707,6 +707,7 @@ impl Resource {
         });
         if older || self.is_left_behind(volume, peer) {
             verdict.peer_disk = DiskState::Outdated;
+            self.remember_left_behind(volume, peer);
         } else if self.state.role == Role::Primary {
             verdict.refusal.get_or_insert(Refusal {
                 code: ErrorCode::HANDSHAKE_DISCONNECT,
@@ -975,6 +976,7 @@ impl Resource {
         if consider {
             self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
         }
+        self.left_behind_as_exposed(peer, volume, theirs);
         self.answer_waiting_peer(peer, volume, theirs);
     }
 

@@ -3,11 +3,15 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
 
+use crate::change::Change;
 use crate::device::{ConnectVerdict, Device};
 use crate::resource::Resource;
 use crate::uuids::is_real;
+
+/// Generations that a node without a disk remembers as old.
+const LEFT_BEHIND_COUNT: usize = 64;
 
 impl Resource {
     /// A target ended its resync while this Primary, its source, made a generation: it has all
@@ -171,6 +175,56 @@ impl Resource {
         let confirmed = device.announced.len() < announced;
         if confirmed || is_secondary || device.exposed_uuid.is_zero() {
             device.exposed_uuid = current;
+        }
+    }
+
+    /// The peer's disk is at an ancestor of what this node has exposed, as a third node shows that
+    /// has it: its state, which follows, calls it UpToDate all the same.
+    pub(crate) fn remember_left_behind(&mut self, volume: VolumeNr, peer: NodeId) {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let set = |pd: &crate::device::PeerDevice| pd.uuids.clone();
+        let Some(old) = device.peers.get(&peer).and_then(set).map(|s| s.current) else {
+            return;
+        };
+        let exposed = device.exposed_uuid;
+        let shown = device.peers.iter().any(|(node, pd)| {
+            let third = pd.uuids.as_ref().filter(|_| *node != peer);
+            third.is_some_and(|set| set.current.same_generation(exposed) && set.knows(old))
+        });
+        if shown && !old.same_generation(exposed) && !device.left_behind.contains(&old) {
+            device.left_behind.push(old);
+            let most = device.left_behind.len().saturating_sub(LEFT_BEHIND_COUNT);
+            device.left_behind.drain(..most);
+        }
+    }
+
+    /// The same, seen from that disk: a node without one calls it Outdated, and exposes a
+    /// generation that nobody here has heard of. There is newer data then.
+    pub(crate) fn left_behind_as_exposed(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+    ) {
+        let Some(state) = self.state.devices.get(&volume) else {
+            return;
+        };
+        let quiet = |repl: ReplState| repl <= ReplState::Established;
+        let concerned = theirs.disk == DiskState::Diskless
+            && theirs.pdsk == DiskState::Outdated
+            && state.disk == DiskState::UpToDate
+            && self.state.role == Role::Secondary
+            && state.peers.values().all(|p| quiet(p.repl))
+            && self.is_lockstep(peer);
+        let exposed = self.peer_uuids(volume, peer).map(|set| set.current);
+        let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
+            return;
+        };
+        let unknown = |uuid: Uuid| is_real(uuid) && !disk.generations.knows(uuid);
+        if concerned && exposed.is_some_and(unknown) {
+            self.hard_change(Change::new().disk(volume, DiskState::Outdated));
         }
     }
 }
