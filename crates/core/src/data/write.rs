@@ -756,6 +756,7 @@ impl Resource {
                 req.accounted.insert(peer);
             }
             let (sector, size) = (req.sector, req.size_bytes);
+            self.clear_in_sync(volume, peer, sector, size);
             if let (Some(slot), Some(io)) = (slot, self.disk_io(volume)) {
                 io.bitmap.set_range(slot, sector, size);
             }
@@ -781,6 +782,7 @@ impl Resource {
             req.mark.remove(peer);
             req.accounted.insert(peer);
             let (sector, size_bytes) = (req.sector, req.size_bytes);
+            self.clear_in_sync(volume, peer, sector, size_bytes);
             let io = self.disk_io(volume);
             let news = io.is_some_and(|io| {
                 io.slot(peer)
@@ -790,6 +792,30 @@ impl Resource {
                 self.barrier_before(peer, self.io.epoch);
                 let desc = BlockDesc { sector, size_bytes };
                 self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
+            }
+        }
+    }
+
+    /// A write is marked before it is settled. Older ones of these blocks, which the peer has and
+    /// called in sync, clear their marks now: when they are settled, this mark would go with them.
+    fn clear_in_sync(&mut self, volume: VolumeNr, peer: NodeId, sector: Sector, size_bytes: u32) {
+        let end = sector.end_of(size_bytes);
+        let keys: Vec<Key> = self.io.log.iter().copied().collect();
+        for key in keys {
+            let Some(req) = self.io.requests.get_mut(key) else {
+                continue;
+            };
+            let overlaps = req.sector < end && sector < req.sector.end_of(req.size_bytes);
+            let acked = req.volume == volume && overlaps && req.in_sync.contains(peer);
+            if !acked || req.local != Local::Ok {
+                continue;
+            }
+            req.in_sync.remove(peer);
+            let (sector, size_bytes) = (req.sector, req.size_bytes);
+            if let Some(io) = self.disk_io(volume)
+                && let Some(slot) = io.slot(peer)
+            {
+                io.bitmap.clear_range(slot, sector, size_bytes);
             }
         }
     }
