@@ -484,6 +484,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.last_state = Some(state);
         }
+        self.admission_changed();
         match self.state.conn(peer) {
             ConnState::Connecting => {
                 self.evaluate(peer, volume);

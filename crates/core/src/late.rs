@@ -227,4 +227,35 @@ impl Resource {
             self.hard_change(Change::new().disk(volume, DiskState::Outdated));
         }
     }
+
+    /// A peer that asked around when it connected is about to call itself UpToDate, beside this
+    /// Primary: the state that says so, or says that it waits for somebody else, is on its way.
+    /// Until it is here the peer would count as a follower, but get no writes.
+    pub(crate) fn awaits_first_state(&self, volume: VolumeNr) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        device.peers.iter().any(|(peer, pd)| {
+            let p = self.state.peer_device(volume, *peer);
+            p.repl == ReplState::Established
+                && p.disk == DiskState::Consistent
+                && pd.last_state.is_some_and(|s| s.repl == ReplState::Off)
+                && self.is_lockstep(*peer)
+                && !self.is_legacy(*peer)
+                && self.is_established(*peer)
+        })
+    }
+
+    /// A Primary beside this node made a generation while it waited, and has written since.
+    pub(crate) fn primary_went_on(&self, volume: VolumeNr) -> bool {
+        self.state.connections.iter().any(|(peer, c)| {
+            let p = self.state.peer_device(volume, *peer);
+            c.peer_role == Role::Primary
+                && p.repl == ReplState::Established
+                && p.disk == DiskState::UpToDate
+                && self.is_lockstep(*peer)
+                && !self.is_legacy(*peer)
+                && !self.same_current(volume, *peer)
+        })
+    }
 }

@@ -99,6 +99,7 @@ impl Resource {
             }
             let blocked = self.in_handshake()
                 || self.connections.values().any(|c| c.draining)
+                || self.devices.keys().any(|v| self.awaits_first_state(*v))
                 || (self.state.suspended() && !self.state.susp_uuid);
             if !(self.new_uuid_wanted || self.state.susp_uuid) || blocked {
                 return;

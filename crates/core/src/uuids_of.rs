@@ -307,6 +307,9 @@ impl Resource {
                     // What this node writes from now on is not sent there.
                     disk: match p.repl {
                         ReplState::Ahead => p.disk.min(DiskState::Outdated),
+                        ReplState::Established if self.gets_no_writes(*node, &p) => {
+                            DiskState::Outdated
+                        }
                         _ => p.disk,
                     },
                     connected: p.repl > ReplState::Off,
@@ -314,6 +317,15 @@ impl Resource {
                 }
             })
             .collect()
+    }
+
+    /// A peer beside this Primary asks around, or waits for the end of a reconciliation, before it
+    /// calls itself UpToDate: until then it gets no writes, so it must not look like a follower.
+    fn gets_no_writes(&self, peer: NodeId, p: &PeerDeviceState) -> bool {
+        self.state.role == Role::Primary
+            && p.disk == DiskState::Consistent
+            && self.is_lockstep(peer)
+            && !self.is_legacy(peer)
     }
 
     /// Nodes that do not get a new generation of this volume.

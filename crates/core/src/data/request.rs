@@ -114,6 +114,7 @@ impl Resource {
             || !self.meta_is_durable(volume)
             || self.is_demoting()
             || self.waits_for_old_target(volume)
+            || self.awaits_first_state(volume)
             || self
                 .state
                 .devices
