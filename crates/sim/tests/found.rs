@@ -468,3 +468,41 @@ fn a_target_that_does_not_reach_the_primary_of_its_source_is_not_whole() {
     named_holds(Some(3), 422_145_000_940, kinds(), "6,14-16,20", "0-1,23,28");
     named_holds(Some(3), 422_145_000_940, kinds(), "0-99", "0-999");
 }
+
+/// A client without a disk called a storage node Outdated when it connected, since the other one showed
+/// newer data, and the node's next state made it UpToDate again: the client read what was overwritten.
+#[test]
+fn an_old_copy_stays_old_for_a_client() {
+    const KINDS: &str = "detach,detach,handover,partition,reset,invalidate,diskless";
+    let kinds = || (Some(KINDS), Vec::new());
+    named_holds(Some(3), 269, kinds(), "0,4,7,10-12", "188,208,221-222");
+    named_holds(Some(3), 269, kinds(), "0-99", "0-999");
+}
+
+/// While a suspension ended, and one volume waited for its generation, another volume lost its disk: it
+/// went on with the generation of that disk, which came back and overwrote what was written meanwhile.
+#[test]
+fn a_volume_that_loses_its_disk_when_a_suspension_ends_gets_a_generation() {
+    let kinds = || (Some("suspend,detach"), vec![Extra::Every, Extra::ShortLog]);
+    named_holds(Some(2), 421_414_000_545, kinds(), "14-15,19", "226,248,257");
+    named_holds(Some(2), 421_414_000_545, kinds(), "0-99", "0-999");
+}
+
+/// A write that a peer missed while this Primary was Ahead was marked, and the mark went when an older
+/// write of the same block, which the peer had called in sync, was settled.
+#[test]
+fn a_mark_outlives_the_older_write_of_its_block() {
+    const KINDS: &str = "freeze,stall,slowdisk,invalidate,reset";
+    let extras = || vec![Extra::Congestion, Extra::Every, Extra::Hot];
+    let shrunk = "21-22,28,31-33,35,72";
+    named_holds(Some(3), 290, (Some(KINDS), extras()), "1-2,6,8-9", shrunk);
+    named_holds(Some(3), 290, (Some(KINDS), extras()), "0-99", "0-999");
+}
+
+/// A peer that came back was Consistent beside the Primary: it got no writes, but the generation called
+/// it a follower, so that it became UpToDate without what was acknowledged.
+#[test]
+fn a_peer_that_asks_around_is_no_follower() {
+    named_holds(None, 99_000_417, (None, Vec::new()), "0,2-3", "16,20");
+    named_holds(None, 99_000_417, (None, Vec::new()), "0-3,6", "16,20");
+}
