@@ -915,7 +915,10 @@ impl Resource {
                 if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) {
                     disk.leaving = Some(Leaving::Bitmap);
                 }
-                self.write_bitmap(volume, BitmapThen::Detach);
+                match planted!(self, DetachWritesNoBitmap) {
+                    true => self.bitmap_written(volume, BitmapThen::Detach),
+                    false => self.write_bitmap(volume, BitmapThen::Detach),
+                }
             }
             Leaving::Drain { graceful: false } => {
                 if pending == 0 && writer_idle && disk.io.is_still() {

@@ -25,7 +25,7 @@ impl Resource {
         let Some(limit) = self.disk_timeout(volume) else {
             return;
         };
-        if !self.timers.is_set(Timer::DiskTimeout(volume)) {
+        if !self.timers.is_set(Timer::DiskTimeout(volume)) && !planted!(self, DiskTimeoutIgnored) {
             let at = self.now + limit;
             self.timers.set(Timer::DiskTimeout(volume), at);
         }

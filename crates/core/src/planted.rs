@@ -172,7 +172,7 @@ registry! {
     OutOfSyncNotMarked "out-of-sync-not-marked"
         "A target does not mark what its source says it changed.";
     AckClearsLaterMark "ack-clears-later-mark"
-        "A received write that is acked in sync clears a mark that came after it.";
+        "A late peer ack clears marks of newer data.";
     BarrierAckBeforeWrites "barrier-ack-before-writes"
         "A barrier is acked while writes of its epoch are under way.";
     CopyOnFailedDiskCounts "copy-on-failed-disk-counts"
@@ -249,4 +249,58 @@ registry! {
         "A node that hears of a Primary out of its reach does not outdate itself.";
     EpochNeverCloses "epoch-never-closes"
         "Writes that depend on completed ones stay in their epoch.";
+    DagtagSkipsDiscards "dagtag-skips-discards"
+        "A received discard does not advance the dagtag.";
+    ResyncRefusalIgnored "resync-refusal-ignored"
+        "A target ignores that its source could not read a block.";
+    PutOffCountsAsCopied "put-off-counts-as-copied"
+        "A target clears the mark of a block that its source puts off.";
+    FailedBlocksForgotten "failed-blocks-forgotten"
+        "A resync in which blocks failed ends as if it were complete.";
+    OutdatedCountsForQuorum "outdated-counts-for-quorum"
+        "An absent node that is Outdated has a vote.";
+    AncestorsForgotten "ancestors-forgotten"
+        "A new generation forgets the history.";
+    VerifyMarksBeside "verify-marks-beside"
+        "A verify marks the block behind the one that differs.";
+    KoCountIgnored "ko-count-ignored"
+        "A peer that answers pings and no writes stays connected.";
+    TwopcNoIgnored "twopc-no-ignored"
+        "A two-phase commit is committed although somebody refuses it.";
+    OvertakenReadClears "overtaken-read-clears"
+        "A source clears the mark of a block that its own resync has replaced since it was read.";
+    AckBeforeMetadata "ack-before-metadata"
+        "A received write is acked before the metadata that it needs are durable.";
+    VouchesForAnybody "vouches-for-anybody"
+        "A node calls nodes equal of which it does not know that.";
+    EqualWhileWritten "equal-while-written"
+        "A node calls others equal in an extent that is being written.";
+    DiscardSkipsLog "discard-skips-log"
+        "A discard starts without its extent in the activity log.";
+    InconsistentNotNoted "inconsistent-not-noted"
+        "The metadata of a resync target still call it consistent.";
+    OutdatedNotNoted "outdated-not-noted"
+        "The metadata of a node that became Outdated still call it current.";
+    DiscardsNotMarked "discards-not-marked"
+        "A discard that a peer was never sent is not marked.";
+    WrittenCountsAsInSync "written-counts-as-in-sync"
+        "A write ack clears marks that the peer keeps.";
+    PromotionUnchecked "promotion-unchecked"
+        "A node without current data may become Primary.";
+    SecondPrimaryAllowed "second-primary-allowed"
+        "A node may become Primary beside another one.";
+    DetachWritesNoBitmap "detach-writes-no-bitmap"
+        "A detach calls the log clean without writing the bitmap.";
+    ReadFromOutdated "read-from-outdated"
+        "A peer's read is served from an Outdated disk.";
+    DiskTimeoutIgnored "disk-timeout-ignored"
+        "A disk that does not answer is never given up.";
+    WrongSlot "wrong-slot"
+        "Marks towards one peer go to the first slot of the bitmap.";
+    ZeroesAsDiscard "zeroes-as-discard"
+        "A received zero-out is done as a discard, which may leave old data.";
+    TwopcNeverTimesOut "twopc-never-times-out"
+        "A two-phase commit waits for ever for a node that does not answer.";
+    ExtentNeverLetGo "extent-never-let-go"
+        "A received discard keeps its place in the activity log.";
 }

@@ -129,7 +129,7 @@ impl Resource {
             .get(&volume)
             .and_then(|d| d.peers.get(&peer))
             .is_some_and(|pd| pd.unstable_resync);
-        if failed_blocks > 0 {
+        if failed_blocks > 0 && !planted!(self, FailedBlocksForgotten) {
             self.log(
                 Level::Error,
                 Some(peer),
@@ -233,7 +233,9 @@ impl Resource {
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
         let forgets = planted!(self, MarkedAtEndForgotten);
-        let forgets = forgets || planted!(self, ResyncForgetsBehindCursor);
+        let forgets = forgets
+            || planted!(self, ResyncForgetsBehindCursor)
+            || planted!(self, FailedBlocksForgotten);
         let marked_again = !forgets && self.out_of_sync_blocks(volume, peer) > 0;
         if self.is_legacy(peer) {
             self.legacy_await_acks(volume, peer);

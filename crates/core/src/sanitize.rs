@@ -605,7 +605,10 @@ impl Resource {
                 } else if (p.disk <= DiskState::Outdated && p.disk >= DiskState::Inconsistent)
                     || (with_disk && self.slot_is_outdated(volume, peer))
                 {
-                    n.outdated += 1;
+                    match planted!(self, OutdatedCountsForQuorum) {
+                        true => n.present += 1,
+                        false => n.outdated += 1,
+                    }
                 } else if have_now && !new.members.contains(peer) {
                     n.quorumless += 1;
                 } else {

@@ -412,6 +412,8 @@ impl Resource {
         let primary_known = new.role == Role::Primary || new.primary_peer().is_some();
         let received = self.peer_writes_in_flight(volume);
         let keeps_cache = planted!(self, DemotionWithoutFlush);
+        let keeps_consistent = planted!(self, InconsistentNotNoted);
+        let keeps_current = planted!(self, OutdatedNotNoted);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -441,8 +443,11 @@ impl Resource {
         flags.remove(DeviceFlags::AL_CLEAN);
         flags.set(DeviceFlags::CRASHED_PRIMARY, crashes_as_primary);
         if own >= DiskState::Inconsistent {
-            flags.set(DeviceFlags::CONSISTENT, own > DiskState::Inconsistent);
-            flags.set(DeviceFlags::WAS_UP_TO_DATE, own > DiskState::Outdated);
+            let partial = own == DiskState::Inconsistent && !keeps_consistent;
+            flags.set(DeviceFlags::CONSISTENT, !partial);
+            let current = own > DiskState::Outdated
+                || keeps_current && old_flags.contains(DeviceFlags::WAS_UP_TO_DATE);
+            flags.set(DeviceFlags::WAS_UP_TO_DATE, current);
         } else if matches!(own, DiskState::Failed | DiskState::Detaching) && primary_elsewhere {
             flags.remove(DeviceFlags::WAS_UP_TO_DATE);
         }

@@ -575,7 +575,7 @@ impl Resource {
                 t.primary_nodes = t.primary_nodes.union(reply.primary_nodes);
                 t.weak_nodes = t.weak_nodes.union(reply.weak_nodes());
             }
-            ReplyKind::No => t.no = true,
+            ReplyKind::No => t.no = !planted!(self, TwopcNoIgnored),
             ReplyKind::Retry => t.retry = true,
         }
         self.twopc_progress();
@@ -900,6 +900,9 @@ impl Resource {
 
     /// The transaction takes too long.
     pub(crate) fn twopc_timeout(&mut self) {
+        if planted!(self, TwopcNeverTimesOut) {
+            return;
+        }
         let Some(mut t) = self.twopc.current.take() else {
             return;
         };

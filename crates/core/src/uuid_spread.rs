@@ -234,6 +234,9 @@ impl Resource {
                 dagtag,
             };
             let made = next.new_current(&rotation, role, &mut rng);
+            if planted!(self, AncestorsForgotten) {
+                next.history = Default::default();
+            }
             let device = self.devices.get(&volume);
             let may_be_planned = self.connections.values().any(|c| {
                 // A kernel that is connected plans nothing that it gives up.

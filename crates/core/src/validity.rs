@@ -93,6 +93,7 @@ impl Resource {
                 && c.peer_role == Role::Primary
                 && !two
                 && (becomes_primary || !was)
+                && !planted!(self, SecondPrimaryAllowed)
             {
                 return refuse(
                     ErrorCode::TWO_PRIMARIES,
@@ -213,7 +214,8 @@ impl Resource {
                 .devices
                 .get(&volume)
                 .is_some_and(|d| !d.data_accessible());
-        if new.role == Role::Primary && !after.data_accessible() && !had_data {
+        let unchecked = planted!(self, PromotionUnchecked);
+        if new.role == Role::Primary && !after.data_accessible() && !had_data && !unchecked {
             return refuse(
                 ErrorCode::NO_UP_TO_DATE_DISK,
                 format!("volume {volume} has no UpToDate data, neither here nor at a peer"),

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::str::FromStr;
 
 use lockstep_core::event::LinkId;
@@ -271,6 +272,23 @@ impl Story {
         }
     }
 
+    /// What may happen at a packet.
+    fn blows(&self) -> impl Iterator<Item = Blow> + use<> {
+        let majority = self.majority;
+        let blows = BLOWS.into_iter().map(|(blow, _)| blow);
+        blows.filter(move |blow| majority || !matches!(blow, Blow::Isolate(_)))
+    }
+
+    /// As `play`, and an assertion of the core that fails is a result like others.
+    pub fn survives(&self, cut: Cut) -> Result<(), String> {
+        let played = catch_unwind(AssertUnwindSafe(|| self.play(cut)));
+        played.unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+            Err(format!("panic: {}", text.unwrap_or_default()))
+        })
+    }
+
     /// Plays with a cut; gives what is wrong afterwards.
     pub fn play(&self, cut: Cut) -> Result<(), String> {
         let mut s = self.begin(Some(cut));
@@ -461,12 +479,7 @@ pub fn cut_everywhere(
     for ((from, to), packets) in story.record()? {
         sum.packets += packets;
         for packet in 1..=packets {
-            let isolates = |blow: Blow| matches!(blow, Blow::Isolate(_));
-            let blows = BLOWS.map(|(blow, _)| blow);
-            for blow in blows
-                .into_iter()
-                .filter(|b| story.majority || !isolates(*b))
-            {
+            for blow in story.blows() {
                 let cut = Cut {
                     from,
                     to,
@@ -474,7 +487,7 @@ pub fn cut_everywhere(
                     blow,
                 };
                 sum.cuts += 1;
-                let result = story.play(cut);
+                let result = story.survives(cut);
                 report(cut, &result);
                 if let Err(text) = result {
                     sum.failed.push((cut, text));
@@ -483,6 +496,36 @@ pub fn cut_everywhere(
         }
     }
     Ok(sum)
+}
+
+/// Every cut of every story, in an order in which neighbours have little in common.
+pub fn all_cuts(stories: &'static [Story]) -> Result<Vec<(&'static Story, Cut)>, String> {
+    let mut all = Vec::new();
+    for story in stories {
+        for ((from, to), packets) in story.record()? {
+            for packet in 1..=packets {
+                let cut = |blow| Cut {
+                    from,
+                    to,
+                    packet,
+                    blow,
+                };
+                all.extend(story.blows().map(|blow| (story, cut(blow))));
+            }
+        }
+    }
+    let (len, mut at) = (all.len(), 0);
+    let stride = (0..len).map(|n| len * 5 / 8 + n).find(|n| coprime(*n, len));
+    Ok((0..len)
+        .map(|_| {
+            at = (at + stride.unwrap_or(1)) % len;
+            all[at]
+        })
+        .collect())
+}
+
+fn coprime(a: usize, b: usize) -> bool {
+    if b == 0 { a == 1 } else { coprime(b, a % b) }
 }
 
 /// What became of the cuts of a story.

@@ -269,6 +269,8 @@ pub struct Disk {
     pub flying_meta: BTreeMap<u64, Flying<MetaOp>>,
     /// Operations that should have ended, were the disk not hanging; whether they are metadata's.
     pub hung: Vec<(u64, bool)>,
+    /// A checker saw such operations first then.
+    pub(crate) hangs_since: Option<u64>,
     /// Operations that the node has given up and that may still happen.
     pub abandoned: BTreeMap<u64, DataOp>,
     /// The same of metadata.
@@ -353,6 +355,7 @@ impl Disk {
             flying: BTreeMap::new(),
             flying_meta: BTreeMap::new(),
             hung: Vec::new(),
+            hangs_since: None,
             abandoned: BTreeMap::new(),
             abandoned_meta: BTreeMap::new(),
             given_up: false,

@@ -311,6 +311,10 @@ impl<'a> Drive<'a> {
             self.compare_at = w.now + SECOND;
             promises::followers_are_current(w);
             promises::replicas_agree(w);
+            if let Some(limit) = self.plan.answers_within {
+                promises::writes_are_answered(w, limit);
+            }
+            promises::disks_are_given_up(w, o.settings.disk.disk_timeout_tenths);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         if let Some(pair) = self.pair.as_mut() {
@@ -370,7 +374,8 @@ impl<'a> Drive<'a> {
             w.reached(mark);
         }
         let mut rng = Rng::new(planned.seed);
-        let ends = w.now + planned.lasts;
+        let long = planned.fault == Fault::HangDisk && self.plan.answers_within.is_some();
+        let ends = w.now + planned.lasts + if long { 20 * SECOND } else { 0 };
         if let Some(pair) = self.pair.as_mut() {
             let node = rng.below(2) as usize;
             match planned.fault {

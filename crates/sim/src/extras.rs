@@ -38,10 +38,13 @@ pub enum Extra {
     ShortLog,
     /// Requests come in bursts, with pauses in which nodes come to rest.
     Bursts,
+    /// A peer that does not answer is given up soon, a disk that hangs does so for long, and in half
+    /// of the worlds nothing but the peer notices it.
+    Impatient,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 12] = [
+pub const EXTRAS: [(Extra, &str); 13] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -54,6 +57,7 @@ pub const EXTRAS: [(Extra, &str); 12] = [
     (Extra::Hot, "hot"),
     (Extra::ShortLog, "short-log"),
     (Extra::Bursts, "bursts"),
+    (Extra::Impatient, "impatient"),
 ];
 
 /// The word of one.
@@ -110,6 +114,15 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             config.blocks = config.blocks.min(SMALL_BLOCKS);
             if rng.permille(600) {
                 slow_wire(config, &mut rng);
+            }
+        }
+        Extra::Impatient => {
+            settings.net.timeout_tenths = 10;
+            settings.net.ping_int_s = 3;
+            settings.net.connect_int_s = 3;
+            settings.net.ko_count = rng.pick(&[1, 2]);
+            if rng.permille(500) {
+                settings.disk.disk_timeout_tenths = 0;
             }
         }
         Extra::ShortLog => {

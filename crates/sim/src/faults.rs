@@ -92,6 +92,8 @@ pub enum Fault {
     /// Who can reach whom changes several times: nodes fall behind one after the other and meet in
     /// any order.
     Shuffle,
+    /// The operator tries to promote a node beside the Primary, which has to be refused.
+    Promote,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -133,7 +135,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 11] = [
+pub const BY_NAME: [(Fault, &str); 12] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -145,6 +147,26 @@ pub const BY_NAME: [(Fault, &str); 11] = [
     (Fault::ResyncError, "resyncerror"),
     (Fault::VerifyPart, "verifypart"),
     (Fault::Shuffle, "shuffle"),
+    (Fault::Promote, "promote"),
+];
+
+/// Kinds that break no link and let no node die: only beside these nobody can become Primary while
+/// there is one, so that an attempt must be refused.
+pub const CALM: [Fault; 14] = [
+    Fault::Promote,
+    Fault::Handover,
+    Fault::Diskless,
+    Fault::Disconnect,
+    Fault::Detach,
+    Fault::Invalidate,
+    Fault::Pause,
+    Fault::SlowDisk,
+    Fault::Suspend,
+    Fault::Options,
+    Fault::NewUuid,
+    Fault::Verify,
+    Fault::VerifyPart,
+    Fault::Balance,
 ];
 
 /// Every kind with its word.
@@ -465,6 +487,10 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Balance => {
             let policy = rng.pick(&POLICIES);
             o.balance(w, a, volume, policy);
+            None
+        }
+        Fault::Promote => {
+            o.try_promote(w, a);
             None
         }
         Fault::Corrupt => {

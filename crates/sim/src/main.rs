@@ -101,7 +101,7 @@ struct OrderArgs {
     faults: Option<String>,
     /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion,
     /// blocks, handlers, two-primaries, pmem, every, hot,
-    /// short-log, bursts.
+    /// short-log, bursts, impatient.
     #[arg(long)]
     with: Option<String>,
 }
@@ -322,8 +322,13 @@ fn soak(args: &SoakArgs) -> anyhow::Result<ExitCode> {
         "seeds from {base} on {threads} threads; failures go to {}",
         args.record.display()
     );
+    let orders = args.orders.orders()?;
+    let failed_cuts = match lockstep_sim::variety::is_open(&orders) {
+        true => cut_stories(None)?,
+        false => 0,
+    };
     let sum = Soak {
-        orders: args.orders.orders()?,
+        orders,
         varies: true,
         base,
         worlds: None,
@@ -341,7 +346,7 @@ fn soak(args: &SoakArgs) -> anyhow::Result<ExitCode> {
     }
     .run();
     print!("{}", sum.describe());
-    Ok(code(sum.failed == 0))
+    Ok(code(sum.failed == 0 && failed_cuts == 0))
 }
 
 fn bench(worlds: u64) -> ExitCode {
@@ -443,23 +448,33 @@ fn cuts(only: Option<&str>, trace: Option<lockstep_sim::cuts::Cut>) -> anyhow::R
     if let Some(name) = only.filter(|name| !names.contains(name)) {
         bail!("no story is called {name}; there are {}", names.join(", "));
     }
+    let told = all.iter().find(|s| Some(s.name) == only);
+    if let (Some(cut), Some(story)) = (trace, told) {
+        let story = lockstep_sim::cuts::Story {
+            trace: true,
+            ..*story
+        };
+        println!("{:?}", story.play(cut));
+        return Ok(ExitCode::SUCCESS);
+    }
+    Ok(code(cut_stories(only)? == 0))
+}
+
+/// Cuts one story, or all, at every packet; gives how many cuts ended badly.
+fn cut_stories(only: Option<&str>) -> anyhow::Result<usize> {
     let mut failed = 0;
-    for story in all
+    let chosen = |name: &str| only.is_none_or(|only| name == only);
+    for story in lockstep_sim::stories::STORIES
         .iter()
-        .filter(|s| only.is_none_or(|name| s.name == name))
+        .filter(|s| chosen(s.name))
     {
-        if let Some(cut) = trace {
-            let story = lockstep_sim::cuts::Story {
-                trace: true,
-                ..*story
-            };
-            println!("{:?}", story.play(cut));
-            continue;
-        }
         let name = story.name;
         let report = lockstep_sim::cuts::cut_everywhere(story, |cut, result| {
             if let Err(text) = result {
                 println!("{name} {cut} FAILED: {text}");
+                println!(
+                    "  repeat it: cargo run --release -p lockstep-sim -- cuts {name} --trace {cut}"
+                );
             }
         });
         let report = report.map_err(anyhow::Error::msg)?;
@@ -472,11 +487,7 @@ fn cuts(only: Option<&str>, trace: Option<lockstep_sim::cuts::Cut>) -> anyhow::R
             story.text
         );
     }
-    Ok(if failed == 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(failed)
 }
 
 #[cfg(feature = "planted")]

@@ -74,6 +74,8 @@ pub struct Operator {
     pub primary: Option<usize>,
     promoting: Option<(usize, u64)>,
     demoting: Option<(usize, u64)>,
+    /// A promotion that has to be refused.
+    trying: Option<(usize, u64)>,
     /// Of each volume the nodes that have all its data, a bit each. Who has all of every volume
     /// may become Primary; that may be nobody, if a Primary without some disk served the other
     /// volumes alone.
@@ -129,6 +131,7 @@ impl Operator {
             primary: None,
             promoting: None,
             demoting: None,
+            trying: None,
             heirs: vec![(1 << storage) - 1; usize::from(volumes)],
             holders: vec![0; usize::from(volumes)],
             lossy: 0,
@@ -421,6 +424,9 @@ impl Operator {
         if self.demoting.is_some_and(|(n, _)| n == node) {
             self.demoting = None;
         }
+        if self.trying.is_some_and(|(n, _)| n == node) {
+            self.trying = None;
+        }
     }
 
     /// Nodes that have everything of a volume which this Primary acknowledged.
@@ -504,6 +510,15 @@ impl Operator {
                 self.primary = None;
             }
         }
+        if let Some((node, command)) = self.trying
+            && let Some(answer) = w.nodes[node].answers.get(&command)
+        {
+            self.trying = None;
+            if answer.is_ok() {
+                let primary = self.primary.map_or('?', name);
+                w.fail(format!("{} became Primary beside {primary}", name(node)));
+            }
+        }
         self.look_at_frozen(w);
         self.learn(w);
     }
@@ -554,7 +569,7 @@ impl Operator {
 
     /// A promotion or demotion is under way.
     pub fn is_changing(&self) -> bool {
-        self.promoting.is_some() || self.demoting.is_some()
+        self.promoting.is_some() || self.demoting.is_some() || self.trying.is_some()
     }
 
     /// The Primary may get new requests.
@@ -583,6 +598,36 @@ impl Operator {
         }
         let command = w.command(node, Command::Primary { force });
         self.promoting = Some((node, command));
+        true
+    }
+
+    /// Tries to make a node Primary that hears of the Primary, itself or through a third node. Only
+    /// where no link breaks by itself (`faults::CALM`).
+    pub fn try_promote(&mut self, w: &mut World, node: usize) -> bool {
+        let Some(primary) = self.primary.filter(|p| *p != node && self.is_up(*p)) else {
+            return false;
+        };
+        let rests = w.nodes.iter().all(|n| n.commands.is_empty());
+        let meets = |a: usize, b: usize| {
+            let connected = |of: usize, to: usize| {
+                let snapshot = w.snapshot(of);
+                snapshot.is_some_and(|s| {
+                    let mut to_peer = s.connections.iter().filter(|c| c.peer == peer_id(to));
+                    to_peer.any(|c| c.state == ConnState::Connected)
+                })
+            };
+            !self.apart.contains(&(a.min(b), a.max(b))) && connected(a, b) && connected(b, a)
+        };
+        let third = |n: &usize| *n != node && *n != primary;
+        let hears = meets(node, primary)
+            || (0..w.nodes.len())
+                .filter(third)
+                .any(|n| meets(node, n) && meets(n, primary));
+        if self.is_changing() || !self.is_up(node) || !rests || !hears {
+            return false;
+        }
+        let command = w.command(node, Command::Primary { force: false });
+        self.trying = Some((node, command));
         true
     }
 

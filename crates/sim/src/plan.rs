@@ -191,6 +191,8 @@ pub struct Plan {
     pub watches: bool,
     /// Typical time until the operator promotes an heir.
     pub takeover: u64,
+    /// Disks hang for long, and no write may wait for a peer's longer than this, in nanoseconds.
+    pub answers_within: Option<u64>,
     /// What is special about it.
     pub theme: Theme,
     /// Both nodes are Primary.
@@ -239,6 +241,9 @@ impl Plan {
         let mut kinds = kinds(orders, part(Part::Kinds, 0));
         kinds.extend(&theme.kinds);
         kinds.retain(|kind| !theme.without.contains(kind));
+        if !kinds.iter().all(|kind| faults::CALM.contains(kind)) {
+            kinds.retain(|kind| *kind != Fault::Promote);
+        }
         let shares = orders.extras.contains(&Extra::TwoPrimaries).then(|| {
             kinds.retain(|kind| pair::KINDS.contains(kind));
             let mut rng = part(Part::Shares, 0);
@@ -288,6 +293,11 @@ impl Plan {
         }
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
         let large = config.blocks > SMALL_BLOCKS;
+        let answers_within = orders.extras.contains(&Extra::Impatient).then(|| {
+            let net = &settings.net;
+            // Those before it may have waited as long, and somebody may connect meanwhile.
+            u64::from(net.timeout_tenths) * 100 * MS * u64::from(net.ko_count) * 3 + 4 * SECOND
+        });
         let redundant = settings.resource.quorum_minimum_redundancy != Quorum::Off;
         Plan {
             seed,
@@ -310,6 +320,7 @@ impl Plan {
             full_sync: !small && !large && pace.permille(400) && !redundant,
             watches: !small && (seed.is_multiple_of(8) || theme.short_log),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
+            answers_within,
             theme,
             shares,
             verifies: kinds.contains(&Fault::Verify) || kinds.contains(&Fault::VerifyPart),

@@ -10,9 +10,11 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use lockstep_core::planted::Planted;
 
+use crate::cuts::{Cut, Story, all_cuts};
 use crate::drive::{self, Trace};
 use crate::extras::Extra;
 use crate::plan::Orders;
+use crate::stories::STORIES;
 use crate::swarm::{Limits, run};
 use crate::variety;
 
@@ -118,6 +120,21 @@ fn shows(bug: Planted) -> Shows {
         | P::FailedReadCounts
         | P::HalfIsQuorum
         | P::VerifyStopsEarly
+        | P::PutOffCountsAsCopied
+        | P::FailedBlocksForgotten
+        | P::VerifyMarksBeside
+        | P::OvertakenReadClears
+        | P::AckBeforeMetadata
+        | P::VouchesForAnybody
+        | P::EqualWhileWritten
+        | P::DiscardSkipsLog
+        | P::InconsistentNotNoted
+        | P::OutdatedNotNoted
+        | P::DiscardsNotMarked
+        | P::WrittenCountsAsInSync
+        | P::DetachWritesNoBitmap
+        | P::ReadFromOutdated
+        | P::ZeroesAsDiscard
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -125,6 +142,8 @@ fn shows(bug: Planted) -> Shows {
         | P::DisklessKeepsGeneration
         | P::PlannedUuidNotNoted
         | P::FrozenWritesGoOn
+        | P::AncestorsForgotten
+        | P::OutdatedCountsForQuorum
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -145,6 +164,16 @@ fn shows(bug: Planted) -> Shows {
         | P::DrainWaitsForNothing
         | P::FlushRequestAnsweredEarly
         | P::TwopcBothGiveWay
+        | P::DagtagSkipsDiscards
+        | P::DiskTimeoutIgnored
+        | P::ExtentNeverLetGo
+        | P::KoCountIgnored
+        | P::PromotionUnchecked
+        | P::ResyncRefusalIgnored
+        | P::SecondPrimaryAllowed
+        | P::TwopcNeverTimesOut
+        | P::TwopcNoIgnored
+        | P::WrongSlot
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -242,6 +271,9 @@ pub fn search(bug: Planted, patience: &Patience) -> Search {
         failing_anyway: 0,
         time: Duration::ZERO,
     };
+    // Each cut of each story is played once among the worlds.
+    let cuts = variety::is_open(&patience.orders).then(|| all_cuts(STORIES));
+    let mut cuts = cuts.and_then(Result::ok).unwrap_or_default().into_iter();
     for seed in patience.from..patience.from.saturating_add(patience.worlds) {
         search.worlds += 1;
         let violation = with(Some(bug), || {
@@ -254,12 +286,32 @@ pub fn search(bug: Planted, patience: &Patience) -> Search {
             }
             search.failing_anyway += 1;
         }
+        if let Some(text) = cuts
+            .by_ref()
+            .take(CUTS_PER_WORLD)
+            .find_map(|c| cut_shows(bug, c))
+        {
+            search.found = Some((seed, text));
+            break;
+        }
         if core_time(clock).saturating_sub(started) > patience.time {
             break;
         }
     }
     search.time = core_time(clock).saturating_sub(started);
     search
+}
+
+/// Cuts that are played between two worlds.
+const CUTS_PER_WORLD: usize = 4;
+
+/// A story that is cut there ends well without the bug only: what it says with it.
+fn cut_shows(bug: Planted, (story, cut): (&Story, Cut)) -> Option<String> {
+    let text = with(Some(bug), || story.survives(cut)).err()?;
+    // A bug makes stories shorter and longer as well.
+    let is_bad = !text.contains("ended before the packet") && shows(bug).accepts(&text);
+    let is_bug = is_bad && story.survives(cut).is_ok();
+    is_bug.then(|| format!("story {} cut at {cut}: {text}", story.name))
 }
 
 impl Search {
@@ -381,6 +433,27 @@ const RARE: &[Planted] = &[
     Planted::VerifyStopsEarly,
     Planted::OutdateIgnored,
     Planted::EpochNeverCloses,
+    Planted::ResyncRefusalIgnored,
+    Planted::PutOffCountsAsCopied,
+    Planted::FailedBlocksForgotten,
+    Planted::DagtagSkipsDiscards,
+    Planted::OutdatedCountsForQuorum,
+    Planted::VerifyMarksBeside,
+    Planted::KoCountIgnored,
+    Planted::TwopcNoIgnored,
+    Planted::OvertakenReadClears,
+    Planted::AckBeforeMetadata,
+    Planted::VouchesForAnybody,
+    Planted::EqualWhileWritten,
+    Planted::OutdatedNotNoted,
+    Planted::WrittenCountsAsInSync,
+    Planted::SecondPrimaryAllowed,
+    Planted::DetachWritesNoBitmap,
+    Planted::ReadFromOutdated,
+    Planted::DiskTimeoutIgnored,
+    Planted::ZeroesAsDiscard,
+    Planted::TwopcNeverTimesOut,
+    Planted::ExtentNeverLetGo,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -217,6 +217,10 @@ pub fn followers_are_current(w: &mut World) {
             let counts = |view: &View| view.holders[v] & 1 << node != 0;
             let agree = counts(&of_primary) && views[node].as_ref().is_some_and(counts);
             if !agree || !linked(w, primary, node) || !is_whole(w, node, v) {
+                let counts_itself = views[node].as_ref().is_some_and(counts);
+                if counts_itself && is_whole(w, node, v) {
+                    hears_of_primary(w, (primary, node, volume), &touched, &before);
+                }
                 continue;
             }
             if is_late(w, primary, node, v) {
@@ -253,6 +257,100 @@ pub fn followers_are_current(w: &mut World) {
                     w.history.describe(volume, block)
                 );
                 w.fail(text);
+                return;
+            }
+        }
+    }
+}
+
+/// A node that cannot reach the Primary hears of it through a third one: it does not go on taking
+/// itself for UpToDate while it lacks what was acknowledged.
+fn hears_of_primary(
+    w: &mut World,
+    (primary, node, volume): (usize, usize, u16),
+    touched: &[u64],
+    before: &BTreeMap<(usize, u16), u64>,
+) {
+    let third = |n: &usize| *n != node && *n != primary && w.nodes[*n].frozen_until <= w.now;
+    let mut thirds = (0..w.nodes.len()).filter(third);
+    let hears = thirds.any(|n| linked(w, node, n) && linked(w, n, primary));
+    if !hears || linked(w, primary, node) || w.nodes[node].frozen_until > w.now {
+        return;
+    }
+    let v = usize::from(volume);
+    let content = &w.nodes[node].disks[v].content;
+    let stale = touched.iter().copied().find(|block| {
+        let value = content[*block as usize];
+        !w.spoiled.contains_key(&(volume, *block))
+            && !w.history.is_current(volume, *block, value, w.now)
+    });
+    let Some(block) = stale else { return };
+    let since = before.get(&(node, volume)).copied().unwrap_or(w.now);
+    w.seen.stale.insert((node, volume), since);
+    if w.now >= since + FAR_MOST {
+        let text = format!(
+            "{} hears of the Primary {} through others and has taken its disk for UpToDate for {} s, \
+             where block {block} of volume {volume} has {}, which is older than what was \
+             acknowledged; {}",
+            name(node),
+            name(primary),
+            FAR_MOST / SECOND,
+            w.nodes[node].disks[v].content[block as usize],
+            w.history.describe(volume, block)
+        );
+        w.fail(text);
+    }
+}
+
+/// A peer whose disk hangs keeps nobody's writes waiting for ever, if this node's own disk works.
+pub(crate) fn writes_are_answered(w: &mut World, limit: u64) {
+    for node in 0..w.nodes.len() {
+        let Some(view) = w.view(node) else { continue };
+        let hangs = w.nodes[node]
+            .disks
+            .iter()
+            .any(|d| d.trouble.hangs || !d.hung.is_empty());
+        let whole = view.holders.iter().take(usize::from(w.config.volumes));
+        let whole = whole.into_iter().all(|holders| holders & 1 << node != 0);
+        if hangs || view.suspended || !whole || w.nodes[node].frozen_until > w.now {
+            w.nodes[node].works_since = w.now;
+            continue;
+        }
+        let works_since = w.nodes[node].works_since;
+        let mut requests = w.nodes[node].requests.values();
+        let late = requests.find(|r| w.now > r.start.max(works_since) + limit);
+        if let Some(late) = late {
+            let text = format!(
+                "{} waits for {} for {} s, and its own disk works",
+                name(node),
+                crate::story::asked(late),
+                limit / SECOND
+            );
+            w.fail(text);
+            return;
+        }
+    }
+}
+
+/// With `disk-timeout`, a disk that has not ended an operation for longer is given up.
+pub(crate) fn disks_are_given_up(w: &mut World, tenths: u32) {
+    let limit = u64::from(tenths) * SECOND / 10 + 2 * SECOND;
+    for node in 0..w.nodes.len() {
+        let is_up = w.is_up(node) && w.nodes[node].frozen_until <= w.now;
+        for volume in 0..w.nodes[node].disks.len() {
+            let disk = &mut w.nodes[node].disks[volume];
+            let waits = tenths > 0 && is_up && disk.open && !disk.given_up && !disk.hung.is_empty();
+            if !waits {
+                disk.hangs_since = None;
+                continue;
+            }
+            let since = *disk.hangs_since.get_or_insert(w.now);
+            if w.now > since + limit {
+                w.fail(format!(
+                    "{} keeps the disk of volume {volume}, which has not answered for {} s",
+                    name(node),
+                    limit / SECOND
+                ));
                 return;
             }
         }
@@ -334,6 +432,9 @@ const DIFFERENT_MOST: u64 = 40 * SECOND;
 
 /// How long a disk may be taken for current that is not.
 const STALE_MOST: u64 = 5 * SECOND;
+
+/// How long a node may take its disk for current beside a Primary that it hears of through others.
+const FAR_MOST: u64 = 10 * SECOND;
 
 /// How long a disk may be taken for current that does not know the generation of acknowledged writes.
 const LATE_MOST: u64 = SECOND;

@@ -187,6 +187,8 @@ pub struct Node {
     pub requests: BTreeMap<u64, Asked>,
     /// Commands that were not answered.
     pub commands: BTreeMap<u64, Commanded>,
+    /// Since then its disks work and its requests are not suspended, as a checker saw it.
+    pub(crate) works_since: u64,
     /// Results of the last commands.
     pub answers: BTreeMap<u64, Result<Answer, CommandError>>,
     pub(crate) timer_at: u64,
@@ -440,6 +442,7 @@ impl World {
                 links: BTreeMap::new(),
                 requests: BTreeMap::new(),
                 commands: BTreeMap::new(),
+                works_since: 0,
                 answers: BTreeMap::new(),
                 timer_at: u64::MAX,
                 frozen_until: 0,

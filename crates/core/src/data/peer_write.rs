@@ -152,6 +152,7 @@ impl Resource {
             .get(&peer)
             .map_or(Features::empty(), |c| c.features());
         // Without the feature a trim may have been a zero-out.
+        let zero = zero && !planted!(self, ZeroesAsDiscard);
         let kind = if zero || !features.contains(Features::WZEROES) {
             RequestKind::Zeroes {
                 unmap: !zero || trim.flags.contains(DataFlags::DISCARD),
@@ -227,7 +228,9 @@ impl Resource {
                 open.volumes.push(volume);
             }
         }
-        let dagtag = conn.last_dagtag.advanced_by_bytes(size_bytes);
+        let counts = payload.is_some() || !planted!(self, DagtagSkipsDiscards);
+        let counted = if counts { size_bytes } else { 0 };
+        let dagtag = conn.last_dagtag.advanced_by_bytes(counted);
         let number = conn.io.first_write + conn.io.writes.len() as u64;
         conn.io.writes.push_back(PeerWrite {
             volume,
@@ -386,10 +389,12 @@ impl Resource {
         sector: Sector,
         size_bytes: u32,
     ) {
+        let wrong = planted!(self, WrongSlot).then_some(0);
         if let Some(io) = self.disk_io(volume)
             && let Some(slot) = io.slot(peer)
         {
-            io.bitmap.set_range(slot, sector, size_bytes);
+            io.bitmap
+                .set_range(wrong.unwrap_or(slot), sector, size_bytes);
         }
     }
 
@@ -426,7 +431,7 @@ impl Resource {
             write.stage = Stage::Written;
         }
         // The ack says that the generation is here, too.
-        if self.meta_is_durable(volume) {
+        if self.meta_is_durable(volume) || planted!(self, AckBeforeMetadata) {
             self.peer_write_acked(volume, peer, number);
         } else if let Some(device) = self.devices.get_mut(&volume) {
             device.io.gated_acks.push((peer, number));
@@ -823,6 +828,7 @@ impl Resource {
         let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
         let failed = write.stage == Stage::Failed && !planted!(self, NegAckIgnored);
         let clears_all = planted!(self, PeerAckClearsAll);
+        let clears_later = clears_all || planted!(self, AckClearsLaterMark);
         if let Some(io) = self.disk_io(volume) {
             let sender = io.slot_mask(NodeMask::of(peer));
             let in_sync = if failed { 0 } else { io.slot_mask(mask) };
@@ -831,7 +837,7 @@ impl Resource {
                     continue;
                 }
                 if in_sync >> slot & 1 == 1 || clears_all {
-                    if !write.overtaken || clears_all {
+                    if !write.overtaken || clears_later {
                         io.bitmap.clear_range(slot, sector, size);
                     }
                 } else {
@@ -840,7 +846,8 @@ impl Resource {
             }
         }
         self.forward_marks(volume, peer, mask, sector, size);
-        if let Some(serial) = write.al {
+        let kept = planted!(self, ExtentNeverLetGo) && write.kind == RequestKind::Discard;
+        if let Some(serial) = write.al.filter(|_| !kept) {
             self.al_put(volume, sector, size, serial);
         }
     }
@@ -1015,9 +1022,6 @@ impl Resource {
         let (start, end) = (desc.sector, desc.sector.end_of(desc.size_bytes));
         if let Some(conn) = self.connections.get_mut(&peer) {
             for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
-                if planted!(self, AckClearsLaterMark) {
-                    break;
-                }
                 if write.sector < end && start < write.sector.end_of(write.size_bytes) {
                     write.flags.remove(DataFlags::MAY_SET_IN_SYNC);
                 }

@@ -592,6 +592,7 @@ impl Resource {
         let disk = self.state.disk(volume);
         disk == DiskState::UpToDate
             || planted!(self, ReadFromAnyPeer) && disk == DiskState::Inconsistent
+            || planted!(self, ReadFromOutdated) && disk == DiskState::Outdated
     }
 
     /// Everything received of the range is on disk: read.

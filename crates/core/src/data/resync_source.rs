@@ -382,7 +382,7 @@ impl Resource {
             key.and_then(|key| io.source.get(key))
                 .is_some_and(|read| read.overtaken)
         });
-        if overtaken {
+        if overtaken && !planted!(self, OvertakenReadClears) {
             return;
         }
         if let Some(io) = self.disk_io(volume)

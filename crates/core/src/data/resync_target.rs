@@ -1046,6 +1046,15 @@ impl Resource {
         if !sent {
             return;
         }
+        if failed && planted!(self, ResyncRefusalIgnored) {
+            return;
+        }
+        if !failed && planted!(self, PutOffCountsAsCopied) {
+            self.disk_io(volume).and_then(|io| {
+                let slot = io.slot(peer)?;
+                Some(io.bitmap.clear_range(slot, ack.sector, ack.size_bytes))
+            });
+        }
         if failed {
             self.count_failed(volume, peer, ack.size_bytes);
         }
@@ -1080,6 +1089,7 @@ impl Resource {
             .filter(|peer| self.vouches_for(volume, *peer))
             .collect();
         let own = self.node_id;
+        let careless = planted!(self, EqualWhileWritten);
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         for extent in extents {
             let sector = extent.first_sector();
@@ -1097,7 +1107,8 @@ impl Resource {
             let Some(io) = self.disk_io(volume) else {
                 return;
             };
-            if writes || size_bytes == 0 || io.al.is_referenced(*extent) {
+            let busy = (writes || io.al.is_referenced(*extent)) && !careless;
+            if size_bytes == 0 || busy {
                 continue;
             }
             let bits = io.bitmap.extent_bits(*extent);
@@ -1132,7 +1143,8 @@ impl Resource {
         let equal = p.repl == ReplState::Established
             && p.disk == DiskState::UpToDate
             && self.state.disk(volume) == DiskState::UpToDate;
-        equal || p.repl.is_sync()
+        let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
+        equal || p.repl.is_sync() || careless
     }
 
     /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.

@@ -755,6 +755,12 @@ impl Resource {
     }
 
     fn verify_mark(&mut self, volume: VolumeNr, peer: NodeId, sector: Sector, size_bytes: u32) {
+        let beside = if planted!(self, VerifyMarksBeside) {
+            8
+        } else {
+            0
+        };
+        let sector = Sector(sector.0 + beside);
         if let Some(io) = self.disk_io(volume)
             && let Some(slot) = io.slot(peer)
         {

@@ -183,6 +183,7 @@ impl Resource {
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let serial = self.al_serial(volume);
         let hot = req.al == Some(serial) || req.al.is_some() && planted!(self, OldLogCounts);
+        let hot = hot || req.kind == RequestKind::Discard && planted!(self, DiscardSkipsLog);
         if hot || !self.takes_writes(volume) || self.al_get(volume, sector, size, Owner::App(key)) {
             self.app_write_hot(volume, key);
         }
@@ -195,7 +196,8 @@ impl Resource {
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
-        if takes_writes {
+        let unlogged = req.kind == RequestKind::Discard && planted!(self, DiscardSkipsLog);
+        if takes_writes && !unlogged {
             req.al = Some(serial);
         }
         if req.range.is_none() {
@@ -531,8 +533,9 @@ impl Resource {
                 req.ok.remove(peer);
                 req.in_sync.remove(peer);
             }
-            Ack::Received | Ack::Written => req.ok.insert(peer),
-            Ack::InSync => {
+            Ack::Received => req.ok.insert(peer),
+            Ack::Written if !planted!(self, WrittenCountsAsInSync) => req.ok.insert(peer),
+            Ack::Written | Ack::InSync => {
                 req.ok.insert(peer);
                 req.in_sync.insert(peer);
             }
@@ -698,7 +701,8 @@ impl Resource {
             }
             _ => (req.ok, req.in_sync),
         };
-        let forgets = planted!(self, BitsNotSetWhileAway);
+        let forgets = planted!(self, BitsNotSetWhileAway)
+            || planted!(self, DiscardsNotMarked) && req.kind == RequestKind::Discard;
         if let Some(io) = self.disk_io(volume) {
             let had = if forgets {
                 have.union(req.sent.complement())
@@ -1112,7 +1116,7 @@ impl Resource {
         };
         let limit = Duration::from_tenths(u64::from(conn.net.timeout_tenths))
             .times(u64::from(conn.net.ko_count));
-        if limit.0 == 0 || conn.link.is_none() {
+        if limit.0 == 0 || conn.link.is_none() || planted!(self, KoCountIgnored) {
             return;
         }
         let oldest = conn
