@@ -287,8 +287,6 @@ registry! {
         "A write ack clears marks that the peer keeps.";
     PromotionUnchecked "promotion-unchecked"
         "A node without current data may become Primary.";
-    SecondPrimaryAllowed "second-primary-allowed"
-        "A node may become Primary beside another one.";
     DetachWritesNoBitmap "detach-writes-no-bitmap"
         "A detach calls the log clean without writing the bitmap.";
     ReadFromOutdated "read-from-outdated"

@@ -233,9 +233,8 @@ impl Resource {
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
         let forgets = planted!(self, MarkedAtEndForgotten);
-        let forgets = forgets
-            || planted!(self, ResyncForgetsBehindCursor)
-            || planted!(self, FailedBlocksForgotten);
+        let forgets = forgets || planted!(self, ResyncForgetsBehindCursor);
+        let forgets = forgets || planted!(self, FailedBlocksForgotten);
         let marked_again = !forgets && self.out_of_sync_blocks(volume, peer) > 0;
         if self.is_legacy(peer) {
             self.legacy_await_acks(volume, peer);

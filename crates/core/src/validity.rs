@@ -93,7 +93,6 @@ impl Resource {
                 && c.peer_role == Role::Primary
                 && !two
                 && (becomes_primary || !was)
-                && !planted!(self, SecondPrimaryAllowed)
             {
                 return refuse(
                     ErrorCode::TWO_PRIMARIES,

@@ -35,5 +35,6 @@ pub mod story;
 pub mod swarm;
 pub mod themes;
 pub mod variety;
+pub mod watch;
 pub mod words;
 pub mod world;

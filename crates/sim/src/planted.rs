@@ -170,7 +170,6 @@ fn shows(bug: Planted) -> Shows {
         | P::KoCountIgnored
         | P::PromotionUnchecked
         | P::ResyncRefusalIgnored
-        | P::SecondPrimaryAllowed
         | P::TwopcNeverTimesOut
         | P::TwopcNoIgnored
         | P::WrongSlot
@@ -447,7 +446,6 @@ const RARE: &[Planted] = &[
     Planted::EqualWhileWritten,
     Planted::OutdatedNotNoted,
     Planted::WrittenCountsAsInSync,
-    Planted::SecondPrimaryAllowed,
     Planted::DetachWritesNoBitmap,
     Planted::ReadFromOutdated,
     Planted::DiskTimeoutIgnored,

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use crate::drive::{Played, Trace, run};
 use crate::marks::{MARKS, Marks};
-use crate::plan::Orders;
+use crate::plan::{Orders, Plan};
 use crate::shrink::{Shrunk, kind, shrink};
 use crate::story::LEGEND;
 use crate::variety;
+use crate::watch::Watch;
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -73,17 +74,21 @@ impl Soak {
         let end = self.worlds.map(|n| self.base.saturating_add(n));
         let (send, receive) = mpsc::channel::<Played>();
         let mut sum = Sum::default();
+        let threads = self.threads.max(1);
+        let watch = Watch::new(threads, LONGEST_WORLD);
         std::thread::scope(|scope| {
-            for _ in 0..self.threads.max(1) {
+            for thread in 0..threads {
                 let send = send.clone();
-                let (next, stop) = (&next, &stop);
+                let (next, stop, watch) = (&next, &stop, &watch);
                 scope.spawn(move || {
                     while !stop.load(Ordering::Relaxed) {
                         let seed = next.fetch_add(1, Ordering::Relaxed);
                         if end.is_some_and(|end| seed >= end) {
                             return;
                         }
+                        watch.begins(thread, seed);
                         let result = run(seed, &self.orders_of(seed), Trace::Off);
+                        watch.ends(thread);
                         if send.send(result).is_err() {
                             return;
                         }
@@ -100,6 +105,9 @@ impl Soak {
                     }
                     Err(mpsc::RecvTimeoutError::Timeout) => {}
                     Err(mpsc::RecvTimeoutError::Disconnected) => break,
+                }
+                if let Some(seed) = watch.endless() {
+                    self.give_up(seed);
                 }
                 sum.elapsed = started.elapsed();
                 if self.live && shown.elapsed() >= Duration::from_secs(1) {
@@ -118,6 +126,34 @@ impl Soak {
             eprintln!();
         }
         sum
+    }
+
+    /// A world does not end. No thread can be made to stop, so this process ends.
+    fn give_up(&self, seed: u64) -> ! {
+        let orders = self.orders_of(seed);
+        let text = format!(
+            "FAILED: the world does not end: it has taken {} s of a core\n  seed {seed}, commit {}\n  \
+             found in: {}\n  repeat it: {} --trace",
+            LONGEST_WORLD.as_secs(),
+            commit(),
+            Plan::new(seed, &orders).describe(),
+            orders.command(seed)
+        );
+        println!("{text}");
+        self.note(&text);
+        std::process::exit(1);
+    }
+
+    /// Appends a failure to the file of failures.
+    fn note(&self, text: &str) {
+        let Some(path) = &self.record else { return };
+        let file = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path);
+        if let Err(error) = file.and_then(|mut f| writeln!(f, "{text}")) {
+            eprintln!("{}: cannot record the failure: {error}", path.display());
+        }
     }
 
     fn orders_of(&self, seed: u64) -> Orders {
@@ -160,18 +196,12 @@ impl Soak {
         let small = shrink(result.seed, &self.orders_of(result.seed), result, budget);
         let text = report(result, &small, self.lines);
         println!("{text}");
-        if let Some(path) = &self.record {
-            let file = std::fs::OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(path);
-            let written = file.and_then(|mut f| writeln!(f, "{text}"));
-            if let Err(error) = written {
-                eprintln!("{}: cannot record the failure: {error}", path.display());
-            }
-        }
+        self.note(&text);
     }
 }
+
+/// Time of a core that a world may take.
+const LONGEST_WORLD: Duration = Duration::from_secs(20);
 
 /// Events that the search for a smaller world may spend.
 pub const SHRINK_EVENTS: u64 = 10_000_000;

@@ -701,8 +701,9 @@ impl Resource {
             }
             _ => (req.ok, req.in_sync),
         };
-        let forgets = planted!(self, BitsNotSetWhileAway)
-            || planted!(self, DiscardsNotMarked) && req.kind == RequestKind::Discard;
+        let discards = planted!(self, DiscardsNotMarked);
+        let discards = discards && req.kind == RequestKind::Discard;
+        let forgets = discards || planted!(self, BitsNotSetWhileAway);
         if let Some(io) = self.disk_io(volume) {
             let had = if forgets {
                 have.union(req.sent.complement())
