@@ -1136,17 +1136,6 @@ impl Resource {
         }
     }
 
-    /// Marks towards the peer tell all that differs. A node that is behind, or that resyncs with
-    /// somebody else, differs where nothing is marked here.
-    pub(crate) fn vouches_for(&self, volume: VolumeNr, peer: NodeId) -> bool {
-        let p = self.state.peer_device(volume, peer);
-        let equal = p.repl == ReplState::Established
-            && p.disk == DiskState::UpToDate
-            && self.state.disk(volume) == DiskState::UpToDate;
-        let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
-        equal || p.repl.is_sync() || careless
-    }
-
     /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
     pub(crate) fn watch_left_marks(&mut self, volume: VolumeNr) {
         let at = self.now + LEFT_MARKS_DELAY;

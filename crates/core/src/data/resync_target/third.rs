@@ -8,10 +8,11 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::ConnState;
+use lockstep_format::wire::{ConnState, DiskState, ReplState};
 
 use crate::data::BitmapThen;
 use crate::resource::Resource;
+use crate::state::ReplSets;
 use crate::timers::Timer;
 
 impl Resource {
@@ -55,5 +56,16 @@ impl Resource {
                 self.timers.set(Timer::ResyncStep(volume, peer), now);
             }
         }
+    }
+
+    /// Marks towards the peer tell all that differs. A node that is behind, or that resyncs with
+    /// somebody else, differs where nothing is marked here.
+    pub(crate) fn vouches_for(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        let equal = p.repl == ReplState::Established
+            && p.disk == DiskState::UpToDate
+            && self.state.disk(volume) == DiskState::UpToDate;
+        let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
+        equal || p.repl.is_sync() || careless
     }
 }
