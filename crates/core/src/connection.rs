@@ -120,6 +120,8 @@ pub struct Link {
     pub sent_role: Option<Role>,
     /// Volumes that the peer told of and this node did not have.
     pub not_here: BTreeSet<VolumeNr>,
+    /// The peer has lost it: what it wrote is no news any more.
+    pub lost_there: bool,
 }
 
 /// Steps of the handshake (wire.md, 5.1).
@@ -251,6 +253,7 @@ impl Resource {
             peer_discards: false,
             sent_role: None,
             not_here: BTreeSet::new(),
+            lost_there: false,
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);

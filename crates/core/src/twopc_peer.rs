@@ -27,6 +27,7 @@ impl Resource {
         let is_connect = prepare.change.mask.has(StateWord::CONN)
             && prepare.change.val.conn() == Some(ConnState::Connected)
             && volume.is_none();
+        self.note_if_lost_there(peer, head.initiator_node_id);
         if let Some(t) = self.twopc.current.as_mut() {
             if t.initiator == head.initiator_node_id && t.tid == head.tid {
                 // A redundant path: it is answered with what the others get.
@@ -73,6 +74,30 @@ impl Resource {
         }
         self.accept(peer, volume, prepare, is_connect);
         self.resume_yielded();
+    }
+
+    /// An initiator asks its neighbours itself, and others only through them (semantics.md, 10.3). One
+    /// that asks through `peer` has lost its connection with this node, which does not know of that
+    /// yet. Writes that are left in the stream are old: the Primary that sent them may have been
+    /// followed by another one, whose data they would replace.
+    fn note_if_lost_there(&mut self, peer: NodeId, initiator: NodeId) {
+        if peer == initiator || !self.is_established(initiator) {
+            return;
+        }
+        let link = self.connections.get_mut(&initiator);
+        if let Some(link) = link.and_then(|c| c.link.as_mut()) {
+            link.lost_there = true;
+        }
+    }
+
+    /// A write, or the word that others are in sync, came from a peer that has lost the connection.
+    pub(crate) fn is_left_over(&self, peer: NodeId, packet: &Packet) -> bool {
+        let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
+        link.is_some_and(|l| l.lost_there)
+            && matches!(
+                packet,
+                Packet::Data(_) | Packet::Trim(_) | Packet::Zeroes(_) | Packet::PeersInSync(_)
+            )
     }
 
     /// This node's own transaction made place for another one; it is tried again later.

@@ -506,3 +506,12 @@ fn a_peer_that_asks_around_is_no_follower() {
     named_holds(None, 99_000_417, (None, Vec::new()), "0,2-3", "16,20");
     named_holds(None, 99_000_417, (None, Vec::new()), "0-3,6", "16,20");
 }
+
+/// A Primary lost a peer that did not know it yet, and was demoted. The peer was resynced from the next
+/// Primary; then the network worked again, and what was left in the old stream replaced newer data.
+#[test]
+fn what_a_former_primary_left_in_a_dead_connection_is_not_written() {
+    let shrunk = "25,42,44-46,51,54";
+    named_holds(Some(3), 77_800_173, (None, Vec::new()), "2,6,9", shrunk);
+    named_holds(Some(3), 77_800_173, (None, Vec::new()), "0-99", "0-999");
+}

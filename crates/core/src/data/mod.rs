@@ -45,6 +45,7 @@ use crate::connection::Connection;
 use crate::event::{DiskError, DiskOp, Output, Payload, Request, Stream};
 use crate::interval::Intervals;
 use crate::options::Protocol;
+use crate::report::Level;
 use crate::resource::{Pending, Resource};
 use disk::FlushWaiter;
 use peer_ack::PeerAckQueue;
@@ -421,6 +422,15 @@ impl Resource {
         packet: Packet,
         payload: Option<Payload>,
     ) {
+        if self.is_left_over(peer, &packet) {
+            if let Some(payload) = payload {
+                self.release(payload.buf);
+            }
+            let text = "it has lost this connection: what is left in it is old".into();
+            self.log(Level::Warn, Some(peer), None, text);
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
         let nowhere = (NodeId(0), Dagtag(0));
         match packet {
             Packet::Data(data) => self.peer_data(peer, volume, &data, payload),
