@@ -455,12 +455,11 @@ impl Resource {
         }
         members = members.union(self.state.connected());
         let empty = t.change == StateChange::default();
-        let primary_nodes = outcome.primary_nodes;
         if let Some(peer) = t.handshake {
             let change = self.connect_change(peer).members(members);
             self.connect_committed(peer);
             self.hard_change(change);
-            self.far_primary(primary_nodes, incapable);
+            self.far_primary(outcome.primary_nodes, incapable);
         } else if let Some(change) = self.remote_change(&t) {
             self.hard_change(change.members(members));
         } else {
@@ -470,9 +469,9 @@ impl Resource {
             }
         }
         if empty {
-            self.empty_committed(primary_nodes, incapable);
+            self.empty_committed(outcome.primary_nodes, incapable);
         } else {
-            self.far_primary(primary_nodes, incapable);
+            self.far_primary(outcome.primary_nodes, incapable);
         }
         self.next_wish();
     }

@@ -237,13 +237,9 @@ pub fn followers_are_current(w: &mut World) {
                     return;
                 }
             }
-            let content = &w.nodes[node].disks[v].content;
-            let stale = touched.iter().copied().find(|block| {
-                let value = content[*block as usize];
-                !w.spoiled.contains_key(&(volume, *block))
-                    && !w.history.is_current(volume, *block, value, w.now)
-            });
-            let Some(block) = stale else { continue };
+            let Some(block) = stale_block(w, node, volume, &touched) else {
+                continue;
+            };
             let since = before.get(&(node, volume)).copied().unwrap_or(w.now);
             w.seen.stale.insert((node, volume), since);
             if w.now >= since + STALE_MOST {
@@ -263,6 +259,16 @@ pub fn followers_are_current(w: &mut World) {
     }
 }
 
+/// A block that has something older on this disk than what was acknowledged.
+fn stale_block(w: &World, node: usize, volume: u16, touched: &[u64]) -> Option<u64> {
+    let content = &w.nodes[node].disks[usize::from(volume)].content;
+    touched.iter().copied().find(|block| {
+        let value = content[*block as usize];
+        !w.spoiled.contains_key(&(volume, *block))
+            && !w.history.is_current(volume, *block, value, w.now)
+    })
+}
+
 /// A node that cannot reach the Primary hears of it through a third one: it does not go on taking
 /// itself for UpToDate while it lacks what was acknowledged.
 fn hears_of_primary(
@@ -278,13 +284,9 @@ fn hears_of_primary(
         return;
     }
     let v = usize::from(volume);
-    let content = &w.nodes[node].disks[v].content;
-    let stale = touched.iter().copied().find(|block| {
-        let value = content[*block as usize];
-        !w.spoiled.contains_key(&(volume, *block))
-            && !w.history.is_current(volume, *block, value, w.now)
-    });
-    let Some(block) = stale else { return };
+    let Some(block) = stale_block(w, node, volume, touched) else {
+        return;
+    };
     let since = before.get(&(node, volume)).copied().unwrap_or(w.now);
     w.seen.stale.insert((node, volume), since);
     if w.now >= since + FAR_MOST {

@@ -74,9 +74,9 @@ pub(crate) struct Reactor {
     pub(crate) engine: Engine,
     epoll: OwnedFd,
     mailbox: Mailbox,
-    /// There is mail that was not read yet.
     /// The last carrier that did not authenticate: at which listener, and from which configured peer.
     refusals: Refusals,
+    /// There is mail that was not read yet.
     more_mail: bool,
     shards: Vec<Shard>,
     /// The one that got a socket last.
