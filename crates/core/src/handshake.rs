@@ -743,7 +743,8 @@ impl Resource {
                 return Err(refusal);
             }
         }
-        if let Some(refusal) = retry.or_else(|| self.outgrown(peer)) {
+        let changed = || self.outgrown(peer).or_else(|| self.handshake_changed(peer));
+        if let Some(refusal) = retry.or_else(changed) {
             return Err(refusal);
         }
         let tentative = self

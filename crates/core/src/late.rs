@@ -1,14 +1,17 @@
 //! Nodes that have all data, but hear late, or not at all, what they are called.
 
+use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::change::Change;
+use crate::command::ErrorCode;
 use crate::device::{ConnectVerdict, Device};
 use crate::resource::Resource;
 use crate::uuids::is_real;
+use crate::validity::Refusal;
 
 /// Generations that a node without a disk remembers as old.
 const LEFT_BEHIND_COUNT: usize = 64;
@@ -118,6 +121,26 @@ impl Resource {
         for volume in volumes {
             self.send_uuids(peer, volume, UuidFlags::empty());
         }
+    }
+
+    /// A disk has got another generation since its UUIDs went into the handshake with `peer`, by the end of a
+    /// resync for example: what both ends made of the old set is wrong (semantics.md, 13.1, rule
+    /// initial-handshake-changed). Beside a Primary it follows, and tells the peer afterwards.
+    pub(crate) fn handshake_changed(&self, peer: NodeId) -> Option<Refusal> {
+        let mut primaries = self.state.connections.values();
+        if self.state.role == Role::Primary || primaries.any(|c| c.peer_role == Role::Primary) {
+            return None;
+        }
+        let changed = |volume: VolumeNr, device: &Device| {
+            let sent = device.peers.get(&peer)?.sent_uuids.as_ref()?;
+            let now = self.own_uuids(peer, volume, UuidFlags::empty())?;
+            (!now.current.same_generation(sent.current)).then_some(volume)
+        };
+        let volume = self.devices.iter().find_map(|(v, d)| changed(*v, d))?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!("volume {volume} is of another generation than node {peer} was told"),
+        })
     }
 
     /// A disk that comes back cannot know whether a Primary without a disk went on without it.

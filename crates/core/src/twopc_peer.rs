@@ -455,7 +455,14 @@ impl Resource {
         }
         members = members.union(self.state.connected());
         let empty = t.change == StateChange::default();
-        if let Some(peer) = t.handshake {
+        if let Some(peer) = t.handshake
+            && let Some(refusal) = self.handshake_changed(peer)
+        {
+            // Between this node's yes and the commit: the initiator goes by what does not hold any more.
+            let text = format!("{}; connecting again", refusal.text);
+            self.log(Level::Warn, Some(peer), None, text);
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        } else if let Some(peer) = t.handshake {
             let change = self.connect_change(peer).members(members);
             self.connect_committed(peer);
             self.hard_change(change);
