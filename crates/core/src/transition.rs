@@ -534,6 +534,12 @@ impl Resource {
     fn after_actions(&mut self, step: &Step) {
         let Step { old, new, graceful } = step;
         self.after_events(old, new);
+        // Before anything is compared, and the peer hears what came of it.
+        for peer in new.connected().iter() {
+            if old.conn(peer) != ConnState::Connected {
+                self.tell_generation_of_handshake(peer);
+            }
+        }
         for volume in new.devices.keys() {
             self.after_in_sync(*volume, old, new);
         }
@@ -658,8 +664,7 @@ impl Resource {
                 | ConnState::Disconnecting => {
                     self.connection_lost(*peer, before.conn, c.conn, graceful);
                 }
-                ConnState::Connected => self.tell_generation_of_handshake(*peer),
-                ConnState::StandAlone | ConnState::Unconnected => {}
+                ConnState::Connected | ConnState::StandAlone | ConnState::Unconnected => {}
             }
         }
     }

@@ -1,0 +1,44 @@
+//! Planned worlds in which a handshake went by what did not hold any more.
+
+use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::faults::parse;
+use lockstep_sim::plan::{Numbers, Orders};
+
+#[track_caller]
+fn holds(nodes: usize, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
+    let orders = Orders {
+        nodes: Some(nodes),
+        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
+        only_faults: Some(Numbers::parse(faults).unwrap()),
+        only_requests: Some(Numbers::parse(requests).unwrap()),
+        ..Orders::default()
+    };
+    let played = run(seed, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(seed));
+}
+
+const TAKEOVER: Option<&str> = Some("takeover,crash,partition,reset");
+
+/// A node ended a resync while it connected to a third node, and the third node became its source by what it
+/// had been told before: newer data were overwritten with older ones.
+#[test]
+fn a_resync_that_ends_during_a_handshake_is_compared_anew() {
+    holds(3, 88_100_017, TAKEOVER, "0-1,3,10", "0");
+    holds(3, 88_100_017, TAKEOVER, "0-99", "0-999");
+}
+
+/// A follower took a new generation of its Primary in the middle of a handshake, and did not tell it when it
+/// compared at once for marks: the peer had gone on with the Primary and saw another branch.
+#[test]
+fn a_generation_of_a_handshake_is_told_before_marks_are_compared() {
+    const REQUESTS: &str = "6,17,20-21,24-26,28,32-33,35,38-45,50,52,58-59";
+    holds(4, 8_300_218, None, "0-1", REQUESTS);
+    holds(4, 8_300_218, None, "0-99", "0-999");
+}
+
+/// These stayed suspended for want of quorum, or did not connect any more.
+#[test]
+fn nobody_waits_for_ever_after_a_takeover() {
+    holds(3, 5100, TAKEOVER, "0-99", "0-999");
+    holds(3, 5157, TAKEOVER, "0-99", "0-999");
+}
