@@ -42,3 +42,11 @@ fn nobody_waits_for_ever_after_a_takeover() {
     holds(3, 5100, TAKEOVER, "0-99", "0-999");
     holds(3, 5157, TAKEOVER, "0-99", "0-999");
 }
+
+/// The checker of verifies took one that a lost link had cut short for one that had ended.
+#[test]
+fn a_verify_that_is_cut_short_is_made_again() {
+    const REQUESTS: &str = "95-96,99-100,103,193-194,204-205,207,248-251,266-268,272-274";
+    holds(2, 79_000_069, None, "7", REQUESTS);
+    holds(2, 79_000_069, None, "0-99", "0-999");
+}
