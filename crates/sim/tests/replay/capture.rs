@@ -11,6 +11,7 @@ use lockstep_format::wire::{
     Dialect, Packet, StateWord, Stream, decode, decode_header, decode_initial,
 };
 
+use crate::cluster;
 use crate::inspect::pcap::{Capture, Content, content};
 use crate::inspect::tcp::{Direction, TcpEvent, TcpTable};
 
@@ -128,8 +129,14 @@ pub(crate) fn read(path: &Path) -> Vec<Item> {
         .map_or(0, |i: &Item| i.time_ns / DAY_NS * DAY_NS);
     let captured = items.len();
     commands(&text, day, &mut items);
-    for at in captured..items.len() {
-        items[at].time_ns = shown(&items[..captured], &items[at]);
+    if cluster::is_cluster(&items[..captured]) {
+        let commands = items.split_off(captured);
+        let placed = cluster::place(&items, commands);
+        items.extend(placed);
+    } else {
+        for at in captured..items.len() {
+            items[at].time_ns = shown(&items[..captured], &items[at]);
+        }
     }
     items.sort_by_key(|item| item.time_ns);
     items

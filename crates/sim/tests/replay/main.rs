@@ -4,11 +4,18 @@
 mod inspect;
 
 mod capture;
+mod cluster;
 mod compare;
 mod conflicts;
+mod copies;
+mod early;
 mod epochs;
+mod equal;
+mod operator;
+mod order;
 mod packets;
 mod stand_in;
+mod three_nodes;
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +26,7 @@ use lockstep_core::options::{
 use lockstep_format::disk::layout::{BitmapBlock, Geometry};
 use lockstep_format::units::NodeId;
 
-use compare::{Replay, Setup};
+use compare::{Difference, Setup};
 
 fn capture(family: &str, name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -131,6 +138,11 @@ fn after_sb(policy: &str) -> AfterSplitBrain {
     }
 }
 
+fn lines(differences: &[Difference]) -> String {
+    let lines: Vec<String> = differences.iter().map(Difference::to_string).collect();
+    lines.join("\n")
+}
+
 /// Replays one node of a capture. What differs by choice (docs/compatibility.md) is named by the
 /// beginning of its line, without the time; there is to be nothing else, and all of it.
 fn replay(family: &str, name: &str, node: u8, by_choice: &[&str]) {
@@ -148,21 +160,15 @@ fn replay_until(family: &str, name: &str, node: u8, end: Option<&str>, by_choice
         };
         items.truncate(items.iter().position(ends).expect("the command is there"));
     }
-    let differences = Replay::run(&items, NodeId(node), &setup(&path, node));
-    let chosen = |line: &String| {
-        let text = line
-            .trim_start()
-            .split_once(' ')
-            .map_or("", |(_, text)| text);
-        by_choice.iter().any(|c| text.starts_with(c))
-    };
-    let other: Vec<&String> = differences.iter().filter(|line| !chosen(line)).collect();
+    let chosen = |text: &str| by_choice.iter().any(|c| text.starts_with(c));
+    let differences = order::run(&items, NodeId(node), &setup(&path, node), &chosen);
+    let other = differences.iter().filter(|d| !chosen(&d.text)).count();
     assert!(
-        other.is_empty() && differences.len() == by_choice.len(),
+        other == 0 && differences.len() == by_choice.len(),
         "{name}, node {node}: {} differences, of which {} not by choice\n{}",
         differences.len(),
-        other.len(),
-        differences.join("\n")
+        other,
+        lines(&differences)
     );
 }
 

@@ -2,9 +2,11 @@
 
 use lockstep_core::event::Stream;
 use lockstep_format::units::{Sector, Uuid};
-use lockstep_format::wire::packet::{BlockId, CompressedBitmap, RunKind};
+use lockstep_format::wire::packet::{BlockId, CompressedBitmap, RunKind, Uuids110};
 use lockstep_format::wire::vli::RleDecoder;
-use lockstep_format::wire::{self, Packet, PeerState};
+use lockstep_format::wire::{self, Packet, PeerState, UuidFlags};
+
+use crate::capture::{Item, Seen, What};
 
 /// A UUID without the bit that a random one has by chance.
 pub(crate) fn clean(uuid: Uuid) -> Uuid {
@@ -117,4 +119,20 @@ pub(crate) fn event_stream(stream: wire::Stream) -> Stream {
         wire::Stream::Data => Stream::Data,
         wire::Stream::Control => Stream::Control,
     }
+}
+
+/// Whether the same set of UUIDs follows at once, with the news that it is a stable one.
+pub(crate) fn is_told_again(seen: &Seen, uuids: &Uuids110, ahead: &[Item]) -> bool {
+    let next = ahead.iter().find_map(|item| match &item.what {
+        What::Packet(other) if (other.from, other.session) == (seen.from, seen.session) => {
+            match &other.packet {
+                Packet::Uuids110(next) => Some(next),
+                _ => None,
+            }
+        }
+        _ => None,
+    });
+    let mut again = uuids.clone();
+    again.flags |= UuidFlags::GOT_STABLE;
+    again != *uuids && next == Some(&again)
 }

@@ -29,6 +29,7 @@ pub(crate) struct Sent {
     pub(crate) volume: VolumeNr,
     pub(crate) packet: Packet,
     pub(crate) payload: Vec<u8>,
+    pub(crate) at_ns: u64,
     /// The comparison knows of it.
     pub(crate) counted: bool,
 }
@@ -402,6 +403,7 @@ impl StandIn {
                     volume,
                     packet,
                     payload,
+                    at_ns: self.now,
                     counted: false,
                 });
             }
