@@ -323,6 +323,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.sent_uuids = Some(set);
         }
+        self.note_told_marks(volume, peer, packet.dirty_bits);
         self.send(peer, Stream::Data, volume, Packet::Uuids110(packet));
     }
 

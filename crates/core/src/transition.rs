@@ -341,7 +341,7 @@ impl Resource {
                 if was.contains(&DiskState::Consistent) && !third {
                     self.watch_marks(volume, *peer);
                 }
-                if before.repl == ReplState::PausedSyncT {
+                if before.repl >= ReplState::Established {
                     self.note_unsettled(volume, *peer);
                 }
             }

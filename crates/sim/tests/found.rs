@@ -515,3 +515,18 @@ fn what_a_former_primary_left_in_a_dead_connection_is_not_written() {
     named_holds(Some(3), 77_800_173, (None, Vec::new()), "2,6,9", shrunk);
     named_holds(Some(3), 77_800_173, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// Of two nodes that were whole and differed by a write that was under way when their Primary died, one was
+/// copied over the other. A third node, a copy of the former as it had been, went on saying that both were
+/// equal: the marks went, and the difference stayed.
+#[test]
+fn nobody_vouches_for_a_node_that_was_copied_from_another_one_since() {
+    let kinds = || (None, Vec::new());
+    named_holds(Some(4), 88_400_034, kinds(), "0-1,4", "0");
+    named_holds(Some(4), 88_400_034, kinds(), "0-99", "0-999");
+    let shrunk = "172,179-180,286";
+    named_holds(None, 99_000_959, kinds(), "3-4,14-16", shrunk);
+    named_holds(None, 99_000_959, kinds(), "0-99", "0-999");
+    named_holds(Some(5), 8_820_010, kinds(), "8,10,15", "10-11,13,26");
+    named_holds(Some(5), 8_820_010, kinds(), "0-99", "0-999");
+}

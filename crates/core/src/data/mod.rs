@@ -249,6 +249,8 @@ pub struct PeerIo {
     /// Online verify with this peer.
     pub(crate) verify: verify::Verify,
     pub(crate) source_by_sector: BTreeMap<Sector, Key>,
+    /// The UUIDs that the peer has of this node say that something is marked towards it.
+    pub(crate) told_marks: bool,
     /// Blocks that the target of this node's resync has marked for certain.
     pub(crate) owed_blocks: u64,
     /// Bit position up to which the peer's bitmap has come.

@@ -1050,7 +1050,8 @@ impl Resource {
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
         let sources = self.sources_of(volume);
         let changed_by_another = self.is_target_of_another(volume, peer);
-        if lockstep && (changed_by_another || !self.vouches_for(volume, peer)) {
+        let known = self.is_known_to(volume, peer, sync.sector, sync.size_bytes);
+        if lockstep && (changed_by_another || !known) {
             // The sender does not know this node's blocks.
             return;
         }
@@ -1059,10 +1060,7 @@ impl Resource {
             d.io.ranges
                 .any_overlap(sync.sector, sync.size_bytes, |_, _| true)
         });
-        let verified = self.devices.get(&volume).map_or(NodeMask::EMPTY, |d| {
-            let found = d.peers.iter().filter(|(_, pd)| pd.io.verify.found);
-            found.map(|(node, _)| *node).collect()
-        });
+        let verified = self.verified(volume);
         let careless = planted!(self, InSyncWhileBusy);
         let Some(io) = self.disk_io(volume) else {
             return;

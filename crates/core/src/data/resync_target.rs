@@ -1150,13 +1150,11 @@ impl Resource {
         if self.state.disk(volume) != DiskState::UpToDate || self.connections.len() < 2 {
             return;
         }
+        self.tell_marks_gone(volume);
         let peers: Vec<NodeId> = self
             .established()
             .into_iter()
-            .filter(|peer| {
-                let p = self.state.peer_device(volume, *peer);
-                p.repl == ReplState::Established && p.disk == DiskState::UpToDate
-            })
+            .filter(|peer| self.both_are_whole(volume, *peer))
             .collect();
         let Some(io) = self.disk_io(volume) else {
             return;
@@ -1178,6 +1176,7 @@ impl Resource {
             }
         }
         if !left {
+            self.compare_unsettled(volume);
             return;
         }
         // Extents that cannot be settled now do not keep the others from their turn.

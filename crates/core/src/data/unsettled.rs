@@ -1,8 +1,9 @@
 //! Marks that a resync with another node left behind.
 //!
-//! A node that is copied from one UpToDate node gives up its resync with the others. If they are all
-//! equal, they tell each other so and the marks go. If two of them differed themselves, by writes that
-//! were under way when their Primary died, nobody can vouch for these blocks: the pair compares.
+//! A node that is copied from one UpToDate node gives up its resync with the others, and marks what it
+//! was given towards those that it had none with. If they are all equal, they tell each other so and
+//! the marks go. If two of them differed themselves, by writes that were under way when their Primary
+//! died, or if the source is gone, nobody can vouch for these blocks: the pair compares.
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
@@ -10,9 +11,9 @@ use lockstep_format::wire::{DiskState, ReplState};
 use crate::resource::Resource;
 
 /// How often a node asks about marks between it and an UpToDate peer before it compares.
-const SETTLING_ROUNDS: u32 = 3;
+const SETTLING_ROUNDS: u32 = 1;
 
-/// Peers with which a resync was given up, and what is marked towards them.
+/// Peers that have become equal by their states alone, and what is marked towards them.
 #[derive(Debug, Default)]
 pub(crate) struct Unsettled {
     peers: NodeMask,
@@ -21,8 +22,8 @@ pub(crate) struct Unsettled {
 }
 
 impl Resource {
-    /// Another node was the source of a resync, and this one with the peer was given up. The other may
-    /// not have known of everything that is marked towards the peer.
+    /// This node and the peer are whole, and at least one of them by a resync with another node. That one
+    /// may not have known of everything that is marked between the two.
     pub(crate) fn note_unsettled(&mut self, volume: VolumeNr, peer: NodeId) {
         if let Some(io) = self.disk_io(volume) {
             io.unsettled.peers = io.unsettled.peers.with(peer);
@@ -30,9 +31,18 @@ impl Resource {
         }
     }
 
+    /// Peers towards which a verify has marked differences: an operator decides about these.
+    pub(crate) fn verified(&self, volume: VolumeNr) -> NodeMask {
+        self.devices.get(&volume).map_or(NodeMask::EMPTY, |d| {
+            let found = d.peers.iter().filter(|(_, pd)| pd.io.verify.found);
+            found.map(|(node, _)| *node).collect()
+        })
+    }
+
     /// `Timer::LeftMarks`: where a while has settled none of the marks towards such a peer, both
     /// compare.
     pub(crate) fn compare_unsettled(&mut self, volume: VolumeNr) {
+        let verified = self.verified(volume);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -41,7 +51,7 @@ impl Resource {
             .unsettled
             .peers
             .iter()
-            .filter(|p| count(*p) > 0)
+            .filter(|p| count(*p) > 0 && !verified.contains(*p))
             .collect();
         let blocks = marked.iter().map(count).sum();
         io.unsettled.peers = marked;

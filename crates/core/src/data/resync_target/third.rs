@@ -7,8 +7,8 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, ReplState};
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, UuidFlags};
 
 use crate::data::BitmapThen;
 use crate::resource::Resource;
@@ -59,13 +59,66 @@ impl Resource {
     }
 
     /// Marks towards the peer tell all that differs. A node that is behind, or that resyncs with
-    /// somebody else, differs where nothing is marked here.
+    /// somebody else, differs where nothing is marked here. So does one that resynced with somebody
+    /// else before: what it was given is marked at its end alone, until it says that nothing is left.
     pub(crate) fn vouches_for(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let p = self.state.peer_device(volume, peer);
-        let equal = p.repl == ReplState::Established
-            && p.disk == DiskState::UpToDate
-            && self.state.disk(volume) == DiskState::UpToDate;
+        let marked_there = self
+            .peer_uuids(volume, peer)
+            .is_some_and(|set| set.dirty_bits > 0);
+        let known = !marked_there || !self.is_lockstep(peer);
         let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
-        equal || p.repl.is_sync() || careless
+        // The target of a resync that is paused is copied from another node meanwhile.
+        let syncs = p.repl.is_sync() && p.repl != ReplState::PausedSyncS;
+        (self.both_are_whole(volume, peer) && known) || syncs || careless
+    }
+
+    /// Whoever says that others are in sync with it has seen this node's blocks in the range: they did
+    /// not change by a resync with a third node.
+    pub(crate) fn is_known_to(
+        &self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+    ) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let marked = disk.map(|disk| &disk.io).is_some_and(|io| {
+            let slot = io.slot(peer);
+            slot.is_some_and(|slot| io.bitmap.count_touched(slot, sector, size_bytes) > 0)
+        });
+        (self.both_are_whole(volume, peer) || p.repl.is_sync()) && !marked
+    }
+
+    pub(super) fn both_are_whole(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        p.repl == ReplState::Established
+            && p.disk == DiskState::UpToDate
+            && self.state.disk(volume) == DiskState::UpToDate
+    }
+
+    /// The peer has UUIDs of this node by which so many blocks are marked towards it.
+    pub(crate) fn note_told_marks(&mut self, volume: VolumeNr, peer: NodeId, blocks: u64) {
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.told_marks = blocks > 0;
+        }
+        if blocks > 0 && self.connections.len() > 1 {
+            self.watch_left_marks(volume);
+        }
+    }
+
+    /// Peers that were told of marks towards them hear when none is left: they may vouch for this node
+    /// again.
+    pub(super) fn tell_marks_gone(&mut self, volume: VolumeNr) {
+        for peer in self.established() {
+            let gone = self.is_lockstep(peer)
+                && self.both_are_whole(volume, peer)
+                && self.out_of_sync_blocks(volume, peer) == 0;
+            let told = |io: &mut crate::data::PeerIo| core::mem::take(&mut io.told_marks);
+            if gone && self.peer_io(volume, peer).is_some_and(told) {
+                self.send_uuids(peer, volume, UuidFlags::empty());
+            }
+        }
     }
 }
