@@ -296,9 +296,35 @@ registry! {
     WrongSlot "wrong-slot"
         "Marks towards one peer go to the first slot of the bitmap.";
     ZeroesAsDiscard "zeroes-as-discard"
-        "A received zero-out is done as a discard, which may leave old data.";
+        "A zero-out is done as a discard although that may leave old data.";
     TwopcNeverTimesOut "twopc-never-times-out"
         "A two-phase commit waits for ever for a node that does not answer.";
     ExtentNeverLetGo "extent-never-let-go"
         "A received discard keeps its place in the activity log.";
+    MajorityNotEnough "majority-not-enough"
+        "A node asks for one vote more than a majority.";
+    ClearsPartialBits "clears-partial-bits"
+        "A write clears the bits of bitmap blocks that it covers in part.";
+    MarksMissLastBlock "marks-miss-last-block"
+        "The last block of a write that a peer was never sent is not marked.";
+    DiscardNotReplicated "discard-not-replicated"
+        "A discard is done here only.";
+    OneVolumeGetsUuid "one-volume-gets-uuid"
+        "A Primary that loses a peer makes a new current UUID for its first volume only.";
+    PeerAckNamesEverybody "peer-ack-names-everybody"
+        "A peer ack says that all nodes have a write.";
+    OldDiskAttached "old-disk-attached"
+        "A Primary takes a disk that lacks what it has served.";
+    TargetMarksNotMerged "target-marks-not-merged"
+        "A source ignores what its target has marked.";
+    DisklessVotes "diskless-votes"
+        "A node without a disk has a vote for quorum.";
+    OutOfSyncNotTold "out-of-sync-not-told"
+        "A source marks what it does not send, and does not say so.";
+    PromotionKeepsGeneration "promotion-keeps-generation"
+        "A promotion makes no new current UUID.";
+    FlushWaitsForOnePeer "flush-waits-for-one-peer"
+        "A flush waits for the first of several peers.";
+    ResyncEndNotDurable "resync-end-not-durable"
+        "The end of a resync is told before it is durable.";
 }

@@ -206,6 +206,9 @@ impl Resource {
             pd.resync_ready = false;
         }
         self.after_superblock(volume, AfterMeta::ResyncEnd(peer));
+        if planted!(self, ResyncEndNotDurable) {
+            self.tell_resync_end(volume, peer);
+        }
     }
 
     /// A stable source may have been there before the unstable resync ended.

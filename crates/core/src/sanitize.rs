@@ -615,7 +615,10 @@ impl Resource {
                     n.unknown += 1;
                 }
             } else if p.disk == DiskState::Diskless && (diskless_on_purpose || !with_disk) {
-                n.diskless += 1;
+                match planted!(self, DisklessVotes) {
+                    true => n.present += 1,
+                    false => n.diskless += 1,
+                }
             } else if p.disk == DiskState::UpToDate {
                 n.up_to_date += 1;
                 if !with_disk && self.peer_is_quorate(volume, peer) {
@@ -636,6 +639,9 @@ impl Resource {
         );
         if planted!(self, HalfIsQuorum) {
             n.have |= (n.up_to_date + n.present) * 2 + 1 >= n.voters;
+        }
+        if planted!(self, MajorityNotEnough) {
+            n.have &= n.up_to_date + n.present > n.needed || n.up_to_date + n.present == n.voters;
         }
         n
     }

@@ -211,6 +211,12 @@ impl Resource {
             if planted!(self, NoNewUuidOnLoss) {
                 due = promoted;
             }
+            if planted!(self, PromotionKeepsGeneration) {
+                due &= !promoted;
+            }
+            if planted!(self, OneVolumeGetsUuid) {
+                due &= promoted || volume.0 == 0;
+            }
             let demoted = new.role != Role::Primary;
             if let Some(device) = self.devices.get_mut(volume) {
                 if due {

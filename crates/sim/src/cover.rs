@@ -6,7 +6,7 @@ use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::{Sector, VolumeNr};
 
 use crate::disk::DataOp;
-use crate::world::{World, id, name};
+use crate::world::{SECOND, World, id, name};
 
 /// A write goes to a node's disk, and from now on any part of it may be there: where it differs
 /// from another node's disk one of the two metadata areas says so.
@@ -56,24 +56,58 @@ pub(crate) fn differences_are_known(w: &mut World) {
     for volume in 0..usize::from(w.config.volumes) {
         for x in w.storage() {
             for y in x + 1..w.storage().end {
-                pair_knows(w, volume, x, y);
+                pair_knows(w, volume, (x, y), &(0..u64::MAX));
             }
         }
     }
 }
 
-fn pair_knows(w: &mut World, volume: usize, x: usize, y: usize) {
+/// A node has taken a range for equal with others on a third node's word.
+pub(crate) fn range_is_known(
+    w: &mut World,
+    node: usize,
+    volume: VolumeNr,
+    sector: Sector,
+    size_bytes: u32,
+) {
+    let first = sector.0 / 8;
+    let blocks = first..first + u64::from(size_bytes) / crate::disk::BLOCK;
+    for peer in w.storage().filter(|peer| *peer != node) {
+        pair_knows(
+            w,
+            usize::from(volume.0),
+            (node.min(peer), node.max(peer)),
+            &blocks,
+        );
+    }
+}
+
+fn pair_knows(w: &mut World, volume: usize, (x, y): (usize, usize), range: &std::ops::Range<u64>) {
     let content =
         |node: usize, block: &u64| w.nodes[node].disks[volume].content.get(*block as usize);
     let blocks = w.history.touched_blocks(volume as u16).iter();
+    let blocks = blocks.filter(|b| range.contains(b));
     let differing = blocks.filter(|b| content(x, b) != content(y, b)).copied();
     let unknown = differing
         .filter(|block| !w.spoiled.contains_key(&(volume as u16, *block)))
         .find(|block| !suspects(w, volume, x, y, *block) && !suspects(w, volume, y, x, *block));
-    let Some(block) = unknown else { return };
-    let partial = is_partial(w, x, volume) || is_partial(w, y, volume);
-    if partial && w.storage().len() > 2 || is_asked_for(w, volume, block) {
+    let key = (x, y, volume);
+    let Some(block) = unknown else {
+        if range.end == u64::MAX {
+            w.seen.unknown.remove(&key);
+        }
         return;
+    };
+    if is_asked_for(w, volume, block) {
+        return;
+    }
+    let partial = is_partial(w, x, volume) || is_partial(w, y, volume);
+    if partial && w.storage().len() > 2 {
+        // A disk that is being resynced is marked by its source, until that has told it all.
+        let since = *w.seen.unknown.entry(key).or_insert(w.now);
+        if w.now < since + UNKNOWN_MOST {
+            return;
+        }
     }
     let text = format!(
         "volume {volume} block {block} differs between {} ({}) and {} ({}), and neither of them \
@@ -86,6 +120,9 @@ fn pair_knows(w: &mut World, volume: usize, x: usize, y: usize) {
     );
     w.fail(text);
 }
+
+/// How long it may be that a disk which is not whole, and a third one, know of no difference.
+const UNKNOWN_MOST: u64 = 2 * SECOND;
 
 /// The node would compare the block with the peer's.
 pub(crate) fn suspects(w: &World, volume: usize, node: usize, peer: usize, block: u64) -> bool {

@@ -259,6 +259,8 @@ pub struct Disk {
     pub data_bytes: u64,
     /// It reported an error at least once.
     pub had_errors: bool,
+    /// A discard leaves the old content, and the node is told so.
+    pub keeps_discarded: bool,
     /// Where things are on it.
     pub layout: Layout,
     /// Opened by the node.
@@ -350,6 +352,7 @@ impl Disk {
             meta_bytes: device_bytes,
             data_bytes,
             had_errors: false,
+            keeps_discarded: false,
             layout,
             open: false,
             flying: BTreeMap::new(),
@@ -384,7 +387,7 @@ impl Disk {
             logical_block_bytes: 512,
             physical_block_bytes: 4096,
             discard: true,
-            discard_zeroes: true,
+            discard_zeroes: !self.keeps_discarded,
             discard_granularity_bytes: 4096,
             max_discard_bytes: 128 << 20,
             write_through: false,

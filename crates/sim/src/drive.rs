@@ -3,6 +3,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use lockstep_core::options::Quorum;
+
 use crate::check;
 use crate::cover;
 use crate::disk::Lose;
@@ -85,6 +87,11 @@ pub fn run(seed: u64, orders: &Orders, trace: Trace) -> Played {
     for node in &plan.theme.old_metadata {
         for disk in &mut w.nodes[*node].disks {
             disk.downgrade();
+        }
+    }
+    for node in 0..w.nodes.len() {
+        for disk in &mut w.nodes[node].disks {
+            disk.keeps_discarded = plan.keeps_discarded >> node & 1 == 1;
         }
     }
     if let Trace::Keep(lines) = trace {
@@ -315,6 +322,8 @@ impl<'a> Drive<'a> {
                 promises::writes_are_answered(w, limit);
             }
             promises::disks_are_given_up(w, o.settings.disk.disk_timeout_tenths);
+            let redundancy = o.settings.resource.quorum_minimum_redundancy != Quorum::Off;
+            promises::majority_is_enough(w, redundancy);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         if let Some(pair) = self.pair.as_mut() {

@@ -41,10 +41,12 @@ pub enum Extra {
     /// A peer that does not answer is given up soon, a disk that hangs does so for long, and in half
     /// of the worlds nothing but the peer notices it.
     Impatient,
+    /// Some disks keep what is discarded, and more is discarded and zeroed.
+    KeptDiscards,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 13] = [
+pub const EXTRAS: [(Extra, &str); 14] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -58,6 +60,7 @@ pub const EXTRAS: [(Extra, &str); 13] = [
     (Extra::ShortLog, "short-log"),
     (Extra::Bursts, "bursts"),
     (Extra::Impatient, "impatient"),
+    (Extra::KeptDiscards, "kept-discards"),
 ];
 
 /// The word of one.
@@ -109,7 +112,7 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             config.bitmap_shifts = (0..config.nodes).map(|_| rng.range(12, 21) as u8).collect();
         }
         Extra::Pmem => config.metadata = Where::Persistent,
-        Extra::Every | Extra::Bursts => {}
+        Extra::Every | Extra::Bursts | Extra::KeptDiscards => {}
         Extra::Hot => {
             config.blocks = config.blocks.min(SMALL_BLOCKS);
             if rng.permille(600) {

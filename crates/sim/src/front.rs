@@ -221,6 +221,7 @@ impl World {
                             hard,
                         );
                     }
+                    crate::acks::is_everywhere(self, node, &asked);
                     match hard {
                         true => check::fua_is_durable(self, node, &asked),
                         false => promises::last_copy_is_durable(self, node, &asked),

@@ -320,6 +320,22 @@ impl History {
         same.any(|v| !newer(v))
     }
 
+    /// All writes of a value to the block were over before the write of the other one began.
+    pub fn is_older(&self, volume: u16, block: u64, value: u64, than: u64) -> bool {
+        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
+            let number = v.index.get(block as usize)?.checked_sub(1)?;
+            v.registers.get(number as usize)
+        });
+        let Some(register) = register else {
+            return false;
+        };
+        let of = |value: u64| register.versions.iter().filter(move |v| v.value == value);
+        let over = |v: &Version| if v.end == NEVER { v.dead } else { v.end };
+        of(than)
+            .next()
+            .is_some_and(|newer| of(value).all(|v| over(v) < newer.start))
+    }
+
     /// Whether a replica that has all acknowledged data may hold this value. What only a read has
     /// seen so far may be missing.
     pub fn is_current(&self, volume: u16, block: u64, value: u64, now: u64) -> bool {

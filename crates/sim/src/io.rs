@@ -47,6 +47,16 @@ impl World {
             DiskOp::Flush => DataOp::Flush {
                 upto: self.nodes[node].disks[v].sequence(),
             },
+            DiskOp::Discard { sector, len } if self.nodes[node].disks[v].keeps_discarded => {
+                let first = block_of(sector) as usize;
+                let blocks = first..first + (u64::from(len) / BLOCK) as usize;
+                let old = self.nodes[node].disks[v].content.get(blocks);
+                DataOp::Write {
+                    block: block_of(sector),
+                    content: old.unwrap_or_default().to_vec(),
+                    fua: false,
+                }
+            }
             DiskOp::Discard { sector, len } | DiskOp::Zeroes { sector, len, .. } => DataOp::Write {
                 block: block_of(sector),
                 content: vec![0; (u64::from(len) / BLOCK) as usize],

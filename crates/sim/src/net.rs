@@ -4,6 +4,8 @@ use lockstep_core::event::{Input, LinkDownReason, LinkId, Stream};
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire;
 
+use crate::acks;
+use crate::cover;
 use crate::disk::BLOCK;
 use crate::marks;
 use crate::sometimes;
@@ -39,6 +41,7 @@ impl World {
                 closed: [false; 2],
                 ended: [false; 2],
                 wires: Default::default(),
+                received: Default::default(),
                 broken: false,
                 dead: false,
             },
@@ -104,6 +107,7 @@ impl World {
             return;
         }
         let dialect = resource.dialect(peer);
+        acks::said(self, node, peer, link, packet);
         let mut bytes = Vec::with_capacity(64);
         wire::encode(packet, volume, &dialect, &mut bytes);
         self.packets += 1;
@@ -309,7 +313,12 @@ impl World {
             );
             return;
         }
+        acks::received(self, link, to, &packet, payload.as_deref(), header.volume);
         let payload = payload.map(|content| self.new_buffer(to, content));
+        let claim = match &packet {
+            wire::Packet::PeersInSync(sync) => Some(*sync),
+            _ => None,
+        };
         self.input(
             to,
             Input::Packet {
@@ -321,6 +330,9 @@ impl World {
                 payload,
             },
         );
+        if let Some(sync) = claim {
+            cover::range_is_known(self, to, header.volume, sync.sector, sync.size_bytes);
+        }
         self.count_delivery(from, to);
     }
 

@@ -197,6 +197,8 @@ pub struct Plan {
     pub theme: Theme,
     /// Both nodes are Primary.
     pub shares: Option<Shares>,
+    /// A bit for each node whose disks keep what is discarded.
+    pub keeps_discarded: u64,
     /// Verifies are among what may happen.
     verifies: bool,
 }
@@ -291,6 +293,9 @@ impl Plan {
                 request.at = request.at / pause * pause;
             }
         }
+        if orders.extras.contains(&Extra::KeptDiscards) {
+            empty_more(&mut requests, seed);
+        }
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
         let large = config.blocks > SMALL_BLOCKS;
         let answers_within = orders.extras.contains(&Extra::Impatient).then(|| {
@@ -323,6 +328,10 @@ impl Plan {
             answers_within,
             theme,
             shares,
+            keeps_discarded: match orders.extras.contains(&Extra::KeptDiscards) {
+                true => mixed(&[seed, 0x6b65_7074]),
+                false => 0,
+            },
             verifies: kinds.contains(&Fault::Verify) || kinds.contains(&Fault::VerifyPart),
         }
     }
@@ -638,6 +647,21 @@ fn requests(
             }
         })
         .collect()
+}
+
+/// A part of the writes are discards and zero-outs instead.
+fn empty_more(requests: &mut [PlannedRequest], seed: u64) {
+    for request in requests {
+        if !matches!(request.kind, RequestKind::Write { .. }) {
+            continue;
+        }
+        request.kind = match mixed(&[seed, 0x656d_7074_79, u64::from(request.number)]) % 12 {
+            0 | 1 => RequestKind::Discard,
+            2 | 3 => RequestKind::Zeroes { unmap: true },
+            4 => RequestKind::Zeroes { unmap: false },
+            _ => request.kind,
+        };
+    }
 }
 
 /// All requests go to the same few blocks.

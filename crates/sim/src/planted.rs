@@ -135,6 +135,13 @@ fn shows(bug: Planted) -> Shows {
         | P::DetachWritesNoBitmap
         | P::ReadFromOutdated
         | P::ZeroesAsDiscard
+        | P::ClearsPartialBits
+        | P::MarksMissLastBlock
+        | P::DiscardNotReplicated
+        | P::PeerAckNamesEverybody
+        | P::OldDiskAttached
+        | P::TargetMarksNotMerged
+        | P::FlushWaitsForOnePeer
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -144,6 +151,10 @@ fn shows(bug: Planted) -> Shows {
         | P::FrozenWritesGoOn
         | P::AncestorsForgotten
         | P::OutdatedCountsForQuorum
+        | P::OneVolumeGetsUuid
+        | P::PromotionKeepsGeneration
+        | P::DisklessVotes
+        | P::ResyncEndNotDurable
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -172,6 +183,8 @@ fn shows(bug: Planted) -> Shows {
         | P::ResyncRefusalIgnored
         | P::TwopcNeverTimesOut
         | P::TwopcNoIgnored
+        | P::MajorityNotEnough
+        | P::OutOfSyncNotTold
         | P::WrongSlot
         | P::PeerAckNeverSent => Shows::Anything,
     }
@@ -302,7 +315,7 @@ pub fn search(bug: Planted, patience: &Patience) -> Search {
 }
 
 /// Cuts that are played between two worlds.
-const CUTS_PER_WORLD: usize = 4;
+const CUTS_PER_WORLD: usize = 12;
 
 /// A story that is cut there ends well without the bug only: what it says with it.
 fn cut_shows(bug: Planted, (story, cut): (&Story, Cut)) -> Option<String> {
@@ -452,6 +465,19 @@ const RARE: &[Planted] = &[
     Planted::ZeroesAsDiscard,
     Planted::TwopcNeverTimesOut,
     Planted::ExtentNeverLetGo,
+    Planted::MajorityNotEnough,
+    Planted::ClearsPartialBits,
+    Planted::MarksMissLastBlock,
+    Planted::DiscardNotReplicated,
+    Planted::OneVolumeGetsUuid,
+    Planted::PeerAckNamesEverybody,
+    Planted::OldDiskAttached,
+    Planted::TargetMarksNotMerged,
+    Planted::DisklessVotes,
+    Planted::OutOfSyncNotTold,
+    Planted::PromotionKeepsGeneration,
+    Planted::FlushWaitsForOnePeer,
+    Planted::ResyncEndNotDurable,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

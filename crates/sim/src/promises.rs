@@ -70,6 +70,10 @@ pub(crate) struct Seen {
     late: BTreeMap<(usize, u16), u64>,
     /// Blocks that differ between nodes which take each other for equal.
     differing: Differing,
+    /// By two nodes and a volume: since when they do not know of a difference, one of them not whole.
+    pub(crate) unknown: BTreeMap<(usize, usize, usize), u64>,
+    /// By node: since when it sees a majority and has no quorum.
+    deprived: BTreeMap<usize, u64>,
 }
 
 impl Seen {
@@ -80,6 +84,8 @@ impl Seen {
             stale: BTreeMap::new(),
             late: BTreeMap::new(),
             differing: BTreeMap::new(),
+            unknown: BTreeMap::new(),
+            deprived: BTreeMap::new(),
         }
     }
 
@@ -506,6 +512,34 @@ fn outnumbered(snapshot: &Snapshot, storage: usize) -> bool {
         }
     }
     away > seen
+}
+
+/// Where a majority is asked for, and no more, a node that has one goes on.
+pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
+    if !w.wants_majority || redundancy {
+        return;
+    }
+    let (storage, volumes) = (w.storage().len() as u32, usize::from(w.config.volumes));
+    for node in 0..w.nodes.len() {
+        let has = |view: &View| {
+            let volumes = view.holders.iter().take(volumes);
+            volumes.into_iter().all(|h| h.count_ones() * 2 > storage)
+        };
+        let deprived = w.view(node).is_some_and(|view| !view.quorate && has(&view));
+        if !deprived || w.nodes[node].frozen_until > w.now {
+            w.seen.deprived.remove(&node);
+            continue;
+        }
+        let since = *w.seen.deprived.entry(node).or_insert(w.now);
+        if w.now >= since + STALE_MOST {
+            w.fail(format!(
+                "{} has had no quorum for {} s, and sees most disks UpToDate",
+                name(node),
+                STALE_MOST / SECOND
+            ));
+            return;
+        }
+    }
 }
 
 /// Where a majority is asked for, a node without one acknowledges nothing.

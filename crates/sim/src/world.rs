@@ -267,6 +267,8 @@ pub(crate) struct Link {
     pub(crate) ended: [bool; 2],
     /// By sender (0, 1), by stream (data, control).
     pub(crate) wires: [[Wire; 2]; 2],
+    /// What each side has received and not answered for good.
+    pub(crate) received: [VecDeque<crate::acks::Received>; 2],
     /// It was reset: some packets are missing.
     pub(crate) broken: bool,
     pub(crate) dead: bool,

@@ -23,6 +23,13 @@ impl Resource {
         Some(marked || self.is_unsettled(volume, sector))
     }
 
+    /// Whether everything that this node knows of a volume's state and generations is durable; none
+    /// without a disk that takes writes.
+    pub fn is_noted(&self, volume: VolumeNr) -> Option<bool> {
+        self.takes_writes(volume)
+            .then(|| self.meta_is_durable(volume))
+    }
+
     fn is_unsettled(&self, volume: VolumeNr, sector: Sector) -> bool {
         let covers = |from: Sector, size: u32| from <= sector && sector < from.end_of(size);
         let own = self.io.log.iter().any(|key| {

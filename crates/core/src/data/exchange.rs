@@ -162,6 +162,10 @@ impl Resource {
 
     fn merge_runs(&mut self, peer: NodeId, volume: VolumeNr, total: u64, runs: &[(u64, u64)]) {
         let forgets_end = planted!(self, BitmapEndNotMerged);
+        let is_source = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS;
+        if is_source && planted!(self, TargetMarksNotMerged) {
+            return;
+        }
         let Some(io) = self.disk_io(volume) else {
             return;
         };

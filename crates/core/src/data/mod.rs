@@ -18,6 +18,7 @@ mod disk;
 mod exchange;
 mod flush_due;
 mod last_copy;
+mod local_op;
 mod owed;
 mod peer_ack;
 mod peer_write;

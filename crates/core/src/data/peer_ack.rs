@@ -28,6 +28,12 @@ impl Resource {
         if req.local == Local::Ok {
             mask.insert(self.node_id);
         }
+        if planted!(self, PeerAckNamesEverybody) {
+            mask = self
+                .connections
+                .keys()
+                .fold(mask, |mask, peer| mask.with(*peer));
+        }
         let got: Vec<NodeId> = req
             .sent
             .iter()

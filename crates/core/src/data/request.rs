@@ -408,7 +408,8 @@ impl Resource {
         for (peer, conn) in &self.connections {
             let p = self.state.peer_device(volume, *peer);
             let usable = (p.disk == DiskState::UpToDate
-                || planted!(self, ReadFromAnyPeer) && p.disk == DiskState::Inconsistent)
+                || planted!(self, ReadFromAnyPeer) && p.disk == DiskState::Inconsistent
+                || planted!(self, ReadFromOutdated) && p.disk == DiskState::Outdated)
                 && p.repl > ReplState::Off
                 && !matches!(p.repl, ReplState::Ahead | ReplState::Behind)
                 && conn.net.allow_remote_read
@@ -708,6 +709,9 @@ impl Resource {
             {
                 waits.push((*peer, conn.io.sent_count));
             }
+        }
+        if planted!(self, FlushWaitsForOnePeer) {
+            waits.truncate(1);
         }
         self.io.flushes.push(key);
         if let Some(req) = self.io.requests.get_mut(key) {

@@ -15,7 +15,7 @@ use lockstep_format::wire::{ConnState, DataFlags, DiskState, Features, Packet, R
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
-use crate::event::{DiskError, DiskOp, Payload, RequestError, RequestId, RequestKind, Stream};
+use crate::event::{DiskError, Payload, RequestError, RequestId, RequestKind, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::options::{OnLoss, Protocol};
 use crate::resource::Resource;
@@ -278,6 +278,7 @@ impl Resource {
             .requests
             .get(key)
             .is_some_and(|r| self.takes_writes(r.volume));
+        let unsent = planted!(self, DiscardNotReplicated);
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
@@ -298,6 +299,10 @@ impl Resource {
                     req.mark.insert(*peer);
                 }
             }
+        }
+        if unsent && req.kind == RequestKind::Discard {
+            (req.ok, req.in_sync) = (sent, sent);
+            sent = NodeMask::EMPTY;
         }
         req.sent = sent;
         req.unsettled = sent;
@@ -704,6 +709,9 @@ impl Resource {
         let discards = planted!(self, DiscardsNotMarked);
         let discards = discards && req.kind == RequestKind::Discard;
         let forgets = discards || planted!(self, BitsNotSetWhileAway);
+        let partial = planted!(self, ClearsPartialBits);
+        let short = planted!(self, MarksMissLastBlock) && size > 4096;
+        let marked = if short { size - 4096 } else { size };
         if let Some(io) = self.disk_io(volume) {
             let had = if forgets {
                 have.union(req.sent.complement())
@@ -714,10 +722,13 @@ impl Resource {
             let in_sync = io.slot_mask(in_sync);
             let accounted = io.slot_mask(req.accounted);
             for slot in 0..io.bitmap.shape().slots() {
-                if in_sync >> slot & 1 == 1 {
+                if in_sync >> slot & 1 == 1 && partial {
+                    let bits = io.bitmap.shape().touched_bits(sector, u64::from(size));
+                    io.bitmap.clear_bits(slot, bits);
+                } else if in_sync >> slot & 1 == 1 {
                     io.bitmap.clear_range(slot, sector, size);
                 } else if (ok | accounted) >> slot & 1 == 0
-                    && io.bitmap.set_range(slot, sector, size) > 0
+                    && io.bitmap.set_range(slot, sector, marked) > 0
                 {
                     for node in req.mark.iter().filter(|n| io.slot(*n) == Some(slot)) {
                         news.insert(node);
@@ -726,7 +737,8 @@ impl Resource {
             }
         }
         for peer in news.iter() {
-            if self.state.peer_device(volume, peer).repl > ReplState::Off {
+            let told = !planted!(self, OutOfSyncNotTold);
+            if told && self.state.peer_device(volume, peer).repl > ReplState::Off {
                 self.barrier_before(peer, self.io.epoch);
                 let desc = BlockDesc {
                     sector,
@@ -1137,53 +1149,6 @@ impl Resource {
             self.drop_connection(peer, ConnState::Timeout);
         } else {
             self.timers.set(Timer::RequestAge(peer), due);
-        }
-    }
-
-    /// The local operation of a write. A discard that may leave old bytes behind is done as a
-    /// zero-out, because replicas have to read alike afterwards.
-    pub(crate) fn disk_write(
-        &self,
-        volume: VolumeNr,
-        kind: RequestKind,
-        sector: Sector,
-        size_bytes: u32,
-        payload: Option<Payload>,
-    ) -> DiskOp {
-        match kind {
-            RequestKind::Write { fua } => {
-                let payload = payload.expect("admission checked that a write has its payload");
-                let fua = fua && !planted!(self, FuaIgnored);
-                DiskOp::Write {
-                    sector,
-                    payload,
-                    fua,
-                }
-            }
-            RequestKind::Discard => {
-                let disk = self.devices.get(&volume).and_then(|d| d.attached());
-                if disk.is_some_and(|d| d.info.discard && d.info.discard_zeroes) {
-                    DiskOp::Discard {
-                        sector,
-                        len: size_bytes,
-                    }
-                } else {
-                    DiskOp::Zeroes {
-                        sector,
-                        len: size_bytes,
-                        unmap: true,
-                    }
-                }
-            }
-            RequestKind::Zeroes { unmap } => DiskOp::Zeroes {
-                sector,
-                len: match planted!(self, ZeroesShort) {
-                    true => size_bytes.div_ceil(2).next_multiple_of(4096),
-                    false => size_bytes,
-                },
-                unmap,
-            },
-            RequestKind::Read | RequestKind::Flush => unreachable!("only writes come here"),
         }
     }
 }

@@ -1,0 +1,217 @@
+//! What an acknowledgement says is true at the moment in which it is said: the data are on the disk of
+//! the node that acknowledges, its metadata are what it goes by, and with a barrier ack nothing of
+//! the epoch can be lost with the power.
+
+use std::collections::VecDeque;
+
+use lockstep_core::event::LinkId;
+use lockstep_core::options::Protocol;
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::Packet;
+
+use crate::check::is_whole;
+use crate::world::{Asked, Weather, World, name};
+
+/// What a node has received on a link and may still say something about, oldest first.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// A write; the values of its blocks.
+    Write {
+        /// The sender's name of it.
+        id: u64,
+        volume: u16,
+        block: u64,
+        content: Vec<u64>,
+        /// It was said to be on the disk.
+        is_acked: bool,
+    },
+    /// The end of an epoch.
+    Barrier(u32),
+}
+
+/// A node gets a packet: what it will say of it is checked later.
+pub(crate) fn received(
+    w: &mut World,
+    link: u64,
+    to: usize,
+    packet: &Packet,
+    content: Option<&[u64]>,
+    volume: VolumeNr,
+) {
+    if w.config.weather != Weather::ByPlace || w.history.several_writers {
+        return;
+    }
+    let entry = match (packet, content) {
+        (Packet::Data(data), Some(content)) => Received::Write {
+            id: data.block_id.0,
+            volume: volume.0,
+            block: data.sector.0 / 8,
+            content: content.to_vec(),
+            is_acked: false,
+        },
+        (Packet::Barrier(barrier), _) => Received::Barrier(barrier.barrier),
+        _ => return,
+    };
+    if let Some(l) = w.links.get_mut(&link) {
+        l.received[usize::from(l.ends[0] != to)].push_back(entry);
+    }
+}
+
+/// A node says something about what it has received.
+pub(crate) fn said(w: &mut World, node: usize, peer: NodeId, link: LinkId, packet: &Packet) {
+    match packet {
+        Packet::WriteAck(ack) | Packet::WriteAckInSync(ack) => {
+            let write = find(w, node, link.0, ack.block_id.0, ack.sector);
+            if let Some((volume, block, content)) = write {
+                is_on_disk(w, node, (volume, block), &content);
+                is_noted(w, node, peer, volume);
+            }
+        }
+        Packet::NegAck(ack) => {
+            find(w, node, link.0, ack.block_id.0, ack.sector);
+        }
+        Packet::BarrierAck(ack) => epoch_is_durable(w, node, link.0, ack.barrier),
+        _ => {}
+    }
+}
+
+fn of_link<'a>(w: &'a mut World, node: usize, link: u64) -> Option<&'a mut VecDeque<Received>> {
+    let l = w.links.get_mut(&link)?;
+    let side = usize::from(l.ends[0] != node);
+    l.received.get_mut(side)
+}
+
+fn find(
+    w: &mut World,
+    node: usize,
+    link: u64,
+    wanted: u64,
+    sector: Sector,
+) -> Option<(u16, u64, Vec<u64>)> {
+    let received = of_link(w, node, link)?;
+    received.iter_mut().find_map(|entry| match entry {
+        Received::Write {
+            id,
+            volume,
+            block,
+            content,
+            is_acked,
+        } if *id == wanted && *block == sector.0 / 8 && !*is_acked => {
+            *is_acked = true;
+            Some((*volume, *block, content.clone()))
+        }
+        Received::Write { .. } | Received::Barrier(_) => None,
+    })
+}
+
+/// The block has this version, or one that came later.
+fn is_as_new(w: &World, volume: u16, block: u64, found: u64, value: u64) -> bool {
+    found >= value
+        || w.spoiled.contains_key(&(volume, block))
+        || !w.history.is_older(volume, block, found, value)
+}
+
+fn is_on_disk(w: &mut World, node: usize, (volume, first): (u16, u64), content: &[u64]) {
+    let disk = &w.nodes[node].disks[usize::from(volume)];
+    if disk.had_errors || disk.given_up {
+        return;
+    }
+    let found = |i: usize| disk.content.get(first as usize + i).copied();
+    let missing = (0..content.len()).find(|i| {
+        found(*i).is_some_and(|f| !is_as_new(w, volume, first + *i as u64, f, content[*i]))
+    });
+    if let Some(i) = missing {
+        let block = first + i as u64;
+        let text = format!(
+            "{} acknowledges a write of block {block} of volume {volume} with {}, and its disk has {} \
+             there; {}",
+            name(node),
+            content[i],
+            w.nodes[node].disks[usize::from(volume)].content[block as usize],
+            w.history.describe(volume, block)
+        );
+        w.fail(text);
+    }
+}
+
+/// The metadata say what the node goes by; none where it has no disk any more that takes writes.
+fn noted(w: &World, node: usize, volume: u16) -> Option<bool> {
+    let disk = &w.nodes[node].disks[usize::from(volume)];
+    let resource = w.nodes[node].resource.as_ref()?;
+    let is_good = !disk.had_errors && !disk.given_up;
+    resource.is_noted(VolumeNr(volume)).filter(|_| is_good)
+}
+
+fn is_noted(w: &mut World, node: usize, peer: NodeId, volume: u16) {
+    if noted(w, node, volume) == Some(false) {
+        w.fail(format!(
+            "{} acknowledges a write of {} of volume {volume}, and its metadata do not say yet what it \
+             goes by",
+            name(node),
+            name(usize::from(peer.0))
+        ));
+    }
+}
+
+fn epoch_is_durable(w: &mut World, node: usize, link: u64, wanted: u32) {
+    let mut over = Vec::new();
+    if let Some(received) = of_link(w, node, link) {
+        let end = received
+            .iter()
+            .position(|entry| matches!(entry, Received::Barrier(number) if *number == wanted));
+        if let Some(end) = end {
+            over.extend(received.drain(..=end));
+        }
+    }
+    for entry in over {
+        let Received::Write {
+            volume,
+            block,
+            content,
+            ..
+        } = entry
+        else {
+            continue;
+        };
+        if noted(w, node, volume).is_none() {
+            continue;
+        }
+        let disk = &w.nodes[node].disks[usize::from(volume)];
+        let blocks = block..block + content.len() as u64;
+        let lost = disk
+            .volatile_in(blocks)
+            .into_iter()
+            .find(|(b, old)| !is_as_new(w, volume, *b, *old, content[(*b - block) as usize]));
+        if let Some((block, old)) = lost {
+            let text = format!(
+                "{} acknowledges a barrier, but would lose block {block} of volume {volume} of its epoch \
+                 with its power and have {old} there; {}",
+                name(node),
+                w.history.describe(volume, block)
+            );
+            w.fail(text);
+            return;
+        }
+    }
+}
+
+/// With protocol C, a write is acknowledged to its front end: every node that the Primary counts on,
+/// and that counts on itself, has it.
+pub(crate) fn is_everywhere(w: &mut World, primary: usize, asked: &Asked) {
+    let is_sharp = w.config.weather == Weather::ByPlace && !w.history.several_writers;
+    if w.config.protocol != Protocol::C || !is_sharp || asked.value == 0 || asked.is_given_up {
+        return;
+    }
+    let v = usize::from(asked.volume);
+    let holders = w.view(primary).map_or(0, |view| view.holders[v]);
+    for node in w.storage() {
+        let mine = w.view(node).map_or(0, |view| view.holders[v]);
+        let both = holders & mine & 1 << node != 0;
+        let met = node == primary || w.shares_link(primary, node) && w.shares_link(node, primary);
+        if !both || !met || !is_whole(w, node, v) || w.nodes[node].frozen_until > w.now {
+            continue;
+        }
+        let content: Vec<u64> = (0..asked.count).map(|i| asked.value_of(i)).collect();
+        is_on_disk(w, node, (asked.volume, asked.block), &content);
+    }
+}
