@@ -651,9 +651,10 @@ impl Resource {
         }
         let blocks = layout.geometry().al.blocks() as usize;
         let mut bytes = vec![0u8; blocks * BLOCK_BYTES];
-        for chunk in bytes.chunks_exact_mut(BLOCK_BYTES) {
-            if let Ok(block) = chunk.try_into() {
-                al::encode_initialised(block);
+        if let Some((first, others)) = bytes.split_first_chunk_mut() {
+            al::encode_initialised(first);
+            for block in others.chunks_exact_mut(BLOCK_BYTES) {
+                block.copy_from_slice(first);
             }
         }
         let op = MetaOp::Write {

@@ -58,14 +58,28 @@ pub(crate) fn received(
 }
 
 /// A node says something about what it has received.
-pub(crate) fn said(w: &mut World, node: usize, peer: NodeId, link: LinkId, packet: &Packet) {
+pub(crate) fn said(
+    w: &mut World,
+    node: usize,
+    peer: NodeId,
+    link: LinkId,
+    packet: &Packet,
+    volume: VolumeNr,
+) {
     match packet {
         Packet::WriteAck(ack) | Packet::WriteAckInSync(ack) => {
-            let write = find(w, node, link.0, ack.block_id.0, ack.sector);
-            if let Some((volume, block, content)) = write {
-                is_on_disk(w, node, (volume, block), &content);
-                is_noted(w, node, peer, volume);
+            let Some(index) = find(w, node, link.0, ack.block_id.0, ack.sector) else {
+                return;
+            };
+            let volume = volume.0;
+            let side = usize::from(w.links.get(&link.0).is_some_and(|l| l.ends[0] != node));
+            let received = w.links.get(&link.0).map(|l| &l.received[side][index]);
+            if let Some(Received::Write { block, content, .. }) = received
+                && let Some(text) = not_on_disk(w, node, (volume, *block), content.iter().copied())
+            {
+                w.fail(text);
             }
+            is_noted(w, node, peer, volume);
         }
         Packet::NegAck(ack) => {
             find(w, node, link.0, ack.block_id.0, ack.sector);
@@ -81,27 +95,22 @@ fn of_link<'a>(w: &'a mut World, node: usize, link: u64) -> Option<&'a mut VecDe
     l.received.get_mut(side)
 }
 
-fn find(
-    w: &mut World,
-    node: usize,
-    link: u64,
-    wanted: u64,
-    sector: Sector,
-) -> Option<(u16, u64, Vec<u64>)> {
+/// Where the write is among what was received; nobody asks a second time.
+fn find(w: &mut World, node: usize, link: u64, wanted: u64, sector: Sector) -> Option<usize> {
     let received = of_link(w, node, link)?;
-    received.iter_mut().find_map(|entry| match entry {
+    let index = received.iter().position(|entry| match entry {
         Received::Write {
             id,
-            volume,
             block,
-            content,
             is_acked,
-        } if *id == wanted && *block == sector.0 / 8 && !*is_acked => {
-            *is_acked = true;
-            Some((*volume, *block, content.clone()))
-        }
-        Received::Write { .. } | Received::Barrier(_) => None,
-    })
+            ..
+        } => *id == wanted && *block == sector.0 / 8 && !*is_acked,
+        Received::Barrier(_) => false,
+    })?;
+    if let Received::Write { is_acked, .. } = &mut received[index] {
+        *is_acked = true;
+    }
+    Some(index)
 }
 
 /// The block has this version, or one that came later.
@@ -111,27 +120,29 @@ fn is_as_new(w: &World, volume: u16, block: u64, found: u64, value: u64) -> bool
         || !w.history.is_older(volume, block, found, value)
 }
 
-fn is_on_disk(w: &mut World, node: usize, (volume, first): (u16, u64), content: &[u64]) {
+/// What is wrong if a node says that its disk has these versions.
+fn not_on_disk(
+    w: &World,
+    node: usize,
+    (volume, first): (u16, u64),
+    values: impl Iterator<Item = u64>,
+) -> Option<String> {
     let disk = &w.nodes[node].disks[usize::from(volume)];
     if disk.had_errors || disk.given_up {
-        return;
+        return None;
     }
-    let found = |i: usize| disk.content.get(first as usize + i).copied();
-    let missing = (0..content.len()).find(|i| {
-        found(*i).is_some_and(|f| !is_as_new(w, volume, first + *i as u64, f, content[*i]))
-    });
-    if let Some(i) = missing {
-        let block = first + i as u64;
-        let text = format!(
-            "{} acknowledges a write of block {block} of volume {volume} with {}, and its disk has {} \
-             there; {}",
-            name(node),
-            content[i],
-            w.nodes[node].disks[usize::from(volume)].content[block as usize],
-            w.history.describe(volume, block)
-        );
-        w.fail(text);
+    for (block, value) in (first..).zip(values) {
+        let found = disk.content.get(block as usize).copied();
+        if found.is_some_and(|found| !is_as_new(w, volume, block, found, value)) {
+            return Some(format!(
+                "{} says that it has {value} in block {block} of volume {volume}, and its disk has \
+                 {found:?}; {}",
+                name(node),
+                w.history.describe(volume, block)
+            ));
+        }
     }
+    None
 }
 
 /// The metadata say what the node goes by; none where it has no disk any more that takes writes.
@@ -211,7 +222,13 @@ pub(crate) fn is_everywhere(w: &mut World, primary: usize, asked: &Asked) {
         if !both || !met || !is_whole(w, node, v) || w.nodes[node].frozen_until > w.now {
             continue;
         }
-        let content: Vec<u64> = (0..asked.count).map(|i| asked.value_of(i)).collect();
-        is_on_disk(w, node, (asked.volume, asked.block), &content);
+        let values = (0..asked.count).map(|i| asked.value_of(i));
+        if let Some(text) = not_on_disk(w, node, (asked.volume, asked.block), values) {
+            let by = name(primary);
+            w.fail(format!(
+                "{by} acknowledges a write and counts on its peers; {text}"
+            ));
+            return;
+        }
     }
 }

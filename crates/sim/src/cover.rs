@@ -83,11 +83,11 @@ pub(crate) fn range_is_known(
 }
 
 fn pair_knows(w: &mut World, volume: usize, (x, y): (usize, usize), range: &std::ops::Range<u64>) {
-    let content =
-        |node: usize, block: &u64| w.nodes[node].disks[volume].content.get(*block as usize);
+    let content = |node: usize| &w.nodes[node].disks[volume].content[..];
+    let (of_x, of_y) = (content(x), content(y));
     let blocks = w.history.touched_blocks(volume as u16).iter();
-    let blocks = blocks.filter(|b| range.contains(b));
-    let differing = blocks.filter(|b| content(x, b) != content(y, b)).copied();
+    let blocks = blocks.filter(|b| range.contains(b)).copied();
+    let differing = blocks.filter(|b| of_x.get(*b as usize) != of_y.get(*b as usize));
     let unknown = differing
         .filter(|block| !w.spoiled.contains_key(&(volume as u16, *block)))
         .find(|block| !suspects(w, volume, x, y, *block) && !suspects(w, volume, y, x, *block));

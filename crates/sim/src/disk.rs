@@ -410,9 +410,21 @@ impl Disk {
     /// Stores bytes on the metadata device.
     pub fn store_meta(&mut self, offset: u64, bytes: &[u8]) {
         let at = self.meta_index(offset);
-        self.meta[at..at + bytes.len()].copy_from_slice(bytes);
         let end = offset + bytes.len() as u64;
         let block = BLOCK_BYTES as u64;
+        let before = &self.meta[at..at + bytes.len()];
+        // By blocks from the first byte; a block that is stored as it was needs no new look.
+        let same: Vec<bool> = before
+            .chunks(BLOCK_BYTES)
+            .zip(bytes.chunks(BLOCK_BYTES))
+            .map(|(before, now)| before == now)
+            .collect();
+        let is_whole = offset.is_multiple_of(block);
+        let changed = |at: u64| {
+            let number = at.checked_sub(offset).map(|bytes| (bytes / block) as usize);
+            !is_whole || number.and_then(|n| same.get(n)) != Some(&true)
+        };
+        self.meta[at..at + bytes.len()].copy_from_slice(bytes);
         let touches = |at: u64| offset < at + block && at < end;
         if touches(self.layout.superblock_byte()) {
             self.read_superblock.take();
@@ -423,7 +435,7 @@ impl Disk {
             self.read.take();
             for (position, known) in (0..).zip(self.log_blocks.get_mut()) {
                 let at = log + u64::from(geometry.block_of_position(position)) * block;
-                if touches(at) {
+                if touches(at) && changed(at) {
                     *known = None;
                 }
             }
@@ -438,22 +450,6 @@ impl Disk {
     /// The last write that has completed.
     pub fn sequence(&self) -> u64 {
         self.sequence
-    }
-
-    /// One block takes a value.
-    fn store(&mut self, block: u64, value: u64, durable: bool) {
-        self.sequence += 1;
-        let old = std::mem::replace(&mut self.content[block as usize], value);
-        if durable {
-            self.unflushed.retain(|v| v.block != block);
-        } else {
-            self.unflushed.push_back(Volatile {
-                sequence: self.sequence,
-                block,
-                old,
-                new: value,
-            });
-        }
     }
 
     /// Blocks whose content a power cut may take back, in order, with the oldest content that they
@@ -487,8 +483,22 @@ impl Disk {
 
     /// A write completes.
     pub fn write(&mut self, block: u64, content: &[u64], fua: bool) {
-        for (i, value) in content.iter().enumerate() {
-            self.store(block + i as u64, *value, fua);
+        for (block, value) in (block..).zip(content) {
+            self.sequence += 1;
+            let old = std::mem::replace(&mut self.content[block as usize], *value);
+            if !fua {
+                let (sequence, new) = (self.sequence, *value);
+                self.unflushed.push_back(Volatile {
+                    sequence,
+                    block,
+                    old,
+                    new,
+                });
+            }
+        }
+        if fua {
+            let durable = block..block + content.len() as u64;
+            self.unflushed.retain(|v| !durable.contains(&v.block));
         }
     }
 
@@ -506,7 +516,7 @@ impl Disk {
                 toll.torn |= all == 1 && content.len() > 1;
                 for (i, value) in content.iter().enumerate() {
                     if all == 0 || all == 1 && rng.permille(500) {
-                        self.store(block + i as u64, *value, false);
+                        self.write(block + i as u64, &[*value], false);
                     }
                 }
             }

@@ -7,6 +7,9 @@
 
 const NEVER: u64 = u64::MAX;
 
+/// A block with more versions loses those that are over for good.
+const PRUNED_FROM: usize = 6;
+
 /// A write to one block.
 #[derive(Clone, Debug)]
 struct Version {
@@ -130,8 +133,9 @@ impl Register {
         if self.versions[index].weak {
             return;
         }
-        for (i, v) in self.versions.iter_mut().enumerate() {
-            if i != index && v.end < start {
+        // Later ones began later, and so none of them was over by then.
+        for v in &mut self.versions[..index] {
+            if v.end < start {
                 v.superseded = v.superseded.min(end);
                 if settled {
                     v.superseded_settled = v.superseded_settled.min(since);
@@ -144,7 +148,7 @@ impl Register {
     }
 
     fn prune(&mut self, oldest_read: u64) {
-        if self.versions.len() > 12 {
+        if self.versions.len() > PRUNED_FROM {
             self.versions
                 .retain(|v| v.superseded_hard >= oldest_read || v.end == NEVER && v.dead == NEVER);
         }

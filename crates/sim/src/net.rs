@@ -107,7 +107,7 @@ impl World {
             return;
         }
         let dialect = resource.dialect(peer);
-        acks::said(self, node, peer, link, packet);
+        acks::said(self, node, peer, link, packet, volume);
         let mut bytes = Vec::with_capacity(64);
         wire::encode(packet, volume, &dialect, &mut bytes);
         self.packets += 1;

@@ -8,6 +8,7 @@ use lockstep_core::options::Protocol;
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, Role};
 use lockstep_format::disk::v09::DeviceFlags;
+use lockstep_format::units::VolumeNr;
 
 use crate::check::is_whole;
 use crate::disk::Disk;
@@ -153,12 +154,9 @@ pub(crate) fn generation(w: &World, node: usize, volume: usize) -> Option<u64> {
     if disk.open {
         return disk.generation();
     }
-    let snapshot = w.snapshot(node)?;
-    let device = snapshot
-        .devices
-        .iter()
-        .find(|d| usize::from(d.volume.0) == volume)?;
-    Some(device.current_uuid.0 & !1).filter(|uuid| *uuid > 4)
+    let resource = w.nodes[node].resource.as_ref()?;
+    let uuid = resource.generation(VolumeNr(volume as u16))?;
+    Some(uuid.0 & !1).filter(|uuid| *uuid > 4)
 }
 
 /// With protocol C, a write is acknowledged: the Primary's generation, or that under which it got

@@ -1,7 +1,7 @@
 //! What a checker outside may ask: whether this node knows of a difference to a peer.
 
 use lockstep_format::disk::v09::PeerFlags;
-use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::units::{NodeId, Sector, Uuid, VolumeNr};
 use lockstep_format::wire::DiskState;
 
 use crate::resource::Resource;
@@ -18,7 +18,7 @@ impl Resource {
         let slot = disk.io.slot(peer)?;
         let bit = sector.0 / disk.io.bitmap.shape().block().sectors();
         let full = PeerFlags::FULL_SYNC;
-        let marked = disk.io.bitmap.any_set(slot, bit..bit + 1)
+        let marked = disk.io.bitmap.word(slot, bit / 64) >> (bit % 64) & 1 == 1
             || disk.generations.slot(peer).flags.contains(full);
         Some(marked || self.is_unsettled(volume, sector))
     }
@@ -28,6 +28,11 @@ impl Resource {
     pub fn is_noted(&self, volume: VolumeNr) -> Option<bool> {
         self.takes_writes(volume)
             .then(|| self.meta_is_durable(volume))
+    }
+
+    /// The generation of this node's data: of its disk, or what it has exposed without one.
+    pub fn generation(&self, volume: VolumeNr) -> Option<Uuid> {
+        self.devices.get(&volume).map(|d| d.current_uuid())
     }
 
     fn is_unsettled(&self, volume: VolumeNr, sector: Sector) -> bool {
