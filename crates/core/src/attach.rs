@@ -686,7 +686,6 @@ impl Resource {
                 .any(|p| p.repl > ReplState::Off && p.disk == DiskState::UpToDate)
         });
         state.role == lockstep_format::wire::Role::Primary
-            && !planted!(self, OldDiskAttached)
             && !exposed.is_zero()
             && !current_elsewhere
             && !on_disk.knows(exposed)

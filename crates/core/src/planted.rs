@@ -313,8 +313,6 @@ registry! {
         "A Primary that loses a peer makes a new current UUID for its first volume only.";
     PeerAckNamesEverybody "peer-ack-names-everybody"
         "A peer ack says that all nodes have a write.";
-    OldDiskAttached "old-disk-attached"
-        "A Primary takes a disk that lacks what it has served.";
     TargetMarksNotMerged "target-marks-not-merged"
         "A source ignores what its target has marked.";
     DisklessVotes "diskless-votes"

@@ -139,7 +139,6 @@ fn shows(bug: Planted) -> Shows {
         | P::MarksMissLastBlock
         | P::DiscardNotReplicated
         | P::PeerAckNamesEverybody
-        | P::OldDiskAttached
         | P::TargetMarksNotMerged
         | P::FlushWaitsForOnePeer
         | P::OldLogCounts => Shows::Data,
@@ -471,7 +470,6 @@ const RARE: &[Planted] = &[
     Planted::DiscardNotReplicated,
     Planted::OneVolumeGetsUuid,
     Planted::PeerAckNamesEverybody,
-    Planted::OldDiskAttached,
     Planted::TargetMarksNotMerged,
     Planted::DisklessVotes,
     Planted::OutOfSyncNotTold,
