@@ -89,7 +89,7 @@ pub(crate) fn said(
     }
 }
 
-fn of_link<'a>(w: &'a mut World, node: usize, link: u64) -> Option<&'a mut VecDeque<Received>> {
+fn of_link(w: &mut World, node: usize, link: u64) -> Option<&mut VecDeque<Received>> {
     let l = w.links.get_mut(&link)?;
     let side = usize::from(l.ends[0] != node);
     l.received.get_mut(side)

@@ -655,7 +655,7 @@ fn empty_more(requests: &mut [PlannedRequest], seed: u64) {
         if !matches!(request.kind, RequestKind::Write { .. }) {
             continue;
         }
-        request.kind = match mixed(&[seed, 0x656d_7074_79, u64::from(request.number)]) % 12 {
+        request.kind = match mixed(&[seed, 0x65_6d70_7479, u64::from(request.number)]) % 12 {
             0 | 1 => RequestKind::Discard,
             2 | 3 => RequestKind::Zeroes { unmap: true },
             4 => RequestKind::Zeroes { unmap: false },
