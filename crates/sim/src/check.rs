@@ -347,6 +347,17 @@ pub fn not_converged(w: &World) -> Option<String> {
     None
 }
 
+/// A node is down or does not count on every disk, so that the cluster is not whole; spares looking
+/// closely.
+pub fn lacks_a_disk(w: &mut World) -> bool {
+    let all = (1u32 << w.storage().end) - 1;
+    let volumes = usize::from(w.config.volumes);
+    (0..w.nodes.len()).any(|node| {
+        w.view(node)
+            .is_none_or(|view| view.holders.iter().take(volumes).any(|h| *h != all))
+    })
+}
+
 /// It is plain at first sight that the cluster is not at rest; spares making the reason's text.
 pub fn is_busy(w: &World) -> bool {
     (0..w.nodes.len())

@@ -129,10 +129,7 @@ pub(crate) fn suspects(w: &World, volume: usize, node: usize, peer: usize, block
     let resource = w.nodes[node].resource.as_ref();
     let known =
         resource.and_then(|r| r.suspects(VolumeNr(volume as u16), id(peer), Sector(block * 8)));
-    known.unwrap_or_else(|| {
-        let marks = w.nodes[node].disks[volume].marks(peer, &[block]);
-        marks.is_ok_and(|m| m[0])
-    })
+    known.unwrap_or_else(|| w.nodes[node].disks[volume].is_marked(peer, block))
 }
 
 /// A front end waits for a request of the block: whatever becomes of it is not decided.

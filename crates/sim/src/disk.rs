@@ -266,7 +266,7 @@ pub struct Disk {
     /// Opened by the node.
     pub open: bool,
     /// Operations in flight.
-    pub flying: BTreeMap<u64, Flying<DataOp>>,
+    pub flying: Vec<(u64, Flying<DataOp>)>,
     /// Metadata operations in flight.
     pub flying_meta: BTreeMap<u64, Flying<MetaOp>>,
     /// Operations that should have ended, were the disk not hanging; whether they are metadata's.
@@ -355,7 +355,7 @@ impl Disk {
             keeps_discarded: false,
             layout,
             open: false,
-            flying: BTreeMap::new(),
+            flying: Vec::new(),
             flying_meta: BTreeMap::new(),
             hung: Vec::new(),
             hangs_since: None,
@@ -481,6 +481,12 @@ impl Disk {
         }
     }
 
+    /// An operation is over. There are few at a time.
+    pub fn take_flying(&mut self, id: u64) -> Option<Flying<DataOp>> {
+        let at = self.flying.iter().position(|(of, _)| *of == id)?;
+        Some(self.flying.remove(at).1)
+    }
+
     /// A write completes.
     pub fn write(&mut self, block: u64, content: &[u64], fua: bool) {
         for (block, value) in (block..).zip(content) {
@@ -505,7 +511,8 @@ impl Disk {
     /// The node dies. What is in flight happens in part, what is volatile is lost in part.
     pub fn crash(&mut self, lose: Lose, rng: &mut Rng) -> Toll {
         let mut toll = Toll::default();
-        let flying = std::mem::take(&mut self.flying).into_values().map(|f| f.op);
+        let flying = std::mem::take(&mut self.flying);
+        let flying = flying.into_iter().map(|(_, f)| f.op);
         let flying_meta = std::mem::take(&mut self.flying_meta);
         let flying_meta = flying_meta.into_values().map(|f| f.op);
         let abandoned = std::mem::take(&mut self.abandoned).into_values();
@@ -698,13 +705,32 @@ impl Disk {
 
     /// For each block of the list: does this disk's metadata mark it towards the peer?
     pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
+        let mut marks = Vec::with_capacity(blocks.len());
+        self.look_at_marks(peer, blocks, |is_marked| marks.push(is_marked))?;
+        Ok(marks)
+    }
+
+    /// The same of one block; a disk whose metadata do not open marks nothing.
+    pub fn is_marked(&self, peer: usize, block: u64) -> bool {
+        let mut found = false;
+        let looked = self.look_at_marks(peer, &[block], |is_marked| found = is_marked);
+        looked.is_ok() && found
+    }
+
+    fn look_at_marks(
+        &self,
+        peer: usize,
+        blocks: &[u64],
+        mut see: impl FnMut(bool),
+    ) -> Result<(), String> {
         use lockstep_format::disk::v09::PeerFlags;
         let read = self.read();
         let superblock = read.superblock.as_ref().as_ref().map_err(Clone::clone)?;
         let entry = superblock.peer(NodeId(peer as u8));
         let sectors = superblock.effective_size.0;
         if entry.flags.contains(PeerFlags::FULL_SYNC) || sectors == 0 {
-            return Ok(vec![true; blocks.len()]);
+            blocks.iter().for_each(|_| see(true));
+            return Ok(());
         }
         let shape = self.layout.bitmap_shape(sectors);
         let base = self.meta_index(self.layout.bitmap_byte());
@@ -720,7 +746,9 @@ impl Disk {
             Log::Extents(active) => active.binary_search(&Sector(block * 8).al_extent()).is_ok(),
             Log::All => true,
         };
-        let blocks = blocks.iter();
-        Ok(blocks.map(|b| is_marked(*b) || is_hot(*b)).collect())
+        for block in blocks {
+            see(is_marked(*block) || is_hot(*block));
+        }
+        Ok(())
     }
 }

@@ -222,12 +222,16 @@ impl<'a> Drive<'a> {
             } else if round > takeover / (20 * MS) && o.primary.is_none() && !o.is_changing() {
                 promote_an_heir(w, o, round);
             }
+            let lacks_a_disk = check::lacks_a_disk(w);
             // With protocol A nobody waits for what a stream holds that stands still.
             let holds = || {
                 w.stands_still()
                     .then(|| "a stream stands still".to_string())
             };
-            let missing = rest(w).or_else(holds);
+            let missing = match lacks_a_disk {
+                true => Some(String::new()),
+                false => rest(w).or_else(holds),
+            };
             // It must stay so for a while: a late link or a ping may still end a connection.
             whole_since = match missing {
                 None => whole_since.or(Some(w.now)),

@@ -94,8 +94,8 @@ impl World {
             if write {
                 let overlaps = self.nodes[node].disks[v]
                     .flying
-                    .values()
-                    .any(|f| match &f.op {
+                    .iter()
+                    .any(|(_, f)| match &f.op {
                         DataOp::Write {
                             block: b, content, ..
                         } => block < b + content.len() as u64 && *b < block + count,
@@ -116,7 +116,7 @@ impl World {
         let life = self.nodes[node].life;
         self.nodes[node].disks[v]
             .flying
-            .insert(id, Flying { tag, op });
+            .push((id, Flying { tag, op }));
         self.at(
             delay,
             Ev::Disk {
@@ -138,7 +138,7 @@ impl World {
             self.late(node, v, &op);
             return;
         }
-        let Some(Flying { tag, op }) = self.nodes[node].disks[v].flying.remove(&id) else {
+        let Some(Flying { tag, op }) = self.nodes[node].disks[v].take_flying(id) else {
             return;
         };
         let mut result = Ok(None);
