@@ -134,6 +134,48 @@ pub const STORIES: &[Story] = &[
         ..TRIPLE
     },
     Story {
+        name: "resync-of-three-under-writes",
+        text: "The same, and the Primary writes on, also to what is copied.",
+        least_packets: 100,
+        before: write_apart,
+        step: |s, step| {
+            s.cut(A, B, false);
+            if s.world.nodes[A].requests.is_empty() {
+                s.write(A, 700 + u64::from(step % 3), 1);
+                s.write(A, 3 + u64::from(step % 2), 1);
+                return true;
+            }
+            false
+        },
+        steps: 8,
+        ..TRIPLE
+    },
+    Story {
+        name: "attach-of-three",
+        text: "One of two Secondaries detaches and attaches again; the Primary writes.",
+        least_packets: 60,
+        step: |s, step| take_disk_away(s, step, B),
+        steps: 4,
+        ..TRIPLE
+    },
+    Story {
+        name: "full-resync-of-three",
+        text: "A replica is thrown away and copied, and the Primary writes.",
+        least_packets: 60,
+        step: |s, step| {
+            if step == 0 {
+                return s.operator.invalidate(&mut s.world, B, 0, false);
+            }
+            if s.world.nodes[A].requests.is_empty() {
+                s.write(A, 700 + u64::from(step % 3), 1);
+                return true;
+            }
+            false
+        },
+        steps: 5,
+        ..TRIPLE
+    },
+    Story {
         name: "handover-of-three",
         text: "A handover among three nodes.",
         least_packets: 60,
