@@ -163,6 +163,7 @@ impl Resource {
             primary_lost_quorum: false,
             restore_quorum: false,
             degraded: NodeMask::EMPTY,
+            missed_exposed: false,
             leaving: None,
             forced: false,
             abandoned: false,
@@ -351,7 +352,8 @@ impl Resource {
                 ),
             ));
         }
-        let generations = Generations::from_superblock(&superblock, node_id);
+        let mut generations = Generations::from_superblock(&superblock, node_id);
+        self.undo_unmade(volume, &mut generations);
         if self.serves_newer_data(volume, &generations, &self.state) {
             return Err(self.data_not_current(volume, path, generations.current));
         }
@@ -799,6 +801,10 @@ impl Resource {
             return;
         }
         let disk_state = self.disk_state_from_metadata(volume);
+        let missed = disk_state == DiskState::Outdated && self.only_missed_exposed(volume);
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.missed_exposed = missed;
+        }
         let mut change = Change::new().disk(volume, disk_state);
         let outdated: Vec<NodeId> = self
             .devices
@@ -1032,6 +1038,11 @@ impl Resource {
         let mut size = mine;
         let mut all_known = true;
         let mut wish = wanted;
+        // Nodes without a disk follow those that have one, and do not hold each other back.
+        let any_disk = device.peers.values().any(|pd| {
+            let sizes = pd.sizes.as_ref();
+            sizes.is_some_and(|sizes| sizes.disk_sectors != 0)
+        });
         for (peer, pd) in &device.peers {
             match pd.sizes {
                 Some(sizes) => {
@@ -1041,7 +1052,7 @@ impl Resource {
                     };
                     size = min_nonzero(size, room);
                     wish = min_nonzero(wish, sizes.wanted_sectors);
-                    if mine == 0 {
+                    if mine == 0 && (sizes.disk_sectors != 0 || !any_disk) {
                         size = min_nonzero(size, sizes.current_sectors);
                     }
                 }

@@ -37,6 +37,9 @@ pub struct Device {
     /// own disk has to know them when it comes back: somebody may go by one of them although no
     /// write was made in it.
     pub announced: Vec<Uuid>,
+    /// The UUID set before a generation whose superblock was not written when the disk went, and that
+    /// generation: nothing was written under it, but the disk may come back with it.
+    pub unmade: Option<(Generations, Uuid)>,
     /// Generations before the one that the last disk had when it went: who is still at one of them
     /// has older data than this node has shown.
     pub left_behind: Vec<Uuid>,
@@ -97,6 +100,8 @@ pub struct LocalDisk {
     pub primary_lost_quorum: bool,
     /// A last man standing keeps its quorum over a restart (semantics.md, 8.3).
     pub restore_quorum: bool,
+    /// It is Outdated only because the data of a generation were used or announced that it does not know.
+    pub missed_exposed: bool,
     /// Peers that were away while there was a Primary, as the metadata said at the attach: what
     /// `degr-wfc-timeout` is for.
     pub degraded: lockstep_format::units::NodeMask,
@@ -391,6 +396,7 @@ impl Device {
             told_uuid: Uuid::ZERO,
             left_behind: Vec::new(),
             announced: Vec::new(),
+            unmade: None,
             new_uuid_pending: false,
             new_uuid_forced: false,
             new_uuid_for_late: false,

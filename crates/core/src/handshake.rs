@@ -71,8 +71,14 @@ impl Resource {
 
     /// Nothing is under way here that the handshake's packets could miss.
     pub(crate) fn may_connect_now(&self, peer: NodeId) -> bool {
+        // Frozen for fencing no generation is made, and the connection may be what ends it.
+        let fenced = self
+            .state
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.susp_fen);
         self.new_uuid.is_none()
-            && !self.new_uuid_wanted
+            && (fenced || !self.new_uuid_wanted)
             && self.steps.is_empty()
             && !self.unsettled_requests(peer)
             && self.connections.get(&peer).is_some_and(|c| !c.draining)

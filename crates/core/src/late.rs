@@ -9,6 +9,7 @@ use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
 use crate::change::Change;
 use crate::command::ErrorCode;
 use crate::device::{ConnectVerdict, Device};
+use crate::generation::Generations;
 use crate::resource::Resource;
 use crate::uuids::is_real;
 use crate::validity::Refusal;
@@ -141,6 +142,40 @@ impl Resource {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} is of another generation than node {peer} was told"),
         })
+    }
+
+    /// The superblock with a new generation hung when this node gave the disk up, and was written after
+    /// all. Nothing was written under that generation, and others may have gone on: the disk is of the
+    /// one before, and the other is noted.
+    pub(crate) fn undo_unmade(&mut self, volume: VolumeNr, found: &mut Generations) {
+        let unmade = self.devices.get_mut(&volume).and_then(|d| d.unmade.take());
+        let Some((base, uuid)) = unmade else { return };
+        if !found.current.same_generation(uuid) {
+            return;
+        }
+        found.current = base.current;
+        found.history = base.history;
+        for (slot, before) in found.slots.iter_mut().zip(&base.slots) {
+            slot.bitmap_uuid = before.bitmap_uuid;
+            slot.bitmap_dagtag = before.bitmap_dagtag;
+        }
+        found.note_planned(uuid);
+    }
+
+    /// A Primary without a disk says that applications have seen nothing newer than this disk, which is
+    /// Outdated only because that Primary had announced a generation that never got to it.
+    pub(crate) fn vouched_for(&mut self, volume: VolumeNr) {
+        let device = self.devices.get_mut(&volume);
+        let Some(disk) = device.and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        let missed = core::mem::take(&mut disk.missed_exposed);
+        if missed
+            && self.state.role == Role::Secondary
+            && self.state.disk(volume) == DiskState::Outdated
+        {
+            self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
+        }
     }
 
     /// A disk that comes back cannot know whether a Primary without a disk went on without it.

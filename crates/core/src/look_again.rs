@@ -199,12 +199,29 @@ impl Resource {
 
     /// Every disk there is of this volume is connected, Outdated, and of one generation: nobody is
     /// left that could have newer data, so one of them begins to ask whether a Primary is. A Primary
-    /// knows it, if that generation is the one whose data its applications have seen.
+    /// knows it, if that generation is the one whose data its applications have seen, and says so if it
+    /// has no disk.
     fn revive_outdated(&mut self, volume: VolumeNr) {
-        if self.state.disk(volume) != DiskState::Outdated || self.state.primary_peer().is_some() {
+        if self.state.disk(volume) != DiskState::Outdated {
             return;
         }
         let primary = self.state.role == Role::Primary;
+        let connections = self.state.connections.iter();
+        let primaries = connections.filter(|(_, c)| c.peer_role == Role::Primary);
+        let mut primaries = primaries.map(|(peer, _)| *peer).peekable();
+        let vouches = |node: NodeId| {
+            let p = self.state.peer_device(volume, node);
+            let c = self.state.connections.get(&node);
+            c.is_some_and(|c| c.peer_role == Role::Primary)
+                && p.repl == ReplState::Established
+                && p.disk == DiskState::Diskless
+                && self.is_lockstep(node)
+                && self.same_current(volume, node)
+        };
+        let vouched = !primary && primaries.peek().is_some();
+        if vouched && !primaries.all(vouches) || primary && primaries.peek().is_some() {
+            return;
+        }
         let first = self.quorum_nodes(volume, true).into_iter().all(|node| {
             let p = self.state.peer_device(volume, node);
             let has_slot = self
@@ -217,11 +234,9 @@ impl Resource {
                 && p.disk == DiskState::Outdated
                 && self.is_lockstep(node)
                 && self.same_current(volume, node);
-            let leads = match primary {
-                true => !self.marked_towards(volume, node),
-                false => self.node_id < node,
-            };
-            client || (outdated && leads)
+            let leads = (primary || self.node_id < node)
+                && !((primary || vouched) && self.marked_towards(volume, node));
+            client || (vouched && vouches(node)) || (outdated && leads)
         });
         let seen = self.devices.get(&volume).is_some_and(|device| {
             let exposed = device.exposed_uuid;
@@ -229,6 +244,9 @@ impl Resource {
         });
         match (first, primary) {
             (true, true) if seen => {
+                self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
+            }
+            (true, false) if vouched => {
                 self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
             }
             (true, false) => {

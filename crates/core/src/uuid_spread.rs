@@ -485,6 +485,7 @@ impl Resource {
                 continue;
             };
             let uuid = plan.uuid;
+            let alone = plan.confirm.is_empty();
             let next = plan.sets.as_ref().map(|(_, next)| next.clone());
             let Some(next) = next else {
                 // Nothing to write here: the followers have it, and they have the data.
@@ -501,8 +502,12 @@ impl Resource {
                 device.new_uuid_pending = false;
                 device.new_uuid_forced = false;
             }
-            if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
-                disk.generations = next;
+            if let Some(device) = self.devices.get_mut(&volume)
+                && let Some(disk) = device.attached_mut()
+            {
+                let base = core::mem::replace(&mut disk.generations, next);
+                // Nobody else has it: should it reach the disk after that was given up, it is none.
+                device.unmade = alone.then_some((base, uuid));
             }
             if planted!(self, UuidBeforeDurable) {
                 self.new_uuid_durable(volume);
@@ -517,6 +522,7 @@ impl Resource {
     pub(crate) fn new_uuid_durable(&mut self, volume: VolumeNr) {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.exposed_uuid = device.current_uuid();
+            device.unmade = None;
         }
         for peer in self.established_peers().iter() {
             if self.state.peer_device(volume, peer).repl < ReplState::Established {
@@ -995,6 +1001,9 @@ impl Resource {
             && self.is_whole_beside_primary(volume)
         {
             self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
+        }
+        if connected && from_primary && same && self.is_lockstep(peer) {
+            self.vouched_for(volume);
         }
     }
 

@@ -194,6 +194,15 @@ impl Resource {
         found
     }
 
+    /// The metadata call the disk good; only a generation that the disk does not know speaks against it.
+    pub(crate) fn only_missed_exposed(&self, volume: VolumeNr) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        disk.is_some_and(|d| {
+            generation::disk_state_of(d.generations.flags, true) == DiskState::UpToDate
+        }) && self.missed_what_was_exposed(volume)
+            && !self.reconcile_hold(volume)
+    }
+
     /// The disk is good, and a Primary without one vouches for its generation: that Primary need not
     /// be fenced off.
     pub(crate) fn is_whole_beside_primary(&self, volume: VolumeNr) -> bool {

@@ -699,11 +699,14 @@ impl Resource {
         let Some(req) = req else { return };
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let mut news = NodeMask::EMPTY;
+        let gone = al.is_some_and(|serial| serial != self.al_serial(volume));
         // Whoever has it differs from this disk if it failed here.
         let (have, in_sync) = match req.local {
             Local::Failed if !planted!(self, LocalFailureNotMarked) => {
                 (NodeMask::EMPTY, NodeMask::EMPTY)
             }
+            // It was on a disk that went. What is marked now is copied, and marked at the peer as well.
+            _ if gone => (req.ok, NodeMask::EMPTY),
             _ => (req.ok, req.in_sync),
         };
         let discards = planted!(self, DiscardsNotMarked);
@@ -818,13 +821,14 @@ impl Resource {
     fn clear_in_sync(&mut self, volume: VolumeNr, peer: NodeId, sector: Sector, size_bytes: u32) {
         let end = sector.end_of(size_bytes);
         let keys: Vec<Key> = self.io.log.iter().copied().collect();
+        let serial = self.al_serial(volume);
         for key in keys {
             let Some(req) = self.io.requests.get_mut(key) else {
                 continue;
             };
             let overlaps = req.sector < end && sector < req.sector.end_of(req.size_bytes);
             let acked = req.volume == volume && overlaps && req.in_sync.contains(peer);
-            if !acked || req.local != Local::Ok {
+            if !acked || req.local != Local::Ok || req.al.is_some_and(|al| al != serial) {
                 continue;
             }
             req.in_sync.remove(peer);

@@ -1,0 +1,71 @@
+//! Planned worlds in which a disk was given up or taken away, and what came of it.
+
+use lockstep_sim::drive::{Trace, run};
+use lockstep_sim::extras::Extra;
+use lockstep_sim::faults::parse;
+use lockstep_sim::plan::{Numbers, Orders};
+
+#[track_caller]
+fn holds(
+    nodes: Option<usize>,
+    seed: u64,
+    (kinds, extras): (Option<&str>, Vec<Extra>),
+    faults: &str,
+    requests: &str,
+) {
+    let orders = Orders {
+        nodes,
+        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
+        extras,
+        only_faults: Some(Numbers::parse(faults).unwrap()),
+        only_requests: Some(Numbers::parse(requests).unwrap()),
+        ..Orders::default()
+    };
+    let played = run(seed, &orders, Trace::Off);
+    assert_eq!(played.violation, None, "{}", orders.command(seed));
+}
+
+/// A Primary's superblock with a new generation hung, its disk was given up, and the Primary went on with its
+/// peer's. The write happened after all, and the disk was refused for ever: nobody knew its generation.
+#[test]
+fn a_generation_that_was_given_up_with_its_disk_is_none() {
+    const KINDS: &str = "hangdisk,hangdisk,reset";
+    let kinds = || (Some(KINDS), vec![Extra::Every, Extra::Impatient]);
+    holds(Some(2), 118, kinds(), "1-2", "121,220");
+    holds(Some(2), 118, kinds(), "0-99", "0-999");
+}
+
+/// A write was on a disk that went and on the peer's. When it was settled the disk was back, and the marks of
+/// its blocks went there, but not at the peer, in the middle of a resync.
+#[test]
+fn a_write_on_a_disk_that_went_clears_no_marks() {
+    let kinds = || (Some("suspend,detach"), vec![Extra::Every, Extra::ShortLog]);
+    holds(Some(2), 778, kinds(), "5,11,14", "180,184-187,191");
+    holds(Some(2), 778, kinds(), "0-99", "0-999");
+}
+
+/// A Primary that was frozen for fencing waited for a generation that it could not make, and took nobody's
+/// handshake meanwhile, although a connection ends the freeze.
+#[test]
+fn a_primary_frozen_for_fencing_lets_its_peers_connect() {
+    let handlers = || (None, vec![Extra::Handlers]);
+    const REQUESTS: &str = "157-158,165,171,174,231-232,266,351";
+    holds(Some(3), 31, handlers(), "5,8-9", REQUESTS);
+    holds(Some(3), 31, handlers(), "0-99", "0-999");
+}
+
+/// A Primary without a disk announced a generation, and the only disk failed to write it. Nothing was written
+/// under it, but the disk was Outdated for ever when it came back, because its node had heard of it.
+#[test]
+fn an_announced_generation_that_failed_outdates_no_disk() {
+    const KINDS: &str = "metaerror,hangdisk,resize,powercut,crash,diskless,readerror,writeerror";
+    holds(None, 1053, (Some(KINDS), Vec::new()), "0-1", "75");
+}
+
+/// A disk had grown when it came back. Two nodes without disks had the old size from each other.
+#[test]
+fn nodes_without_disks_do_not_hold_each_other_back() {
+    const KINDS: &str = "metaerror,hangdisk,resize,powercut,crash,diskless,readerror,writeerror";
+    holds(None, 1053, (Some(KINDS), Vec::new()), "6,9-10", "none");
+    holds(None, 1053, (Some(KINDS), Vec::new()), "0-99", "0-999");
+}
