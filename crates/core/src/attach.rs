@@ -1038,11 +1038,6 @@ impl Resource {
         let mut size = mine;
         let mut all_known = true;
         let mut wish = wanted;
-        // Nodes without a disk follow those that have one, and do not hold each other back.
-        let any_disk = device.peers.values().any(|pd| {
-            let sizes = pd.sizes.as_ref();
-            sizes.is_some_and(|sizes| sizes.disk_sectors != 0)
-        });
         for (peer, pd) in &device.peers {
             match pd.sizes {
                 Some(sizes) => {
@@ -1052,7 +1047,7 @@ impl Resource {
                     };
                     size = min_nonzero(size, room);
                     wish = min_nonzero(wish, sizes.wanted_sectors);
-                    if mine == 0 && (sizes.disk_sectors != 0 || !any_disk) {
+                    if mine == 0 {
                         size = min_nonzero(size, sizes.current_sectors);
                     }
                 }

@@ -2,6 +2,8 @@
 
 use lockstep_core::event::MetaOp as CoreMetaOp;
 use lockstep_core::event::{DiskError, DiskOp, Input, Tag};
+use lockstep_core::report::PeerDeviceReport;
+use lockstep_core::state::ReplState;
 use lockstep_format::units::{Sector, VolumeNr};
 
 use crate::check;
@@ -206,15 +208,37 @@ impl World {
         self.try_close(node, v);
     }
 
-    /// The disk has all data, no other node that is up has, and that is to be spared.
+    /// The disk has all data, no other node that is up has, and that is to be spared. One that its
+    /// operator gives up just now has none, before this node hears of it.
     fn is_last_copy(&mut self, node: usize, v: usize) -> bool {
         if !self.nodes[node].disks[v].trouble.spares_last {
             return false;
         }
         let holders = self.view(node).map_or(0, |view| view.holders[v]);
-        let other = (0..self.nodes.len())
-            .any(|peer| peer != node && self.is_up(peer) && holders & 1 << peer != 0);
-        holders & 1 << node != 0 && !other
+        let mut others = (0..self.nodes.len())
+            .filter(|peer| *peer != node && holders & 1 << peer != 0)
+            .collect::<Vec<_>>();
+        others.retain(|peer| self.is_up(*peer) && !self.is_invalidated(*peer, node, v));
+        holders & 1 << node != 0 && others.is_empty()
+    }
+
+    /// A node has been told, or begins, to throw its copy away for that of `source`.
+    fn is_invalidated(&self, node: usize, source: usize, v: usize) -> bool {
+        let told = format!("Invalidate {{ volume: VolumeNr({v}),");
+        let mut commands = self.nodes[node].commands.values();
+        let begins = |p: &PeerDeviceReport| {
+            usize::from(p.volume.0) == v
+                && matches!(
+                    p.repl_state,
+                    ReplState::StartingSyncT | ReplState::WfBitmapT
+                )
+        };
+        commands.any(|c| c.text.starts_with(&told))
+            || self.snapshot(node).is_some_and(|snapshot| {
+                let mut connections = snapshot.connections.iter();
+                connections
+                    .any(|c| usize::from(c.peer.0) == source && c.peer_devices.iter().any(begins))
+            })
     }
 
     pub(crate) fn meta_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: CoreMetaOp) {
