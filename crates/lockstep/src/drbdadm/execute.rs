@@ -87,7 +87,12 @@ impl Executor {
         }
         // The child writes to the same place; what we have printed comes first.
         let _ = out.flush();
-        if self.drbdsetup.is_self && errors == ErrorOutput::Shown && is_quick(call) {
+        let is_self = match call.program {
+            Program::Setup => self.drbdsetup.is_self,
+            Program::Meta => self.drbdmeta.is_self,
+            Program::ProxyCtl | Program::Shell => false,
+        };
+        if is_self && errors == ErrorOutput::Shown && is_quick(call) {
             return self.run_within(call, class, err);
         }
         let mut command = self.command(call);
@@ -108,13 +113,18 @@ impl Executor {
     }
 
     /// Without a process of its own. A node with hundreds of resources makes thousands of calls
-    /// when it comes up, and each process would take longer than the call.
+    /// when it comes up, and each process would take longer than the call; and where a daemon was
+    /// killed, the users of its devices wait for them.
     fn run_within(&self, call: &Call, class: TimeClass, err: &mut dyn Write) -> u8 {
         let (sender, receiver) = channel();
         let (directory, words) = (self.directory.clone(), call.words.clone());
+        let tool = match call.program {
+            Program::Meta => crate::drbdmeta::run_within,
+            Program::Setup | Program::ProxyCtl | Program::Shell => crate::drbdsetup::run_within,
+        };
         // A thread of its own, which is left behind if the daemon does not answer in time.
         std::thread::spawn(move || {
-            let code = crate::drbdsetup::run_within(directory.as_deref(), &words);
+            let code = tool(directory.as_deref(), &words);
             // Nobody waits any more after the limit.
             let _ = sender.send(code);
         });
@@ -243,12 +253,22 @@ impl Executor {
 
 /// The calls of which `up` has several for each resource.
 fn is_quick(call: &Call) -> bool {
-    let verb = call.words.first().map_or("", String::as_str);
-    call.program == Program::Setup
-        && matches!(
-            verb,
-            "new-minor" | "new-peer" | "new-path" | "peer-device-options" | "attach" | "connect"
-        )
+    let word = |index: usize| call.words.get(index).map_or("", String::as_str);
+    match call.program {
+        Program::Setup => matches!(
+            word(0),
+            "new-resource"
+                | "new-minor"
+                | "new-peer"
+                | "new-path"
+                | "peer-device-options"
+                | "attach"
+                | "connect"
+        ),
+        // Minor, format, device and index come first.
+        Program::Meta => matches!(word(4), "repair-md" | "apply-al"),
+        Program::ProxyCtl | Program::Shell => false,
+    }
 }
 
 /// Waits for the end of a child; none when the time is over first.

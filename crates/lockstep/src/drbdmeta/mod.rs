@@ -15,6 +15,7 @@ mod text;
 mod tests;
 
 use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
 use lockstep_core::state::DiskState;
@@ -32,19 +33,45 @@ use options::{CommandLine, Failure};
 
 /// Runs the tool; `args` are the words behind the program's name.
 pub(crate) fn run(args: &[String]) -> ExitCode {
+    // `drbdadm` says so about the disks that its configuration names.
+    let plain = match std::env::var_os(PLAIN_FILES_VARIABLE).is_some_and(|set| set == "1") {
+        true => PlainFile::Allowed,
+        false => PlainFile::Refused,
+    };
+    ExitCode::from(run_to_code(
+        &Place::find(None),
+        args,
+        plain,
+        terminal_answer,
+    ))
+}
+
+/// Runs a call of `drbdadm` about a disk of its configuration, in this process; returns the exit code.
+pub(crate) fn run_within(directory: Option<&Path>, args: &[String]) -> u8 {
+    let place = Place::find(directory);
+    run_to_code(&place, args, PlainFile::Allowed, terminal_answer)
+}
+
+fn run_to_code(
+    place: &Place,
+    args: &[String],
+    plain: PlainFile,
+    answer: fn() -> Option<String>,
+) -> u8 {
     if let Some(minor) = options::parse(args)
         .ok()
         .and_then(|line| changed_minor(&line))
-        && is_attached(minor)
+        && is_attached(place, minor)
     {
         eprintln!("Device '{minor}' is configured!");
-        return ExitCode::from(20);
+        return 20;
     }
-    let mut out = io::BufWriter::new(io::stdout().lock());
-    let code = execute(args, &mut out, &mut io::stderr(), terminal_answer);
+    // Not locked: several may speak at the same time within one process.
+    let mut out = io::BufWriter::new(io::stdout());
+    let code = execute(place, args, plain, &mut out, &mut io::stderr(), answer);
     match out.flush() {
-        Ok(()) => ExitCode::from(code),
-        Err(_) => ExitCode::from(10),
+        Ok(()) => code,
+        Err(_) => 10,
     }
 }
 
@@ -63,9 +90,12 @@ pub(crate) fn remember(minor: u32, meta_path: &str, meta_index: &str) -> u8 {
             return failure.code;
         }
     };
+    let place = Place::find(None);
     let mut tool = Tool {
+        place: &place,
         line: &line,
         args: &args,
+        plain: PlainFile::Allowed,
         out: &mut io::sink(),
         err: &mut io::stderr(),
         answer: || None,
@@ -81,10 +111,9 @@ fn changed_minor(line: &CommandLine) -> Option<u32> {
 
 /// The daemon of this node has a disk attached to this minor. Without a daemon nothing is; one
 /// that does not answer still holds its disks by locks on them.
-fn is_attached(minor: u32) -> bool {
-    let place = Place::find(None);
+fn is_attached(place: &Place, minor: u32) -> bool {
     let request = Request::Report { resource: None };
-    let reply = Client::connect(&place).and_then(|mut client| client.call(&request));
+    let reply = Client::connect(place).and_then(|mut client| client.call(&request));
     let Ok(Reply::Report { resources }) = reply else {
         return false;
     };
@@ -107,15 +136,19 @@ fn terminal_answer() -> Option<String> {
 
 /// Runs one command line with the given outputs; `answer` reads a line of confirmation.
 fn execute(
+    place: &Place,
     args: &[String],
+    plain: PlainFile,
     out: &mut dyn Write,
     err: &mut dyn Write,
     answer: fn() -> Option<String>,
 ) -> u8 {
     let result = options::parse(args).and_then(|line| {
         Tool {
+            place,
             line: &line,
             args,
+            plain,
             out: &mut *out,
             err: &mut *err,
             answer,
@@ -136,8 +169,11 @@ fn execute(
 
 /// One run of the tool.
 struct Tool<'a> {
+    place: &'a Place,
     line: &'a CommandLine,
     args: &'a [String],
+    /// Whether a plain file may be a disk without `--force`.
+    plain: PlainFile,
     out: &'a mut dyn Write,
     err: &'a mut dyn Write,
     answer: fn() -> Option<String>,
@@ -168,7 +204,7 @@ impl Tool<'_> {
     fn run(&mut self) -> Result<u8, Failure> {
         let command = self.line.command;
         let _lock = match self.line.target.minor {
-            Some(minor) if command.modifies => Some(resize::lock_minor(minor)?),
+            Some(minor) if command.modifies => Some(resize::lock_minor(self.place, minor)?),
             _ => None,
         };
         let code = match command.name {
@@ -241,12 +277,9 @@ impl Tool<'_> {
             false => Access::Read,
         };
         let shared_device = matches!(target.placement, Placement::Indexed(_));
-        // `drbdadm` says so about the disks that its configuration names.
-        let is_configured = std::env::var_os(PLAIN_FILES_VARIABLE).is_some_and(|set| set == "1");
-        let plain = if options.force || is_configured {
-            PlainFile::Allowed
-        } else {
-            PlainFile::Refused
+        let plain = match options.force {
+            true => PlainFile::Allowed,
+            false => self.plain,
         };
         // The raw dump looks at anything.
         let plain = if self.line.command.name == "dump-superblock" {
@@ -417,6 +450,8 @@ pub(crate) mod tests_support {
     /// Runs a command line and returns the exit code.
     pub(crate) fn run_drbdmeta(line: &str) -> u8 {
         let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-        super::execute(&words, &mut Vec::new(), &mut Vec::new(), || None)
+        let (place, plain) = (super::Place::find(None), super::PlainFile::Refused);
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        super::execute(&place, &words, plain, &mut out, &mut err, || None)
     }
 }

@@ -148,8 +148,7 @@ impl Tool<'_> {
 
 /// Takes the write lock of a minor, waiting at most one second. Minors are a node's own, so the
 /// lock of a node with a directory of its own lies there, where also its user may write.
-pub(super) fn lock_minor(minor: u32) -> Result<File, Failure> {
-    let place = Place::find(None);
+pub(super) fn lock_minor(place: &Place, minor: u32) -> Result<File, Failure> {
     let own = (!place.is_default()).then(|| place.dir().to_owned());
     let directory = own
         .into_iter()

@@ -133,7 +133,8 @@ impl Machine {
             })
             .collect();
         let (mut out, mut err) = (Vec::new(), Vec::new());
-        let code = execute(&words, &mut out, &mut err, || None);
+        let (place, plain) = (super::Place::find(None), super::PlainFile::Refused);
+        let code = execute(&place, &words, plain, &mut out, &mut err, || None);
         let lines = |bytes: Vec<u8>| {
             let text = String::from_utf8(bytes).unwrap();
             let prefix = format!("{}/", self.directory.path().display());
