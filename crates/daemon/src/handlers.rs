@@ -47,6 +47,22 @@ const DECIDING: [&str; 3] = ["fence-peer", "before-resync-target", "before-resyn
 /// Names another program than `drbdadm`, or `disabled`.
 const HELPER_VARIABLE: &str = "LOCKSTEP_USERMODE_HELPER";
 
+/// What the configuration says of a handler of a resource.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandlerEntry {
+    /// It names a command.
+    Command,
+    /// It has the resource, and no command for the handler.
+    Nothing,
+    /// It does not have the resource.
+    NoResource,
+    /// That could not be found out.
+    Unknown,
+}
+
+/// Looks a handler up: directory of the node, configuration, resource, handler.
+pub type FindHandler = fn(&Path, &Path, &str, &str) -> HandlerEntry;
+
 /// The handlers that the core may call; none where the operator has switched them off.
 pub(crate) fn names() -> Vec<String> {
     let names = if are_disabled() { &[] } else { NAMES };
@@ -61,6 +77,7 @@ fn are_disabled() -> bool {
 pub(crate) struct Handlers {
     board: Arc<Board>,
     place: Place,
+    find: FindHandler,
     running: Arc<AtomicUsize>,
     untold: Arc<Untold>,
     refresh: Arc<OnceLock<Refresh>>,
@@ -98,10 +115,11 @@ impl Untold {
 pub(crate) type Refresh = Box<dyn Fn(&str) + Send + Sync>;
 
 impl Handlers {
-    pub(crate) fn new(board: Arc<Board>, place: Place) -> Handlers {
+    pub(crate) fn new(board: Arc<Board>, place: Place, find: FindHandler) -> Handlers {
         Handlers {
             board,
             place,
+            find,
             running: Arc::default(),
             untold: Arc::default(),
             refresh: Arc::default(),
@@ -144,6 +162,7 @@ impl HandlerExecutor for Handlers {
         }
         let (board, place, running) =
             (self.board.clone(), self.place.clone(), self.running.clone());
+        let find = self.find;
         let (refresh, untold) = (self.refresh.clone(), self.untold.clone());
         self.untold.begins(&call.resource);
         let resource = call.resource.clone();
@@ -163,7 +182,8 @@ impl HandlerExecutor for Handlers {
                 board.helper(&message(None));
                 untold.told(&call.resource);
                 let report = board.report(&call.resource);
-                let exit_code = execute(&call, report.as_ref(), &place, helper.map(PathBuf::from));
+                let helper = helper.map(PathBuf::from);
+                let exit_code = execute(&call, report.as_ref(), &place, helper, find);
                 board.helper(&message(Some(i32::from(exit_code) << 8)));
                 running.fetch_sub(1, Ordering::Relaxed);
                 done.finish(exit_code);
@@ -183,6 +203,7 @@ fn execute(
     report: Option<&ResourceReport>,
     place: &Place,
     helper: Option<PathBuf>,
+    find: FindHandler,
 ) -> u8 {
     let mut command = match (helper, std::env::current_exe()) {
         (Some(helper), _) => Command::new(helper),
@@ -191,10 +212,14 @@ fn execute(
             if !config.exists() {
                 return 0;
             }
-            // A resource that was made with `drbdsetup` alone has no handlers; `drbdadm` would
-            // call that an error, and the resync would not start.
-            if call.handler.starts_with("before-resync") && !is_configured(&own, &config, call) {
-                return 0;
+            // No process to find that nothing is to be run: a resync may wait for the answer, and a
+            // node that loses its network calls hundreds.
+            match find(place.dir(), &config, &call.resource, call.handler) {
+                HandlerEntry::Nothing => return 0,
+                // A resource that was made with `drbdsetup` alone has no handlers; `drbdadm` would
+                // call that an error, and the resync would not start.
+                HandlerEntry::NoResource if call.handler.starts_with("before-resync") => return 0,
+                HandlerEntry::Command | HandlerEntry::NoResource | HandlerEntry::Unknown => {}
             }
             let mut command = Command::new(own);
             command.arg("drbdadm").arg("-c").arg(config);
@@ -228,21 +253,6 @@ fn execute(
             HandlerDone::LOST
         }
     }
-}
-
-/// The configuration names the resource.
-fn is_configured(own: &Path, config: &Path, call: &HandlerCall) -> bool {
-    Command::new(own)
-        .arg("drbdadm")
-        .arg("-c")
-        .arg(config)
-        .arg("sh-resource")
-        .arg(&call.resource)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success())
 }
 
 /// The environment of a handler: a clean one with what it is about.

@@ -12,7 +12,7 @@ pub mod client;
 mod devices;
 mod foreign;
 mod generations;
-mod handlers;
+pub mod handlers;
 mod holding;
 pub mod lockstepd;
 mod mailbox;

@@ -19,7 +19,7 @@ use lockstep_io::tcp::{Acceptor, PeerNet};
 use crate::address::{self, check_name, path, volume_nr};
 use crate::board::Board;
 use crate::devices::{Devices, OpenPort, Promote};
-use crate::handlers::{self, Handlers};
+use crate::handlers::{self, FindHandler, Handlers};
 use crate::meter::{Counted, Meter, Metering};
 use crate::metrics::{AckCounts, VolumeCounts};
 use crate::minors::{Minors, check_has_no_disk};
@@ -54,6 +54,8 @@ pub struct NodeConfig {
     pub max_parallel_resyncs: usize,
     /// Newest protocol version that is offered to peers.
     pub protocol_max: u32,
+    /// Looks handlers up in the configuration.
+    pub find_handler: FindHandler,
 }
 
 /// A node.
@@ -121,7 +123,11 @@ impl Node {
     /// Starts shards, devices and the thread that keeps reports fresh.
     pub fn start(place: &Place, config: &NodeConfig) -> std::io::Result<Arc<Node>> {
         let board = Arc::new(Board::default());
-        let handlers = Arc::new(Handlers::new(board.clone(), place.clone()));
+        let handlers = Arc::new(Handlers::new(
+            board.clone(),
+            place.clone(),
+            config.find_handler,
+        ));
         let env = ShardEnv {
             acceptor: Acceptor::new()?,
             handlers: handlers.clone(),

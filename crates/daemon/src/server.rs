@@ -422,6 +422,7 @@ mod tests {
             device_kind: lockstep_front::block::DeviceKind::Auto,
             max_parallel_resyncs: 0,
             protocol_max: lockstep_format::wire::PROTOCOL_MAX,
+            find_handler: |_, _, _, _| crate::handlers::HandlerEntry::Unknown,
         };
         Node::start(&Place::find(Some(dir)), &config).unwrap()
     }

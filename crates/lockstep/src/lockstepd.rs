@@ -80,6 +80,7 @@ fn parse(args: &[String]) -> Result<Option<DaemonConfig>, String> {
         device_kind: DeviceKind::Auto,
         max_parallel_resyncs: 0,
         protocol_max: PROTOCOL_MAX,
+        find_handler: crate::drbdadm::handler_entry,
     };
     let mut args = args.iter();
     while let Some(word) = args.next() {

@@ -19,9 +19,11 @@ mod system;
 mod targets;
 
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use std::rc::Rc;
 
+use lockstep_daemon::handlers::HandlerEntry;
 use lockstep_format::conf::model::{Config, Resource, Settings, SourceFile};
 use lockstep_format::conf::options;
 use lockstep_format::conf::parse::{Diagnostic, ParseOptions, Severity, parse};
@@ -42,6 +44,45 @@ pub(crate) fn run(words: &[String]) -> ExitCode {
     let code = run_with(&System::real(program), rest, &mut out, &mut err);
     let _ = out.flush();
     ExitCode::from(code)
+}
+
+/// What the configuration says of a handler of a resource, as `drbdadm -c config HANDLER RESOURCE`
+/// would find it.
+pub(crate) fn handler_entry(
+    directory: &Path,
+    config: &Path,
+    resource: &str,
+    handler: &str,
+) -> HandlerEntry {
+    let mut system = System::real("drbdadm");
+    system.directory = Some(directory.to_owned());
+    find_handler(&system, config, resource, handler).unwrap_or(HandlerEntry::Unknown)
+}
+
+/// None where the configuration cannot be read, or has the resource for something else.
+fn find_handler(
+    system: &System,
+    config: &Path,
+    resource: &str,
+    handler: &str,
+) -> Option<HandlerEntry> {
+    let words = ["-c", config.to_str()?, handler, resource].map(str::to_owned);
+    let args = args::parse(&words).ok()?;
+    let command = args.command?;
+    let mut silent = std::io::sink();
+    let node_name = system.node_name(None, &mut silent);
+    let config = load(system, &args, command, &node_name, &mut silent).ok()?;
+    let Ok(target) = targets::find(&config, resource) else {
+        return Some(HandlerEntry::NoResource);
+    };
+    let resource = target.resource(&config);
+    if resource.lower().is_some() {
+        return None;
+    }
+    Some(match queries::handler_command(resource, command.name) {
+        Some(_) => HandlerEntry::Command,
+        None => HandlerEntry::Nothing,
+    })
 }
 
 /// Commands and options, for completions and manual pages.

@@ -145,11 +145,7 @@ impl App<'_> {
     /// Runs the command of a handler with the environment that handlers expect.
     pub(super) fn handler(&mut self, config: &Config, target: &Target) -> u8 {
         let resource = target.resource(config);
-        let handlers = &resource.sections.handlers;
-        let old_name = (self.command.name == "fence-peer").then_some("outdate-peer");
-        let command = handlers
-            .get(self.command.name)
-            .or(old_name.and_then(|old| handlers.get(old)));
+        let command = handler_command(resource, self.command.name);
         let Some(command) = command else { return 0 };
         let words = vec!["-c".to_owned(), command.to_owned()];
         let call = Call {
@@ -176,6 +172,15 @@ impl App<'_> {
             }
         }
     }
+}
+
+/// What a resource's configuration has for a handler.
+pub(super) fn handler_command<'a>(resource: &'a Resource, name: &str) -> Option<&'a str> {
+    let handlers = &resource.sections.handlers;
+    let old_name = (name == "fence-peer").then_some("outdate-peer");
+    handlers
+        .get(name)
+        .or(old_name.and_then(|old| handlers.get(old)))
 }
 
 /// Variables for a handler besides those that the engine has set.

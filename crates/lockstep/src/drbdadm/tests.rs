@@ -643,4 +643,15 @@ fn handlers_run_in_a_shell_with_their_environment() {
             .starts_with("web 11 1 /dev/vg0/web1")
     );
     assert_eq!(helpers.run(&["split-brain", "web"]).0, 0);
+    // What the daemon asks before it starts a process for that.
+    let find =
+        |resource: &str, handler: &str| find_handler(&helpers.system, &config, resource, handler);
+    assert_eq!(find("web", "fence-peer"), Some(HandlerEntry::Command));
+    assert_eq!(find("web", "split-brain"), Some(HandlerEntry::Nothing));
+    assert_eq!(
+        find("another", "split-brain"),
+        Some(HandlerEntry::NoResource)
+    );
+    fs::write(&config, "resource web {").unwrap();
+    assert_eq!(find("web", "split-brain"), None, "drbdadm says why");
 }
