@@ -169,7 +169,9 @@ fn under_load(test: u8, story: impl FnOnce(&mut Cluster, &Prober) -> Result<()>)
         .stdout(Stdio::null())
         .spawn()
         .context("sh and fio")?;
-    story(&mut cluster, &prober)?;
+    if let Err(error) = story(&mut cluster, &prober) {
+        return Err(error.context(cluster.log(0)?));
+    }
     fs::write(&stop, "")?;
     ensure!(load.wait()?.success(), "fio found a fault");
     let durable = prober.end()?;
