@@ -1,8 +1,9 @@
-//! A kernel DRBD 8.4 pair becomes a Lockstep pair, node by node, as docs/compatibility.md says: the
-//! file system is mounted and written all the time, but for the moment in which it moves.
+//! A kernel DRBD 8.4 pair becomes a Lockstep pair, node by node, as docs/compatibility.md says, and a
+//! Lockstep pair becomes a kernel pair: the file system is mounted and written all the time, but for
+//! the moment in which it moves.
 
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -52,9 +53,12 @@ fn own_configuration(dir: &Path, alfa: SocketAddr, bravo: SocketAddr) -> String 
 const FIRST_MINOR: u32 = 8460;
 const DISK_MIB: u64 = 32;
 
+fn make_disk(dir: &Path, name: &str) -> Result<()> {
+    Ok(fs::File::create(dir.join(name))?.set_len(DISK_MIB << 20)?)
+}
+
 fn boot(dir: &Path, name: &str) -> Result<Guest> {
     let disk = dir.join(name);
-    fs::File::create(&disk)?.set_len(DISK_MIB << 20)?;
     Guest::start(GuestSetup {
         disks: vec![disk],
         ports: vec![DRBD_PORT],
@@ -84,16 +88,50 @@ fn replace(
     addresses: (SocketAddr, SocketAddr),
 ) -> Result<HostNode> {
     guest.sh("drbdadm down r0 && sync")?;
-    let errors = guest.kernel_errors()?;
-    let of_drbd = errors.iter().filter(|line| line.contains("drbd"));
-    let bad: Vec<_> = of_drbd.filter(|line| !only_a_lost_link(line)).collect();
-    ensure!(bad.is_empty(), "{name}: {bad:#?}");
+    check_kernel_log(&guest)?;
     drop(guest);
     let mut node = HostNode::new(dir, name, FIRST_MINOR + u32::from(name == "bravo"))?;
     node.write_configuration(&own_configuration(dir, addresses.0, addresses.1))?;
     node.start_daemon()?;
     node.adm(&["up", "r0"])?;
     Ok(node)
+}
+
+fn check_kernel_log(guest: &Guest) -> Result<()> {
+    let errors = guest.kernel_errors()?;
+    let of_drbd = errors.iter().filter(|line| line.contains("drbd"));
+    let bad: Vec<_> = of_drbd.filter(|line| !only_a_lost_link(line)).collect();
+    ensure!(bad.is_empty(), "{}: {bad:#?}", guest.name());
+    Ok(())
+}
+
+/// A Lockstep node ends in good order, its metadata become the kernel's, and a guest takes its place,
+/// reached at the same address.
+fn give_back(
+    dir: &Path,
+    name: &str,
+    node: HostNode,
+    at: SocketAddr,
+    peer: u16,
+) -> Result<Returned> {
+    node.adm(&["down", "r0"])?;
+    let disk = dir.join(name);
+    let disk = disk.to_str().context("a path in ASCII")?;
+    let words = ["--force", "-", "v08", disk, "internal", "create-md"];
+    let output = node.tool("drbdmeta", &words)?;
+    ensure!(output.status.success(), "drbdmeta: {output:?}");
+    drop(node);
+    let guest = boot(dir, name)?;
+    let line = Line::new(at, guest.address(DRBD_PORT), None)?;
+    guest.write_file("/etc/drbd.conf", &kernel_configuration(name, peer))?;
+    guest.sh("drbdadm up r0")?;
+    Ok(Returned { guest, _line: line })
+}
+
+/// A guest that is reached where a Lockstep node was.
+struct Returned {
+    guest: Guest,
+    _line: Line,
 }
 
 fn only_a_lost_link(line: &str) -> bool {
@@ -148,6 +186,8 @@ fn a_kernel_84_pair_becomes_a_lockstep_pair_under_a_mounted_file_system() -> Res
         .prefix("lockstep-migrate-")
         .tempdir()?;
     let dir = dir.path();
+    make_disk(dir, "alfa")?;
+    make_disk(dir, "bravo")?;
     // Two kernel nodes. Alfa reaches bravo by a port of this host, which bravo's successor takes.
     let (alfa, bravo) = (boot(dir, "alfa")?, boot(dir, "bravo")?);
     let (alfa_at, bravo_behind) = (alfa.address(DRBD_PORT), bravo.address(DRBD_PORT));
@@ -218,11 +258,109 @@ fn a_kernel_84_pair_becomes_a_lockstep_pair_under_a_mounted_file_system() -> Res
         node.adm(&["down", "r0"])?;
     }
     let kib = status["devices"][0]["size"].as_u64().context("a size")?;
+    check_equal_disks(dir, kib as usize * 1024)
+}
+
+fn check_equal_disks(dir: &Path, size_bytes: usize) -> Result<()> {
     let (a, b) = (fs::read(dir.join("alfa"))?, fs::read(dir.join("bravo"))?);
-    let differs = (0..kib as usize * 1024).find(|&at| a[at] != b[at]);
+    let differs = (0..size_bytes).find(|&at| a[at] != b[at]);
     ensure!(
         differs.is_none(),
         "the disks differ from byte {differs:?} on"
     );
     Ok(())
+}
+
+/// A free port of this host on that side of the kernel's.
+fn free_port(side: Side) -> Result<SocketAddr> {
+    let nowhere = SocketAddr::from((Ipv4Addr::LOCALHOST, DRBD_PORT));
+    Ok(Line::beside(side, DRBD_PORT, nowhere)?.address())
+}
+
+#[test]
+fn a_lockstep_pair_becomes_a_kernel_84_pair_under_a_mounted_file_system() -> Result<()> {
+    if !can_emulate() || !can_mount() || !has_program("fio") || !has_program("mkfs.ext4") {
+        return Ok(());
+    }
+    let dir = tempfile::Builder::new()
+        .prefix("lockstep-return-")
+        .tempdir()?;
+    let dir = dir.path();
+    // With metadata of its own, of version 9.
+    let (alfa_at, bravo_at) = (free_port(Side::Below)?, free_port(Side::Above)?);
+    let mut nodes = Vec::new();
+    for (name, minor) in [("alfa", FIRST_MINOR), ("bravo", FIRST_MINOR + 1)] {
+        make_disk(dir, name)?;
+        let mut node = HostNode::new(dir, name, minor)?;
+        node.write_configuration(&own_configuration(dir, alfa_at, bravo_at))?;
+        node.start_daemon()?;
+        node.adm(&["create-md", "--force", "r0"])?;
+        node.adm(&["up", "r0"])?;
+        nodes.push(node);
+    }
+    let bravo = nodes.pop().context("bravo")?;
+    let alfa = nodes.pop().context("alfa")?;
+    alfa.wait("Connected", |node| Ok(node.state(0)?[0] == "Connected"))?;
+    alfa.adm(&["new-current-uuid", "--clear-bitmap", "r0/0"])?;
+    wait_in_sync(&[&alfa, &bravo])?;
+    alfa.adm(&["primary", "r0"])?;
+    let device = alfa.device(0)?;
+    host_sh("mkfs.ext4 -q $0", &device)?;
+    let mounted = Mounted::new(&device, dir.join("mnt"))?;
+    fs::write(mounted.point().join("note"), "")?;
+    add_note(mounted.point(), "", "lockstep")?;
+    let mut load = HostLoad::start(&mounted, dir)?;
+    load.wait_for_progress(&device)?;
+
+    // The Secondary first, while the Primary is written.
+    let bravo = give_back(dir, "bravo", bravo, bravo_at, alfa_at.port())?;
+    load.wait_for_progress(&device)?;
+    kernel_in_sync(&bravo.guest)?;
+    wait_in_sync(&[&alfa])?;
+    let copied_kib = sync_kib(&bravo.guest)?;
+    ensure!(
+        0 < copied_kib && copied_kib < DISK_MIB * 1024 / 2,
+        "{copied_kib} KiB instead of what was written meanwhile"
+    );
+    load.wait_for_progress(&device)?;
+
+    // The file system moves to the kernel.
+    load.finish()?;
+    mounted.unmount()?;
+    alfa.adm(&["secondary", "r0"])?;
+    let kernel = &bravo.guest;
+    kernel.sh("drbdadm primary r0 && chroot /host fsck.ext4 -f -n /dev/drbd0")?;
+    let load = GuestLoad::start(kernel)?;
+    let note = kernel.sh("cat /host/mnt/note && echo mixed >> /host/mnt/note && sync")?;
+    ensure!(note == "lockstep\n", "the note is {note:?}");
+    load.wait_for_progress(kernel)?;
+
+    // Now the other node, under writes again.
+    let alfa = give_back(dir, "alfa", alfa, alfa_at, bravo_at.port())?;
+    load.wait_for_progress(kernel)?;
+    kernel_in_sync(&alfa.guest)?;
+    kernel_in_sync(kernel)?;
+    let copied_kib = sync_kib(&alfa.guest)?;
+    ensure!(
+        0 < copied_kib && copied_kib < DISK_MIB * 1024 / 2,
+        "{copied_kib} KiB instead of what was written meanwhile"
+    );
+    load.wait_for_progress(kernel)?;
+    load.finish(kernel)?;
+    kernel.sh("drbdadm secondary r0")?;
+    let kernel = &alfa.guest;
+    kernel.sh("drbdadm primary r0")?;
+    let load = GuestLoad::start(kernel)?;
+    let note = kernel.sh("cat /host/mnt/note")?;
+    ensure!(note == "lockstep\nmixed\n", "the note is {note:?}");
+    load.wait_for_progress(kernel)?;
+    load.finish(kernel)?;
+    kernel_in_sync(kernel)?;
+    let size = kernel.sh("blockdev --getsize64 /dev/drbd0")?;
+    for node in [&alfa, &bravo] {
+        node.guest.sh("drbdadm down r0 && sync")?;
+        check_kernel_log(&node.guest)?;
+    }
+    drop((alfa, bravo));
+    check_equal_disks(dir, size.trim().parse()?)
 }
