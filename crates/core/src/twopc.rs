@@ -475,6 +475,12 @@ impl Resource {
                         && !elsewhere
                     {
                         change = change.disk(*volume, DiskState::UpToDate);
+                        // What waits for a source that has no good data either waits no longer.
+                        for (peer, p) in &device.peers {
+                            if p.repl == ReplState::PausedSyncT {
+                                change = change.repl(*volume, *peer, ReplState::Established);
+                            }
+                        }
                     }
                     for (peer, p) in &device.peers {
                         let far = reachable.contains(*peer)

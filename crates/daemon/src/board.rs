@@ -97,10 +97,18 @@ impl Board {
         inner.tell(new_name, &message, |_| true);
     }
 
-    /// A handler starts or has ended.
+    /// A handler starts or has ended. Nobody hears of what is gone.
     pub(crate) fn helper(&self, message: &Reply) {
-        if let Reply::Helper { resource, .. } = message {
-            self.lock().tell(resource, message, |_| true);
+        let Reply::Helper { resource, peer, .. } = message else {
+            return;
+        };
+        let mut inner = self.lock();
+        let is_known = inner.reports.get(resource).is_some_and(|report| {
+            let connections = || report.connections.iter();
+            peer.is_none_or(|peer| connections().any(|c| c.peer_node_id == peer))
+        });
+        if is_known {
+            inner.tell(resource, message, |_| true);
         }
     }
 

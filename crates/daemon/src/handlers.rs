@@ -40,7 +40,7 @@ pub(crate) const NAMES: &[&str] = &[
 const MAX_RUNNING: usize = 64;
 /// The same where a call that is lost would leave I/O frozen or end a connection.
 const MAX_DECIDING: usize = 1024;
-/// How long the removal of a resource waits at most for watchers to be told of its handlers.
+/// How long the removal of a resource waits at most for its handlers to end.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Handlers whose exit code decides.
 const DECIDING: [&str; 3] = ["fence-peer", "before-resync-target", "before-resync-source"];
@@ -79,18 +79,18 @@ pub(crate) struct Handlers {
     place: Place,
     find: FindHandler,
     running: Arc<AtomicUsize>,
-    untold: Arc<Untold>,
+    open: Arc<Open>,
     refresh: Arc<OnceLock<Refresh>>,
 }
 
-/// Calls by resource that watchers have not been told of yet.
+/// Calls by resource whose end watchers have not been told of yet.
 #[derive(Default)]
-struct Untold {
+struct Open {
     calls: Mutex<BTreeMap<String, usize>>,
     fewer: Condvar,
 }
 
-impl Untold {
+impl Open {
     fn calls(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -99,7 +99,7 @@ impl Untold {
         *self.calls().entry(resource.to_owned()).or_default() += 1;
     }
 
-    fn told(&self, resource: &str) {
+    fn ended(&self, resource: &str) {
         let mut calls = self.calls();
         if let Some(count) = calls.get_mut(resource) {
             *count -= 1;
@@ -121,7 +121,7 @@ impl Handlers {
             place,
             find,
             running: Arc::default(),
-            untold: Arc::default(),
+            open: Arc::default(),
             refresh: Arc::default(),
         }
     }
@@ -132,14 +132,14 @@ impl Handlers {
         let _ = self.refresh.set(refresh);
     }
 
-    /// Waits until watchers know of every call so far: what it is about is going to be removed.
-    pub(crate) fn wait_until_told(&self, resource: &str) {
+    /// Waits until every call so far has ended: what it is about is going to be removed. One that
+    /// hangs does not keep it, and nobody hears of its end (`Board::helper`).
+    pub(crate) fn wait_until_ended(&self, resource: &str) {
         let waits = |calls: &mut BTreeMap<String, usize>| calls.contains_key(resource);
-        // A machine that starts no thread in all this time has other worries.
         let _ = self
-            .untold
+            .open
             .fewer
-            .wait_timeout_while(self.untold.calls(), PATIENCE, waits);
+            .wait_timeout_while(self.open.calls(), PATIENCE, waits);
     }
 }
 
@@ -163,8 +163,8 @@ impl HandlerExecutor for Handlers {
         let (board, place, running) =
             (self.board.clone(), self.place.clone(), self.running.clone());
         let find = self.find;
-        let (refresh, untold) = (self.refresh.clone(), self.untold.clone());
-        self.untold.begins(&call.resource);
+        let (refresh, open) = (self.refresh.clone(), self.open.clone());
+        self.open.begins(&call.resource);
         let resource = call.resource.clone();
         let spawned = std::thread::Builder::new()
             .name("handler".into())
@@ -180,18 +180,18 @@ impl HandlerExecutor for Handlers {
                     refresh(&call.resource);
                 }
                 board.helper(&message(None));
-                untold.told(&call.resource);
                 let report = board.report(&call.resource);
                 let helper = helper.map(PathBuf::from);
                 let exit_code = execute(&call, report.as_ref(), &place, helper, find);
                 board.helper(&message(Some(i32::from(exit_code) << 8)));
+                open.ended(&call.resource);
                 running.fetch_sub(1, Ordering::Relaxed);
                 done.finish(exit_code);
             });
         if let Err(error) = spawned {
             // The closure is gone, and `done` with it, which reports the loss.
             self.running.fetch_sub(1, Ordering::Relaxed);
-            self.untold.told(&resource);
+            self.open.ended(&resource);
             tracing::error!(%error, "no thread for a handler");
         }
     }

@@ -610,7 +610,7 @@ impl Node {
     }
 
     fn remove(&self, name: &str, entry: &Entry) -> CommandResult {
-        self.handlers.wait_until_told(name);
+        self.handlers.wait_until_ended(name);
         {
             let mut state = lock(&entry.configured);
             state.gone = true;
@@ -953,7 +953,7 @@ impl Node {
             Err(error) if error.code != ErrorCode::ALREADY_STANDALONE => return Err(error),
             Ok(()) | Err(_) => {}
         }
-        self.handlers.wait_until_told(name);
+        self.handlers.wait_until_ended(name);
         let result = self.core(&entry, Command::DelPeer { peer });
         self.done(name, &entry, result, |c| {
             let gone = c.peers.remove(&peer.0);

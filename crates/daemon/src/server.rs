@@ -645,7 +645,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watcher_hears_of_a_handler_s_call_before_its_resource_is_gone() {
+    fn a_watcher_hears_of_a_handler_s_call_and_end_before_its_resource_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let node = node(dir.path());
         for _ in 0..20 {
@@ -657,16 +657,16 @@ mod tests {
             node.connect("web", 1, false, false).unwrap();
             let (_, changes) = node.watching().watch(None, Statistics::No);
             node.down("web").unwrap();
-            let mut called = false;
+            let mut told = Vec::new();
             loop {
                 match changes.recv().unwrap() {
-                    Reply::Helper { status: None, .. } => called = true,
+                    Reply::Helper { status, .. } => told.push(status.is_some()),
                     Reply::Removed { .. } => break,
-                    Reply::Changed { .. } | Reply::Helper { .. } => {}
+                    Reply::Changed { .. } => {}
                     other => panic!("{other:?}"),
                 }
             }
-            assert!(called, "the resource was gone before the call was told");
+            assert_eq!(told, [false, true], "the resource was gone before");
         }
         assert_eq!(node.stop(), Left::Nothing);
     }

@@ -34,6 +34,7 @@ mod copies;
 mod csums;
 mod failing;
 mod fencing;
+mod forced;
 mod granularity;
 mod handlers;
 mod integrity;
