@@ -6,6 +6,7 @@ use lockstep_format::wire::{Role, UuidFlags};
 
 use crate::device::PeerDevice;
 use crate::resource::Resource;
+use crate::twopc::Transaction;
 use crate::uuid_spread::SpreadStep;
 
 impl Resource {
@@ -21,13 +22,30 @@ impl Resource {
         self.connections.values().any(|c| c.net.allow_two_primaries)
     }
 
-    /// This node and the peer may be Primary at the same time. A third node would have to put the
+    /// This node and the peer may be Primary at the same time. A third disk would have to put the
     /// writes of both into one order, which is not done, and a peer of 8.3 knows no retried writes.
     pub(crate) fn may_both_be_primary(&self, peer: NodeId) -> bool {
         let old = |conn: &crate::connection::Connection| crate::legacy::is_old(conn.protocol());
+        let mut others = self.connections.keys().filter(|other| **other != peer);
         self.both_may_write(peer)
-            && self.connections.len() == 1
+            && others.all(|other| self.is_client(*other))
             && !self.connections.get(&peer).is_some_and(old)
+    }
+
+    /// After the connect the Primaries are neighbours of each other, and this node, if it is one, may
+    /// be one beside them (semantics.md, 10.5).
+    pub(crate) fn primaries_meet(&self, t: &Transaction) -> bool {
+        let beside = |peer| self.may_both_be_primary(peer);
+        let others = t.primary_nodes.without(self.node_id);
+        let apart = t.primary_nodes.intersection(t.weak_nodes);
+        let allowed = self.state.role != Role::Primary || others.iter().all(beside);
+        allowed && apart.is_empty()
+    }
+
+    /// The configuration gives the peer no bitmap, so it never has a disk.
+    fn is_client(&self, peer: NodeId) -> bool {
+        let mut devices = self.devices.values();
+        devices.all(|d| d.peers.get(&peer).is_some_and(|pd| !pd.options.bitmap))
     }
 
     /// A peer is Primary as well, or may be: it may go on without this node, whose disk is not

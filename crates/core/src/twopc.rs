@@ -689,7 +689,7 @@ impl Resource {
             }
             WishKind::Connect(peer) => {
                 self.handshake_verdict(*peer)?;
-                if t.primary_nodes.count() > 1 && !self.may_both_be_primary(*peer) {
+                if t.primary_nodes.count() > 1 && !self.primaries_meet(t) {
                     return Err(Refusal {
                         code: ErrorCode::TWO_PRIMARIES,
                         text: "both sides have a Primary".into(),

@@ -471,7 +471,9 @@ impl Resource {
             self.hard_change(change.members(members));
         } else {
             self.hard_change(Change::new().members(members));
-            if empty && self.state.role == Role::Primary {
+            // A Primary beside this one serves what applications have, as this one does.
+            let serves = outcome.primary_nodes.contains(t.initiator);
+            if empty && self.state.role == Role::Primary && !serves {
                 self.outdate_asker(t.initiator);
             }
         }

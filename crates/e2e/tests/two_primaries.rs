@@ -4,21 +4,28 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use lockstep_e2e::{Cluster, Setup, can_mount, has_program, run};
+use lockstep_e2e::{Cluster, Setup, Shape, can_mount, has_program, run};
 
 const MIB: u64 = 1 << 20;
 
 fn both_primary(test: u8) -> Result<(Cluster, Vec<std::path::PathBuf>)> {
-    let cluster = Cluster::new(&Setup {
-        nodes: 2,
-        volumes: 1,
-        disk_mib: 64,
+    both_primary_beside(test, 0)
+}
+
+/// With so many clients beside the two, and quorum if there are any.
+fn both_primary_beside(test: u8, clients: usize) -> Result<(Cluster, Vec<std::path::PathBuf>)> {
+    let setup = Setup {
         net: "protocol C; allow-two-primaries yes;".into(),
-        disk: String::new(),
-        cramped: None,
-        daemon: Vec::new(),
-        test,
-    })?;
+        ..Setup::quick(test, 2 + clients)
+    };
+    let mut shape = Shape {
+        clients: (2..2 + clients).collect(),
+        ..Shape::default()
+    };
+    if clients > 0 {
+        shape.options = "quorum majority; on-no-quorum suspend-io;".into();
+    }
+    let cluster = Cluster::shaped(&setup, shape)?;
     cluster.first_primary(0)?;
     cluster.wait_in_sync()?;
     cluster.adm(1, &["primary", "r0"])?;
@@ -139,5 +146,44 @@ fn writers_of_the_same_blocks_are_separated_and_one_side_gives_in() -> Result<()
     cluster.adm(0, &["connect", "r0"])?;
     cluster.wait_in_sync()?;
     cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 60)
+}
+
+/// As in a live migration: both are Primary while the application moves, and a third node without a
+/// disk keeps the quorum.
+#[test]
+fn an_application_moves_to_a_second_primary_beside_a_tie_breaker() -> Result<()> {
+    if !can_mount() || !has_program("fio") {
+        return Ok(());
+    }
+    let (mut cluster, devices) = both_primary_beside(133, 1)?;
+    // A third Primary, on the client, would write to two disks besides the first two.
+    let third = cluster.adm_raw(2, &["primary", "r0"])?;
+    ensure!(!third.status.success(), "a third Primary");
+    let refusal = String::from_utf8_lossy(&third.stderr).into_owned();
+    ensure!(refusal.contains("two Primaries"), "{refusal}");
+
+    let mut parts = [
+        fio(&devices[0], 0, 24 * MIB)?,
+        fio(&devices[1], 32 * MIB, 24 * MIB)?,
+    ];
+    cluster.kill(2)?;
+    for part in &mut parts {
+        ensure!(part.wait()?.success(), "fio found a fault");
+    }
+    cluster.start(2)?;
+    cluster.adm(2, &["up", "all"])?;
+    cluster.wait_in_sync()?;
+    for node in 0..2 {
+        ensure!(cluster.status(node)?["role"] == "Primary", "node {node}");
+    }
+    cluster.adm(0, &["secondary", "r0"])?;
+    // The one that is left goes on without the other, with the tie-breaker's vote.
+    cluster.kill(0)?;
+    ensure!(fio(&devices[1], 8 * MIB, 8 * MIB)?.wait()?.success());
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "all"])?;
+    cluster.wait_in_sync()?;
+    cluster.adm(1, &["secondary", "r0"])?;
     cluster.check_same_data(0, 60)
 }

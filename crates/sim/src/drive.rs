@@ -390,8 +390,9 @@ impl<'a> Drive<'a> {
         let long = planned.fault == Fault::HangDisk && self.plan.answers_within.is_some();
         let ends = w.now + planned.lasts + if long { 20 * SECOND } else { 0 };
         if let Some(pair) = self.pair.as_mut() {
-            let node = rng.below(2) as usize;
+            let node = rng.below(w.config.nodes as u64) as usize;
             match planned.fault {
+                _ if node > 1 => {}
                 Fault::Crash => return pair.kill(w, o, node, Lose::InFlight),
                 Fault::PowerCut => return pair.kill(w, o, node, Lose::Unflushed),
                 Fault::Handover => return pair.demote(w, o, node, planned.lasts),

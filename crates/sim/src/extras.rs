@@ -1,7 +1,7 @@
 //! Options that planned worlds have only where the command line names them. Each draws from
 //! numbers of its own, so the worlds without them stay as they are.
 
-use lockstep_core::options::{Fencing, OnCongestion, Protocol};
+use lockstep_core::options::{Fencing, OnCongestion, Protocol, Quorum};
 use lockstep_format::wire::alg::DigestAlg;
 
 use crate::disk::Where;
@@ -43,10 +43,12 @@ pub enum Extra {
     Impatient,
     /// Some disks keep what is discarded, and more is discarded and zeroed.
     KeptDiscards,
+    /// A third node without a disk, in worlds of two Primaries of DRBD 9's dialect.
+    TieBreaker,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 14] = [
+pub const EXTRAS: [(Extra, &str); 15] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -61,6 +63,7 @@ pub const EXTRAS: [(Extra, &str); 14] = [
     (Extra::Bursts, "bursts"),
     (Extra::Impatient, "impatient"),
     (Extra::KeptDiscards, "kept-discards"),
+    (Extra::TieBreaker, "tie-breaker"),
 ];
 
 /// The word of one.
@@ -117,6 +120,14 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             config.blocks = config.blocks.min(SMALL_BLOCKS);
             if rng.permille(600) {
                 slow_wire(config, &mut rng);
+            }
+        }
+        Extra::TieBreaker => {
+            config.nodes = 3;
+            config.diskless = 1;
+            settings.resource.protocol_max = 124;
+            if rng.permille(500) {
+                settings.resource.quorum = Quorum::Majority;
             }
         }
         Extra::Impatient => {

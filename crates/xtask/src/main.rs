@@ -238,6 +238,13 @@ const SIM_RUNS: &[&[&str]] = &[
     &["swarm", "--nodes", "5", "--seeds", "0..30"],
     &["swarm", "--with", "two-primaries", "--seeds", "0..60"],
     &[
+        "swarm",
+        "--with",
+        "two-primaries,tie-breaker",
+        "--seeds",
+        "0..60",
+    ],
+    &[
         "swarm", "--nodes", "2", "--faults", RESIZES, "--seeds", "0..60",
     ],
 ];

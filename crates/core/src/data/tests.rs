@@ -146,6 +146,8 @@ struct Setup {
     kernels: bool,
     /// The node without a disk.
     diskless: Option<usize>,
+    /// The configuration says of that node that it never has a disk.
+    client: bool,
     /// Where the metadata lies.
     index: MetaIndex,
     /// log2 of each node's bitmap block; 4 KiB where none is given.
@@ -169,6 +171,7 @@ impl Default for Setup {
             same_ids: false,
             kernels: false,
             diskless: None,
+            client: false,
             index: MetaIndex::FlexExternal,
             block_shifts: Vec::new(),
         }
@@ -347,9 +350,11 @@ impl World {
         let count = self.nodes.len();
         for peer in (0..count).filter(|p| *p != index) {
             let net = self.setup.net.clone();
+            let peer_index = peer;
             let peer = node_id(peer);
             self.command(index, Command::NewPeer { peer, net });
-            let options = self.setup.peer.clone();
+            let mut options = self.setup.peer.clone();
+            options.bitmap &= !(self.setup.client && self.setup.diskless == Some(peer_index));
             if options != PeerDeviceOptions::default() {
                 let volume = VOLUME;
                 self.command(
@@ -588,7 +593,6 @@ impl World {
         self.todo.push(Todo::Input(other, down));
     }
 
-    /// Cuts every link; both ends notice.
     /// Whether a generation is on a disk, or on its way to one or to a peer.
     fn is_known(&self, uuid: Uuid) -> bool {
         let has = |bytes: &[u8]| bytes.windows(8).any(|w| w == uuid.0.to_be_bytes());
@@ -605,8 +609,28 @@ impl World {
             })
     }
 
+    /// Cuts every link; both ends notice.
     fn cut_links(&mut self) {
-        for (link, (a, b)) in core::mem::take(&mut self.links) {
+        self.cut_links_where(|_, _| true);
+    }
+
+    /// Cuts the links of two nodes with each other.
+    fn cut_links_between(&mut self, a: usize, b: usize) {
+        self.cut_links_where(|x, y| (x, y) == (a, b) || (x, y) == (b, a));
+    }
+
+    fn cut_links_where(&mut self, cut: impl Fn(usize, usize) -> bool) {
+        let links: Vec<_> = self
+            .links
+            .iter()
+            .map(|(link, ends)| (*link, *ends))
+            .collect();
+        for (link, (a, b)) in links {
+            if !cut(a, b) {
+                continue;
+            }
+            self.links.remove(&link);
+            self.wires.retain(|key, _| key.2 != link);
             for (index, peer) in [(a, b), (b, a)] {
                 let down = Input::LinkDown {
                     peer: node_id(peer),
@@ -616,7 +640,6 @@ impl World {
                 self.todo.push(Todo::Input(index, down));
             }
         }
-        self.wires.clear();
     }
 
     /// The node stops without warning; what was not flushed is lost.
@@ -956,6 +979,9 @@ impl World {
 
     fn check_same_data(&self) {
         for index in 1..self.nodes.len() {
+            if self.setup.client && self.setup.diskless == Some(index) {
+                continue;
+            }
             let (a, b) = (&self.nodes[0].data, &self.nodes[index].data);
             let differs = a
                 .now

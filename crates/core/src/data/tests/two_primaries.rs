@@ -18,7 +18,12 @@ fn setup(protocol_max: u32) -> Setup {
 
 /// Two nodes in sync, both Primary.
 fn pair(seed: u64, setup: Setup) -> World {
-    let mut w = clean(seed, 2, setup);
+    pair_of(seed, 2, setup)
+}
+
+/// The first two of them Primary.
+fn pair_of(seed: u64, count: usize, setup: Setup) -> World {
+    let mut w = clean(seed, count, setup);
     let id = w.command(1, Command::Primary { force: false });
     w.pass(Duration::from_secs(1));
     assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
@@ -98,12 +103,67 @@ fn the_option_goes_with_protocol_c_and_stays_while_both_are_primary() {
 }
 
 #[test]
-fn a_third_node_rules_two_primaries_out() {
+fn a_third_disk_rules_two_primaries_out() {
     let mut w = clean(3, 3, setup(124));
     let id = w.command(1, Command::Primary { force: false });
     w.pass(Duration::from_secs(3));
     assert!(code(&w, id).is_some());
     assert_eq!(role(&w, 1), Role::Secondary);
+}
+
+/// Two Primaries and a client beside them.
+fn beside_a_client(seed: u64) -> World {
+    pair_of(
+        seed,
+        3,
+        Setup {
+            diskless: Some(2),
+            client: true,
+            ..setup(124)
+        },
+    )
+}
+
+#[test]
+fn a_client_beside_two_primaries_comes_and_goes_and_is_no_third_one() {
+    for seed in 1..9 {
+        let mut w = beside_a_client(seed);
+        let id = w.command(2, Command::Primary { force: false });
+        w.pass(Duration::from_secs(3));
+        assert_eq!(code(&w, id), Some(ErrorCode::TWO_PRIMARIES));
+        w.crash(2);
+        let ids: Vec<u64> = (0..40)
+            .map(|n| w.write((n % 2) as usize, n * 16, 4096, n as u8 + 1))
+            .collect();
+        w.pass(Duration::from_secs(12));
+        assert!((0..40).all(|n| w.done(n % 2, ids[n])), "{:#?}", w.log);
+        w.restart(2);
+        w.pass_until("the client", 60, World::in_sync);
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        assert_eq!((role(&w, 0), role(&w, 1)), (Role::Secondary, Role::Primary));
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+/// Each asks for Primaries beyond the client, and finds the other one, which is not behind.
+#[test]
+fn a_client_between_two_parted_primaries_makes_neither_outdated() {
+    for seed in 1..9 {
+        let mut w = beside_a_client(seed);
+        w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        w.cut_links_between(0, 1);
+        w.pass(Duration::from_millis(60));
+        let outdated = |w: &World, node: usize| {
+            let device = &w.nodes[node].resource.state.devices[&VOLUME];
+            device.peers[&node_id(1 - node)].disk == DiskState::Outdated
+        };
+        assert!(!outdated(&w, 0) && !outdated(&w, 1), "{:#?}", w.log);
+        w.pass_until("the connection", 60, World::in_sync);
+        w.check_same_data();
+    }
 }
 
 #[test]
