@@ -747,6 +747,7 @@ impl Resource {
         let best = peers
             .iter()
             .copied()
+            .rev()
             .max_by_key(|n| self.state.peer_device(volume, *n).disk);
         if let Some(peer) = best {
             let repl = if reset_bitmap {

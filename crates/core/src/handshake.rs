@@ -346,7 +346,7 @@ impl Resource {
             repl: p.repl,
             disk: own,
             pdsk: p.disk,
-            susp: state.susp_user,
+            susp: state.susp_user || state.susp_uuid || self.waits_for_quorum(state),
             susp_nod: state.susp_nod,
             susp_fen: c.susp_fen,
             aftr_isp: p.combined_dependency(own),

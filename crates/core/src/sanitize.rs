@@ -194,7 +194,7 @@ impl Resource {
         if !state.peers.values().any(|p| p.repl.is_sync_target()) {
             for (peer, p) in &mut state.peers {
                 let was_target = old.peer_device(volume, *peer).repl.is_sync_target();
-                if p.susp_other && (was_target || p.repl < ReplState::Established) {
+                if p.susp_other && (was_target || p.repl <= ReplState::Established) {
                     p.susp_other = false;
                 }
             }
@@ -232,6 +232,8 @@ impl Resource {
         let own = state.disk;
         let any_desired = desired.is_some();
         for (peer, p) in &mut state.peers {
+            // A kernel tells its neighbours, too, that it has a source; nodes of this project see it.
+            let told = any_desired && p.repl <= ReplState::Established && self.is_kernel(*peer);
             let chosen = Some(*peer) == desired;
             if p.repl.is_sync_target() {
                 p.susp_other = any_desired && !chosen;
@@ -242,7 +244,7 @@ impl Resource {
                     ReplState::SyncTarget
                 };
             } else {
-                p.susp_other = p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS;
+                p.susp_other = told || p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS;
             }
         }
     }
@@ -533,10 +535,7 @@ impl Resource {
                 new.susp_nod = true;
             }
         }
-        new.susp_quorum = self.options.on_no_quorum == OnLoss::SuspendIo
-            && self.options.quorum != Quorum::Off
-            && new.role == Role::Primary
-            && new.devices.values().any(|d| !d.have_quorum);
+        new.susp_quorum = new.role == Role::Primary && self.waits_for_quorum(new);
         if !new.susp_uuid
             && old.suspended()
             && !new.suspended()
@@ -555,6 +554,13 @@ impl Resource {
         if demoted && (frozen || self.devices.values().any(|d| d.openers.writers > 0)) {
             new.fail_io = true;
         }
+    }
+
+    /// Some volume lacks quorum, and requests wait for it. A kernel tells that of a Secondary, too.
+    pub(crate) fn waits_for_quorum(&self, state: &State) -> bool {
+        self.options.on_no_quorum == OnLoss::SuspendIo
+            && self.options.quorum != Quorum::Off
+            && state.devices.values().any(|d| !d.have_quorum)
     }
 
     /// A reconciliation is owed or runs: a Consistent node does not become UpToDate (14.5).

@@ -936,7 +936,7 @@ impl Resource {
             && new.devices.iter().any(|(v, d)| {
                 d.data_accessible() && old.devices.get(v).is_some_and(|o| !o.data_accessible())
             })
-            && old.role == Role::Primary;
+            && (old.role == Role::Primary || !self.kernel_peers().is_empty());
         if lost_member || fell || regained {
             self.schedule_empty_twopc();
         }
@@ -990,7 +990,11 @@ impl Resource {
                     && p.disk == DiskState::UpToDate
             });
             if let Some((peer, _)) = source {
-                self.send_uuids(*peer, *volume, UuidFlags::RESYNC);
+                let mut flags = UuidFlags::RESYNC;
+                // A kernel that has a Primary itself compares only for this reason.
+                let diskless = new.peer_device(*volume, primary).disk == DiskState::Diskless;
+                flags.set(UuidFlags::DISKLESS_PRIMARY, diskless);
+                self.send_uuids(*peer, *volume, flags);
                 self.compare_now(*peer, *volume);
             }
         }
@@ -1037,6 +1041,13 @@ impl Resource {
     fn last_was_kernel(&self, peer: NodeId) -> bool {
         let last = self.connections.get(&peer).and_then(|c| c.last_dialect);
         last.is_some_and(|d| d.protocol != 0 && !d.features.contains(Features::LOCKSTEP))
+    }
+
+    /// The other end of the present link is a kernel 9.
+    pub(crate) fn is_kernel(&self, peer: NodeId) -> bool {
+        self.connections
+            .get(&peer)
+            .is_some_and(|c| c.protocol() != 0 && !c.is_lockstep() && !c.is_legacy())
     }
 
     /// The other end of the present link is a Lockstep node.

@@ -1030,7 +1030,15 @@ impl Resource {
                 if !diskful || own < DiskState::Inconsistent {
                     continue;
                 }
-                self.send_uuids(peer, volume, UuidFlags::empty());
+                if self.is_lockstep(peer) {
+                    self.send_uuids(peer, volume, UuidFlags::empty());
+                } else if let Some(device) = self.devices.get(&volume) {
+                    let packet = CurrentUuid {
+                        uuid: device.current_uuid(),
+                        weak_nodes: self.established_peers().complement(),
+                    };
+                    self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
+                }
                 if p.repl == ReplState::Established
                     && own >= DiskState::Consistent
                     && let Some(pd) = self.peer_device_mut(volume, peer)
@@ -1153,7 +1161,11 @@ impl Resource {
             }
             Some(ReplState::Established) => {
                 pd.reconcile = Reconcile::No;
-                if self.marked_towards(volume, peer) {
+                if !self.is_lockstep(peer) {
+                    // A kernel has the same prefix and forgets its marks, too; it would not take a
+                    // bitmap now.
+                    self.clear_slot(volume, peer);
+                } else if self.marked_towards(volume, peer) {
                     // Both have the same prefix of the stream, but a mark is older than it.
                     let repl = if self.node_id < peer {
                         ReplState::WfBitmapS

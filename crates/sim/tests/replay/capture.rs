@@ -132,7 +132,9 @@ pub(crate) fn read(path: &Path) -> Vec<Item> {
     if cluster::is_cluster(&items[..captured]) {
         let commands = items.split_off(captured);
         let placed = cluster::place(&items, commands);
+        let losses = cluster::losses(&items, &text);
         items.extend(placed);
+        items.extend(losses);
     } else {
         for at in captured..items.len() {
             items[at].time_ns = shown(&items[..captured], &items[at]);

@@ -170,3 +170,63 @@ fn wish(seen: &Seen) -> Option<Wish> {
         _ => None,
     }
 }
+
+/// When the nodes took each other for lost, by their logs: a cut cable shows nothing on the wire.
+pub(crate) fn losses(captured: &[Item], transcript: &str) -> Vec<Item> {
+    let mut losses = Vec::new();
+    for node in (0..3).map(NodeId) {
+        let title = format!("\nkernel log, node{} ", node.0 + 1);
+        let Some((_, log)) = transcript.split_once(&title) else {
+            continue;
+        };
+        let log = log.split("\nkernel log, ").next().unwrap_or_default();
+        let lines: Vec<(u64, &str)> = log.lines().filter_map(stamped).collect();
+        // A state change is in the log, and a moment later in the capture.
+        let boot_ns = lines
+            .iter()
+            .filter_map(|(at, line)| Some(proposed(captured, node, line)? - at))
+            .min();
+        for (at, line) in &lines {
+            let Some(peer) = lost_peer(line) else {
+                continue;
+            };
+            losses.push(Item {
+                time_ns: boot_ns.expect("the log has state changes") + at,
+                what: What::Command {
+                    node,
+                    text: format!("(link to node{} lost)", peer.0 + 1),
+                },
+            });
+        }
+    }
+    losses
+}
+
+/// A line such as `[  101.546405] drbd r0 node2: PingAck did not arrive in time.`
+fn stamped(line: &str) -> Option<(u64, &str)> {
+    let (stamp, text) = line.strip_prefix('[')?.split_once(']')?;
+    let (seconds, micros) = stamp.trim().split_once('.')?;
+    let ns = seconds.parse::<u64>().ok()? * SECOND_NS + micros.parse::<u64>().ok()? * 1000;
+    Some((ns, text.trim()))
+}
+
+fn lost_peer(line: &str) -> Option<NodeId> {
+    let (peer, _) = line
+        .strip_prefix("drbd r0 node")?
+        .split_once(": PingAck did not arrive in time.")?;
+    Some(NodeId(peer.parse::<u8>().ok()? - 1))
+}
+
+/// When the proposal that a line names was sent.
+fn proposed(captured: &[Item], node: NodeId, line: &str) -> Option<u64> {
+    let (_, rest) = line.split_once("Preparing cluster-wide state change ")?;
+    let tid: u32 = rest.split_once(':')?.0.parse().ok()?;
+    let item = captured.iter().find(|item| match &item.what {
+        What::Packet(seen) => match &seen.packet {
+            Packet::TwopcPrepare(p) => p.head.tid == tid && seen.from == node,
+            _ => false,
+        },
+        _ => false,
+    })?;
+    Some(item.time_ns)
+}

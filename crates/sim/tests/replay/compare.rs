@@ -4,7 +4,7 @@
 //! node itself made (each captured one must always stand for the same one here), the pace and the
 //! cut of resync requests, and when peer acks are sent.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 
 use lockstep_core::auth::{Authenticator, HmacAlg};
@@ -30,6 +30,8 @@ pub(crate) struct Setup {
     pub(crate) disk: DiskOptions,
     pub(crate) peer_disk: PeerDeviceOptions,
     pub(crate) options: ResourceOptions,
+    /// Nodes without a disk.
+    pub(crate) diskless: BTreeSet<NodeId>,
     /// The peer's secret, where it has another one.
     pub(crate) peer_secret: Option<String>,
 }
@@ -168,6 +170,7 @@ impl<'a> Replay<'a> {
             let now = item.time_ns - start;
             replay.node.advance(now);
             replay.serve();
+            replay.cut_off(&item.what);
             match &item.what {
                 What::Command { node, text } if *node == me => {
                     if replay.follows_writes(items, index) {
@@ -178,7 +181,9 @@ impl<'a> Replay<'a> {
                         replay.operator(text, &items[index..]);
                     }
                 }
-                What::Command { node, text } if is_cut_off(text) => replay.lose(*node),
+                What::Command { node, text } if is_cut_off(text) && !replay.is_cluster() => {
+                    replay.lose(*node);
+                }
                 What::Up {
                     nodes, acceptor, ..
                 } if nodes.contains(&me) => {
@@ -194,7 +199,13 @@ impl<'a> Replay<'a> {
                     replay.feed_or_wait(seen, &items[index..], now);
                 }
                 // What was sent to a node that is cut off is written all the same: its marks show.
-                What::Packet(seen) if seen.from == me && replay.is_lost(seen) => {}
+                What::Packet(seen) if seen.from == me && replay.is_lost(seen) => {
+                    // Or it was the last that was sent.
+                    if let Some(at) = replay.find(seen) {
+                        let sent = replay.node.sent.remove(at);
+                        replay.learn(seen, &sent);
+                    }
+                }
                 What::Packet(seen) if seen.from == me => {
                     replay.congest(&items[index..]);
                     let demoted =

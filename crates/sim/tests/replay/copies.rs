@@ -19,6 +19,18 @@ struct Copy {
 }
 
 impl Copies {
+    /// This write began before it is in the capture.
+    pub(crate) fn begun(&mut self, seen: &Seen) {
+        if let Packet::Data(data) = &seen.packet {
+            self.0.push(Copy {
+                block_id: data.block_id.0,
+                sector: data.sector,
+                kind: seen.packet.command().to_wire(),
+                to: BTreeSet::new(),
+            });
+        }
+    }
+
     /// Whether this packet is the first of a write.
     pub(crate) fn is_first(&mut self, seen: &Seen, peers: usize) -> bool {
         let (block_id, sector) = match &seen.packet {

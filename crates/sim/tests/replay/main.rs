@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use lockstep_core::options::{
     AfterSplitBrain, DiskOptions, NetOptions, OnCongestion, OnLoss, PeerDeviceOptions, Protocol,
-    Quorum, ResourceOptions,
+    Quorum, ReadBalancing, ResourceOptions,
 };
 use lockstep_format::disk::layout::{BitmapBlock, Geometry};
 use lockstep_format::units::NodeId;
@@ -63,6 +63,7 @@ fn setup(path: &Path, node: u8) -> Setup {
         peer_disk: PeerDeviceOptions::default(),
         options: ResourceOptions::default(),
         peer_secret,
+        diskless: Default::default(),
     };
     if path.parent().is_some_and(|dir| dir.ends_with("84")) {
         setup.geometry = Geometry::for_peers(1);
@@ -74,11 +75,24 @@ fn setup(path: &Path, node: u8) -> Setup {
             setup.options.protocol_max = 101;
         }
     }
+    // Nodes whose line says `disk none`.
+    for (number, line) in (0..3).filter_map(|n| {
+        let begin = format!(" on node{} ", n + 1);
+        Some((n, config.lines().find(|line| line.starts_with(&begin))?))
+    }) {
+        if line.contains("disk none") {
+            setup.diskless.insert(NodeId(number));
+        }
+    }
     let create = format!("node{} # drbdadm create-md", node + 1);
     if let Some(line) = text.lines().find(|line| line.contains(&create))
         && line.contains("--bitmap-block-size=64k")
     {
         setup.geometry.bitmap_block = BitmapBlock::from_shift(16).expect("64 KiB");
+    }
+    if words.contains(&"node3") {
+        // When a peer was found to be lost is in the nodes' logs.
+        setup.net.ping_timeout_tenths = 300;
     }
     for pair in words.windows(2) {
         match *pair {
@@ -96,7 +110,11 @@ fn setup(path: &Path, node: u8) -> Setup {
             [_, "allow-two-primaries"] => setup.net.allow_two_primaries = true,
             ["protocol", "A"] => setup.net.protocol = Protocol::A,
             ["protocol", "B"] => setup.net.protocol = Protocol::B,
+            ["read-balancing", "round-robin"] => {
+                setup.disk.read_balancing = ReadBalancing::RoundRobin;
+            }
             ["quorum", "majority"] => setup.options.quorum = Quorum::Majority,
+            ["on-no-quorum", "suspend-io"] => setup.options.on_no_quorum = OnLoss::SuspendIo,
             ["on-no-quorum", "io-error"] => setup.options.on_no_quorum = OnLoss::IoError,
             ["c-plan-ahead", tenths] => {
                 setup.peer_disk.c_plan_ahead_tenths = tenths.parse().expect("a number");

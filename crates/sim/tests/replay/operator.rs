@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use lockstep_core::command::Command;
-use lockstep_core::options::Protocol;
+use lockstep_core::options::{OnLoss, PeerDeviceOptions, Protocol, ResourceOptions};
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::{Packet, ReplState};
 
 use crate::capture::{Item, Seen, What};
 use crate::compare::Replay;
-use crate::packets::set_runs;
+use crate::packets::{is_cut_off, set_runs};
 
 impl<'a> Replay<'a> {
     pub(crate) fn operator(&mut self, text: &str, ahead: &[Item]) {
@@ -19,8 +19,13 @@ impl<'a> Replay<'a> {
             ["drbdadm", "up", ..] => {
                 let setup = self.setup;
                 let peers = self.peers.clone();
-                self.node
-                    .up(&peers, &setup.net, &setup.disk, &setup.peer_disk);
+                self.node.diskless = setup.diskless.clone();
+                // Options of peer devices stand in the section of the disk, and go with one.
+                let peer_disk = match setup.diskless.contains(&self.me) {
+                    true => PeerDeviceOptions::default(),
+                    false => setup.peer_disk.clone(),
+                };
+                self.node.up(&peers, &setup.net, &setup.disk, &peer_disk);
             }
             ["drbdadm", "primary", ref rest @ ..] => {
                 let force = rest.contains(&"--force");
@@ -44,6 +49,14 @@ impl<'a> Replay<'a> {
                     self.node.connect(peer, discard);
                 }
             }
+            ["(link", "to", peer, "lost)"] => {
+                let number = peer.strip_prefix("node").and_then(|n| n.parse::<u8>().ok());
+                let peer = NodeId(number.expect("the number of a node") - 1);
+                // When they are sent is free, so those of the end may be missing.
+                self.peer_acks.remove(&peer);
+                self.down(peer);
+            }
+            ["(wl", ..] | ["wl", ..] if self.is_cluster() => self.write_suspended(ahead),
             ["(QEMU", "killed:", ..] => {
                 self.node.power_cut(self.setup.options.clone());
                 self.forget_links();
@@ -126,6 +139,14 @@ impl<'a> Replay<'a> {
                     });
                 }
             }
+            // What no quorum means changes at this.
+            ["drbdadm", "adjust", ..] if self.is_cluster() => {
+                let options = ResourceOptions {
+                    on_no_quorum: OnLoss::IoError,
+                    ..self.setup.options.clone()
+                };
+                self.node.command(Command::ResourceOptions { options });
+            }
             // Between a disconnect and this the configuration changed, or not.
             ["drbdadm", "adjust", ..] => {
                 for peer in self.peers.clone() {
@@ -190,6 +211,24 @@ impl<'a> Replay<'a> {
             // Reads, checksums and reports do nothing that is on the wire; writes come with the
             // packets that they caused.
             _ => {}
+        }
+    }
+
+    /// A write without a connection waits, and goes out when there is one.
+    fn write_suspended(&mut self, ahead: &[Item]) {
+        if !self.node.links.is_empty() {
+            return;
+        }
+        let next = ahead.iter().find_map(|item| match &item.what {
+            What::Packet(seen) if seen.from == self.me => match &seen.packet {
+                Packet::Data(data) => Some((seen, data.sector)),
+                _ => None,
+            },
+            _ => None,
+        });
+        if let Some((seen, sector)) = next {
+            self.node.write(sector, seen.payload.clone(), false);
+            self.copies.begun(seen);
         }
     }
 
@@ -280,7 +319,26 @@ impl<'a> Replay<'a> {
         }
     }
 
+    /// Who has no power or no cable answers no ping; the kernels' logs say when they noticed.
+    pub(crate) fn cut_off(&mut self, what: &What) {
+        if let What::Command { node, text } = what
+            && self.is_cluster()
+            && is_cut_off(text)
+        {
+            let lost = self.peers.iter().filter(|p| *node == self.me || *p == node);
+            self.node.cut_off.extend(lost);
+        }
+    }
+
+    /// There are two peers: the order of their packets is open.
+    pub(crate) fn is_cluster(&self) -> bool {
+        self.peers.len() > 1
+    }
+
     pub(crate) fn is_lost(&self, seen: &Seen) -> bool {
+        if self.is_cluster() {
+            return !self.node.links.contains_key(&seen.to);
+        }
         self.lost == Some(seen.to) && !self.node.links.contains_key(&seen.to)
     }
 

@@ -1,6 +1,6 @@
 //! The core in the place of a captured node, with a disk in memory and time from the capture.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError, MetaIndex};
 use lockstep_core::event::{
@@ -49,6 +49,10 @@ pub(crate) struct StandIn {
     pub(crate) connecting: BTreeMap<NodeId, bool>,
     pub(crate) answers: BTreeMap<u64, Result<Answer, CommandError>>,
     pub(crate) completed: BTreeMap<u64, Result<(), RequestError>>,
+    /// Peers that cannot be reached, and do not answer.
+    pub(crate) cut_off: BTreeSet<NodeId>,
+    /// Nodes without a disk: nobody keeps marks for them.
+    pub(crate) diskless: BTreeSet<NodeId>,
     /// The disk fails every operation.
     pub(crate) broken: bool,
     trace: bool,
@@ -81,6 +85,8 @@ impl StandIn {
             connecting: BTreeMap::new(),
             answers: BTreeMap::new(),
             completed: BTreeMap::new(),
+            cut_off: BTreeSet::new(),
+            diskless: BTreeSet::new(),
             broken: false,
             trace: std::env::var_os("REPLAY_TRACE").is_some(),
         }
@@ -113,19 +119,24 @@ impl StandIn {
         self.command(Command::NewVolume {
             volume,
             minor: 0,
-            diskless: false,
+            diskless: self.diskless.contains(&self.me),
         });
         for peer in peers {
             let (peer, net) = (*peer, net.clone());
             self.command(Command::NewPeer { peer, net });
-            let options = peer_disk.clone();
+            let options = PeerDeviceOptions {
+                bitmap: !self.diskless.contains(&peer),
+                ..peer_disk.clone()
+            };
             self.command(Command::PeerDeviceOptions {
                 peer,
                 volume,
                 options,
             });
         }
-        self.attach(disk);
+        if !self.diskless.contains(&self.me) {
+            self.attach(disk);
+        }
         for peer in peers {
             self.connect(*peer, false);
         }
@@ -203,6 +214,7 @@ impl StandIn {
     }
 
     pub(crate) fn link_up(&mut self, peer: NodeId, resolve_conflicts: bool) {
+        self.cut_off.remove(&peer);
         let link = LinkId(self.fresh());
         self.links.insert(peer, link);
         self.connecting.insert(peer, false);
@@ -380,6 +392,9 @@ impl StandIn {
                 }
                 if self.trace {
                     println!("{} -> {peer} {stream:?} {packet:?}", self.clock());
+                }
+                if packet == Packet::Ping && self.cut_off.contains(&peer) {
+                    return;
                 }
                 if packet == Packet::Ping {
                     // Answered at once: the timing of pings is free.
