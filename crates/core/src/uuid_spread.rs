@@ -1032,12 +1032,8 @@ impl Resource {
                 }
                 if self.is_lockstep(peer) {
                     self.send_uuids(peer, volume, UuidFlags::empty());
-                } else if let Some(device) = self.devices.get(&volume) {
-                    let packet = CurrentUuid {
-                        uuid: device.current_uuid(),
-                        weak_nodes: self.established_peers().complement(),
-                    };
-                    self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
+                } else {
+                    self.send_current_uuid(peer, volume);
                 }
                 if p.repl == ReplState::Established
                     && own >= DiskState::Consistent
@@ -1162,8 +1158,7 @@ impl Resource {
             Some(ReplState::Established) => {
                 pd.reconcile = Reconcile::No;
                 if !self.is_lockstep(peer) {
-                    // A kernel has the same prefix and forgets its marks, too; it would not take a
-                    // bitmap now.
+                    // A kernel forgets its marks, too; it would not take a bitmap now.
                     self.clear_slot(volume, peer);
                 } else if self.marked_towards(volume, peer) {
                     // Both have the same prefix of the stream, but a mark is older than it.

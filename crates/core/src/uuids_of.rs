@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::packet::PeerDagtag;
+use lockstep_format::wire::packet::{CurrentUuid, PeerDagtag};
 use lockstep_format::wire::{ConnState, DiskState, Features, Packet, ReplState, Role, UuidFlags};
 
 use crate::device::PeerDevice;
@@ -442,5 +442,17 @@ impl Resource {
             let packet = Packet::PeerDagtag(PeerDagtag { dagtag, node_id });
             self.send(peer, Stream::Data, VolumeNr::NONE, packet);
         }
+    }
+
+    /// Tells a kernel that survived a Primary with this node of which generation it is.
+    pub(crate) fn send_current_uuid(&mut self, peer: NodeId, volume: VolumeNr) {
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let packet = CurrentUuid {
+            uuid: device.current_uuid(),
+            weak_nodes: self.established_peers().complement(),
+        };
+        self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
     }
 }
