@@ -1052,18 +1052,6 @@ impl Resource {
         self.reconcile_settled();
     }
 
-    /// How far this node came in the stream of a lost node.
-    fn tell_lost(&mut self, peer: NodeId, lost: NodeId, dagtag: Dagtag) {
-        if let Some(conn) = self.connections.get_mut(&lost) {
-            conn.told_lost.insert(peer);
-        }
-        let packet = Packet::PeerDagtag(PeerDagtag {
-            dagtag,
-            node_id: lost,
-        });
-        self.send(peer, Stream::Data, VolumeNr::NONE, packet);
-    }
-
     pub(crate) fn peer_dagtag_received(&mut self, peer: NodeId, packet: PeerDagtag) {
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
