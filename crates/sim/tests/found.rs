@@ -530,3 +530,12 @@ fn nobody_vouches_for_a_node_that_was_copied_from_another_one_since() {
     named_holds(Some(5), 8_820_010, kinds(), "8,10,15", "10-11,13,26");
     named_holds(Some(5), 8_820_010, kinds(), "0-99", "0-999");
 }
+
+/// A node was copied from two whole nodes in turn, for ever: these two had marks between them, and who has
+/// them began to count from the start again each time that the third one became whole.
+#[test]
+fn marks_between_two_nodes_are_compared_though_a_third_one_is_copied_again_and_again() {
+    let shrunk = "225-299";
+    named_holds(Some(3), 61_000_339, (None, Vec::new()), "7,12", shrunk);
+    named_holds(Some(3), 61_000_339, (None, Vec::new()), "0-99", "0-999");
+}

@@ -5,6 +5,10 @@
 //! the marks go. If two of them differed themselves, by writes that were under way when their Primary
 //! died, or if the source is gone, nobody can vouch for these blocks: the pair compares.
 
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+use core::mem;
+
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
@@ -13,10 +17,15 @@ use crate::resource::Resource;
 /// How often a node asks about marks between it and an UpToDate peer before it compares.
 const SETTLING_ROUNDS: u32 = 1;
 
-/// Peers that have become equal by their states alone, and what is marked towards them.
+/// Peers that have become equal by their states alone, each with what was marked towards it last and
+/// for how many rounds.
 #[derive(Debug, Default)]
 pub(crate) struct Unsettled {
-    peers: NodeMask,
+    peers: BTreeMap<NodeId, Left>,
+}
+
+#[derive(Debug, Default)]
+struct Left {
     blocks: u64,
     rounds: u32,
 }
@@ -26,8 +35,7 @@ impl Resource {
     /// may not have known of everything that is marked between the two.
     pub(crate) fn note_unsettled(&mut self, volume: VolumeNr, peer: NodeId) {
         if let Some(io) = self.disk_io(volume) {
-            io.unsettled.peers = io.unsettled.peers.with(peer);
-            io.unsettled.rounds = 0;
+            io.unsettled.peers.insert(peer, Left::default());
         }
     }
 
@@ -46,30 +54,32 @@ impl Resource {
         let Some(io) = self.disk_io(volume) else {
             return;
         };
-        let count = |peer: NodeId| io.slot(peer).map_or(0, |slot| io.bitmap.count(slot));
-        let marked: NodeMask = io
-            .unsettled
-            .peers
-            .iter()
-            .filter(|p| count(*p) > 0 && !verified.contains(*p))
-            .collect();
-        let blocks = marked.iter().map(count).sum();
-        io.unsettled.peers = marked;
-        io.unsettled.rounds = match io.unsettled.blocks == blocks {
-            true => io.unsettled.rounds + 1,
-            false => 0,
-        };
-        io.unsettled.blocks = blocks;
-        if marked.is_empty() || io.unsettled.rounds < SETTLING_ROUNDS || self.is_busy(volume) {
-            return;
-        }
-        for peer in marked.iter() {
+        let mut all = mem::take(&mut io.unsettled.peers);
+        let mut due = Vec::new();
+        all.retain(|peer, left| {
+            let blocks = io.slot(*peer).map_or(0, |slot| io.bitmap.count(slot));
+            left.rounds = match left.blocks == blocks {
+                true => left.rounds + 1,
+                false => 0,
+            };
+            left.blocks = blocks;
+            let marked = blocks > 0 && !verified.contains(*peer);
+            if marked && left.rounds >= SETTLING_ROUNDS {
+                due.push(*peer);
+            }
+            marked
+        });
+        io.unsettled.peers = all;
+        for peer in due {
+            if self.is_busy(volume) {
+                return;
+            }
             if let Some(io) = self.disk_io(volume) {
-                io.unsettled.peers = io.unsettled.peers.without(peer);
+                io.unsettled.peers.remove(&peer);
             }
             let p = self.state.peer_device(volume, peer);
             let equal = p.repl == ReplState::Established && p.disk == DiskState::UpToDate;
-            if equal && self.is_lockstep(peer) && !self.is_busy(volume) {
+            if equal && self.is_lockstep(peer) {
                 self.tell_and_compare(volume, peer);
             }
         }
