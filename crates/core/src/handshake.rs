@@ -735,6 +735,7 @@ impl Resource {
 
     /// The first thing that speaks against the connect.
     pub(crate) fn handshake_verdict(&self, peer: NodeId) -> Result<(), Refusal> {
+        self.third_disk(peer)?;
         let mut retry = None;
         for device in self.devices.values() {
             let Some(pd) = device.peers.get(&peer) else {

@@ -1,13 +1,17 @@
 //! Two Primaries: where they are allowed, and what that means for their generations
 //! (semantics.md, 7.1). What becomes of their writes is in `data/conflict.rs`.
 
+use alloc::format;
+
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{Role, UuidFlags};
 
+use crate::command::ErrorCode;
 use crate::device::PeerDevice;
 use crate::resource::Resource;
 use crate::twopc::Transaction;
 use crate::uuid_spread::SpreadStep;
+use crate::validity::Refusal;
 
 impl Resource {
     /// Both ends of the connection may write.
@@ -40,6 +44,19 @@ impl Resource {
         let apart = t.primary_nodes.intersection(t.weak_nodes);
         let allowed = self.state.role != Role::Primary || others.iter().all(beside);
         allowed && apart.is_empty()
+    }
+
+    /// A node that was added while two are Primary, and may have a disk, has to wait.
+    pub(crate) fn third_disk(&self, peer: NodeId) -> Result<(), Refusal> {
+        let another = |n: &NodeId| *n != peer && self.peer_role(*n) == Role::Primary;
+        let both = self.state.role == Role::Primary && self.connections.keys().any(another);
+        if both && !self.is_client(peer) {
+            return Err(Refusal {
+                code: ErrorCode::TWO_PRIMARIES,
+                text: format!("two nodes are Primary, and node {peer} may have a disk as well"),
+            });
+        }
+        Ok(())
     }
 
     /// The configuration gives the peer no bitmap, so it never has a disk.

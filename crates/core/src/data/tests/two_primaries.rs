@@ -111,6 +111,42 @@ fn a_third_disk_rules_two_primaries_out() {
     assert_eq!(role(&w, 1), Role::Secondary);
 }
 
+/// It was no peer when both were promoted.
+#[test]
+fn a_third_disk_does_not_connect_to_two_primaries() {
+    let mut w = clean(3, 3, setup(124));
+    w.crash(2);
+    w.pass(Duration::from_secs(12));
+    let peer = node_id(2);
+    for node in 0..2 {
+        w.command(node, Command::Disconnect { peer, force: false });
+        w.pass(Duration::from_secs(1));
+        w.command(node, Command::DelPeer { peer });
+        w.pass(Duration::from_secs(1));
+    }
+    let id = w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
+    w.restart(2);
+    for node in 0..2 {
+        let net = w.setup.net.clone();
+        w.command(node, Command::NewPeer { peer, net });
+        let connect = Command::Connect {
+            peer,
+            discard_my_data: false,
+            tentative: false,
+        };
+        w.command(node, connect);
+    }
+    w.pass(Duration::from_secs(20));
+    let state = |w: &World, node: usize| w.nodes[node].resource.state.conn(peer);
+    assert_ne!(state(&w, 0), ConnState::Connected, "{:#?}", w.log);
+    assert_ne!(state(&w, 1), ConnState::Connected, "{:#?}", w.log);
+    assert!(logged(&w, "may have a disk as well"), "{:#?}", w.log);
+    assert_eq!((role(&w, 0), role(&w, 1)), (Role::Primary, Role::Primary));
+    assert_eq!(conn(&w, 0), ConnState::Connected);
+}
+
 /// Two Primaries and a client beside them.
 fn beside_a_client(seed: u64) -> World {
     pair_of(
