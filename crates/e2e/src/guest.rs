@@ -340,6 +340,17 @@ impl Guest {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The model of its processors. A kernel without RDRAND waits some seconds for its random numbers,
+    /// and patches its code then. QEMU lets a second processor run into a patch that is being made,
+    /// which no real one does: an oops in `get_random_u64` has been seen. With RDRAND the patch is made
+    /// before the second one runs.
+    fn cpu(&self) -> String {
+        match self.setup.cpus {
+            1 => self.setup.cpu_model.to_owned(),
+            _ => format!("{},+rdrand", self.setup.cpu_model),
+        }
+    }
+
     fn launch(&self) -> Result<Machine> {
         let image = Image::of_this_machine()?;
         let place = self.directory.path();
@@ -354,7 +365,7 @@ impl Guest {
         command
             .args(["-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-no-reboot", "-accel", &accelerator()])
-            .args(["-cpu", self.setup.cpu_model])
+            .args(["-cpu", &self.cpu()])
             .args(["-smp", &self.setup.cpus.to_string()])
             .args(["-m", &self.setup.memory_mib.to_string()])
             .arg("-kernel")
