@@ -223,10 +223,10 @@ impl<'a> Drive<'a> {
                 promote_an_heir(w, o, round);
             }
             let lacks_a_disk = check::lacks_a_disk(w);
-            // With protocol A nobody waits for what a stream holds that stands still.
+            // With protocol A nobody waits for what a stream or a process holds that stands still.
             let holds = || {
                 w.stands_still()
-                    .then(|| "a stream stands still".to_string())
+                    .then(|| "a stream or a process stands still".to_string())
             };
             let missing = match lacks_a_disk {
                 true => Some(String::new()),

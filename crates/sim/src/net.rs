@@ -487,10 +487,11 @@ impl World {
         wires.any(|wire| !wire.queue.is_empty())
     }
 
-    /// Some stream does not move.
+    /// Some stream does not move, or some process.
     pub fn stands_still(&self) -> bool {
-        let wires = self.links.values().flat_map(|l| l.wires.iter().flatten());
-        wires.into_iter().any(|wire| wire.stalled_until > self.now)
+        let mut wires = self.links.values().flat_map(|l| l.wires.iter().flatten());
+        let frozen = self.nodes.iter().any(|n| n.frozen_until > self.now);
+        frozen || wires.any(|wire| wire.stalled_until > self.now)
     }
 
     /// Opens or closes a direction.

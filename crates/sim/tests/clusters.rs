@@ -1,26 +1,19 @@
 //! Clusters of three nodes and more: what worlds found and what was mended, a seed or story each.
 
+mod common;
+
+use common::planned_holds;
 use lockstep_core::options::{OnLoss, Protocol, Quorum};
-use lockstep_sim::drive::{Trace, run};
 use lockstep_sim::extras::Extra;
-use lockstep_sim::faults::parse;
-use lockstep_sim::plan::{Numbers, Orders};
 use lockstep_sim::scenario::{A, B, C, Scenario};
 use lockstep_sim::world::{Config, SECOND};
 
 const CLIENTS: &str = "diskless,quorum,crash,partition,reset";
 
 /// The world that `swarm` shrunk to these faults and requests.
+#[track_caller]
 fn holds(nodes: usize, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
-    let orders = Orders {
-        nodes: Some(nodes),
-        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
-        only_faults: Some(Numbers::parse(faults).unwrap()),
-        only_requests: Some(Numbers::parse(requests).unwrap()),
-        ..Orders::default()
-    };
-    let played = run(seed, &orders, Trace::Off);
-    assert_eq!(played.violation, None, "{}", orders.command(seed));
+    planned_holds(Some(nodes), seed, (kinds, Vec::new()), faults, requests);
 }
 
 /// A client lost the link to the only good disk for a while. With protocol A its writes are sent
@@ -194,13 +187,5 @@ fn marks_towards_an_absent_node_come_before_resync_data() {
 /// The source's handler runs for longer than an empty resync: its target does not compare again.
 #[test]
 fn a_target_that_is_through_waits_for_the_handler_of_its_source() {
-    let orders = Orders {
-        nodes: Some(2),
-        extras: vec![Extra::Handlers],
-        only_faults: Some(Numbers::parse("1-2,4").unwrap()),
-        only_requests: Some(Numbers::parse("2-4").unwrap()),
-        ..Orders::default()
-    };
-    let played = run(14, &orders, Trace::Off);
-    assert_eq!(played.violation, None, "{}", orders.command(14));
+    planned_holds(Some(2), 14, (None, vec![Extra::Handlers]), "1-2,4", "2-4");
 }

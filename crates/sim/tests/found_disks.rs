@@ -1,29 +1,9 @@
 //! Planned worlds in which a disk was given up or taken away, and what came of it.
 
-use lockstep_sim::drive::{Trace, run};
-use lockstep_sim::extras::Extra;
-use lockstep_sim::faults::parse;
-use lockstep_sim::plan::{Numbers, Orders};
+mod common;
 
-#[track_caller]
-fn holds(
-    nodes: Option<usize>,
-    seed: u64,
-    (kinds, extras): (Option<&str>, Vec<Extra>),
-    faults: &str,
-    requests: &str,
-) {
-    let orders = Orders {
-        nodes,
-        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
-        extras,
-        only_faults: Some(Numbers::parse(faults).unwrap()),
-        only_requests: Some(Numbers::parse(requests).unwrap()),
-        ..Orders::default()
-    };
-    let played = run(seed, &orders, Trace::Off);
-    assert_eq!(played.violation, None, "{}", orders.command(seed));
-}
+use common::planned_holds as holds;
+use lockstep_sim::extras::Extra;
 
 /// A Primary's superblock with a new generation hung, its disk was given up, and the Primary went on with its
 /// peer's. The write happened after all, and the disk was refused for ever: nobody knew its generation.

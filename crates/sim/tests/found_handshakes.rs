@@ -1,20 +1,12 @@
 //! Planned worlds in which a handshake went by what did not hold any more.
 
-use lockstep_sim::drive::{Trace, run};
-use lockstep_sim::faults::parse;
-use lockstep_sim::plan::{Numbers, Orders};
+mod common;
+
+use common::planned_holds;
 
 #[track_caller]
 fn holds(nodes: usize, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
-    let orders = Orders {
-        nodes: Some(nodes),
-        kinds: kinds.map(|kinds| parse(kinds).unwrap()),
-        only_faults: Some(Numbers::parse(faults).unwrap()),
-        only_requests: Some(Numbers::parse(requests).unwrap()),
-        ..Orders::default()
-    };
-    let played = run(seed, &orders, Trace::Off);
-    assert_eq!(played.violation, None, "{}", orders.command(seed));
+    planned_holds(Some(nodes), seed, (kinds, Vec::new()), faults, requests);
 }
 
 const TAKEOVER: Option<&str> = Some("takeover,crash,partition,reset");
