@@ -212,8 +212,9 @@ impl Resource {
             pd.sent_handshake = true;
             pd.sent_disk = disk;
         }
-        let state = self.state.clone();
-        self.send_state(peer, volume, &state);
+        let mut packet = self.state_packet(peer, volume, &self.state);
+        packet.aftr_isp |= self.is_kernel(peer) && self.has_active_source(volume);
+        self.send(peer, Stream::Data, volume, Packet::State(packet));
         // The peer's packets may have been faster.
         self.evaluate(peer, volume);
     }

@@ -17,12 +17,24 @@ use crate::state::State;
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
+use crate::twopc::WishKind;
 use crate::uuids::is_real;
 
 /// How long a pair may be unequal before it is looked at.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// The pause doubles so many times at most.
 const MOST_DOUBLINGS: u32 = 4;
+
+/// Who knows that all Outdated copies of one generation are the last ones.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Word {
+    /// This node, as Primary.
+    Own,
+    /// Primaries without a disk.
+    OfClients,
+    /// There is no Primary.
+    Nobodys,
+}
 
 impl Resource {
     /// After a state change: unequal pairs are watched.
@@ -200,61 +212,89 @@ impl Resource {
     /// Every disk there is of this volume is connected, Outdated, and of one generation: nobody is
     /// left that could have newer data, so one of them begins to ask whether a Primary is. A Primary
     /// knows it, if that generation is the one whose data its applications have seen, and says so if it
-    /// has no disk.
+    /// has no disk. What is marked towards others is copied first: they follow without a comparison.
     fn revive_outdated(&mut self, volume: VolumeNr) {
         if self.state.disk(volume) != DiskState::Outdated {
             return;
         }
-        let primary = self.state.role == Role::Primary;
-        let connections = self.state.connections.iter();
-        let primaries = connections.filter(|(_, c)| c.peer_role == Role::Primary);
-        let mut primaries = primaries.map(|(peer, _)| *peer).peekable();
-        let vouches = |node: NodeId| {
-            let p = self.state.peer_device(volume, node);
-            let c = self.state.connections.get(&node);
-            c.is_some_and(|c| c.peer_role == Role::Primary)
-                && p.repl == ReplState::Established
-                && p.disk == DiskState::Diskless
-                && self.is_lockstep(node)
-                && self.same_current(volume, node)
+        let Some(word) = self.word_for_outdated(volume) else {
+            return;
         };
-        let vouched = !primary && primaries.peek().is_some();
-        if vouched && !primaries.all(vouches) || primary && primaries.peek().is_some() {
+        let mut marked = Vec::new();
+        for node in self.quorum_nodes(volume, true) {
+            let has_disk = self.has_slot_for(volume, node);
+            if !has_disk || (word == Word::OfClients && self.vouches(volume, node)) {
+                continue;
+            }
+            let leads = word == Word::Own || self.node_id < node;
+            if !leads || !self.is_equal_with(volume, node, DiskState::Outdated) {
+                return;
+            }
+            if word != Word::Nobodys && self.marked_towards(volume, node) {
+                marked.push(node);
+            }
+        }
+        if let Some(peer) = marked.first() {
+            let repl = ReplState::WfBitmapS;
+            let peer = *peer;
+            self.wish(WishKind::Resync { volume, peer, repl }, None);
+            let at = self.now + PATIENCE.times(1 << MOST_DOUBLINGS);
+            self.timers.set_earliest(Timer::LookAgain(volume), at);
             return;
         }
-        let first = self.quorum_nodes(volume, true).into_iter().all(|node| {
-            let p = self.state.peer_device(volume, node);
-            let has_slot = self
-                .devices
-                .get(&volume)
-                .and_then(|d| d.peers.get(&node))
-                .is_some_and(|pd| pd.options.bitmap);
-            let client = !has_slot && !self.slot_seen_with_disk(volume, node);
-            let outdated = p.repl == ReplState::Established
-                && p.disk == DiskState::Outdated
-                && self.is_lockstep(node)
-                && self.same_current(volume, node);
-            let leads = (primary || self.node_id < node)
-                && !((primary || vouched) && self.marked_towards(volume, node));
-            client || (vouched && vouches(node)) || (outdated && leads)
-        });
-        let seen = self.devices.get(&volume).is_some_and(|device| {
-            let exposed = device.exposed_uuid;
-            is_real(exposed) && exposed.same_generation(device.current_uuid())
-        });
-        match (first, primary) {
-            (true, true) if seen => {
-                self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
-            }
-            (true, false) if vouched => {
-                self.hard_change(Change::new().disk(volume, DiskState::UpToDate));
-            }
-            (true, false) => {
-                self.hard_change(Change::new().disk(volume, DiskState::Consistent));
-                self.schedule_empty_twopc();
-            }
-            _ => {}
+        let disk = match word {
+            Word::Own | Word::OfClients => DiskState::UpToDate,
+            Word::Nobodys => DiskState::Consistent,
+        };
+        self.hard_change(Change::new().disk(volume, disk));
+        if disk == DiskState::Consistent {
+            self.schedule_empty_twopc();
         }
+    }
+
+    /// Who says that this node's generation is the last one; none if a Primary is near that does not.
+    fn word_for_outdated(&self, volume: VolumeNr) -> Option<Word> {
+        let connections = self.state.connections.iter();
+        let primaries: Vec<NodeId> = connections
+            .filter(|(_, c)| c.peer_role == Role::Primary)
+            .map(|(peer, _)| *peer)
+            .collect();
+        if self.state.role == Role::Primary {
+            // What it announced without a disk, and had no answer to in time, followed what was seen.
+            let seen = self.devices.get(&volume).is_some_and(|device| {
+                let exposed = core::iter::once(&device.exposed_uuid).filter(|u| is_real(**u));
+                let mut named = exposed.chain(&device.announced);
+                named.any(|uuid| uuid.same_generation(device.current_uuid()))
+            });
+            return (seen && primaries.is_empty()).then_some(Word::Own);
+        }
+        if primaries.is_empty() {
+            return Some(Word::Nobodys);
+        }
+        let all = primaries.iter().all(|node| self.vouches(volume, *node));
+        all.then_some(Word::OfClients)
+    }
+
+    /// A Primary without a disk, whose applications have seen this node's generation.
+    fn vouches(&self, volume: VolumeNr, node: NodeId) -> bool {
+        let connection = self.state.connections.get(&node);
+        connection.is_some_and(|c| c.peer_role == Role::Primary)
+            && self.is_equal_with(volume, node, DiskState::Diskless)
+    }
+
+    /// A node of this project in this disk state, of this node's generation, and no resync with it.
+    fn is_equal_with(&self, volume: VolumeNr, node: NodeId, disk: DiskState) -> bool {
+        let p = self.state.peer_device(volume, node);
+        p.repl == ReplState::Established
+            && p.disk == disk
+            && self.is_lockstep(node)
+            && self.same_current(volume, node)
+    }
+
+    /// The node has, or had, a disk of the volume.
+    fn has_slot_for(&self, volume: VolumeNr, node: NodeId) -> bool {
+        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&node));
+        pd.is_some_and(|pd| pd.options.bitmap) || self.slot_seen_with_disk(volume, node)
     }
 
     /// Connected with both disks usable, and different in state or generation.

@@ -620,11 +620,16 @@ impl Resource {
             return;
         }
         if t.no {
+            // What speaks against a connect at its two ends goes before the others' votes.
+            let own = match wish.kind {
+                WishKind::Connect(peer) => self.handshake_verdict(peer),
+                _ => Ok(()),
+            };
             self.abort(&t);
-            let refusal = Refusal {
+            let refusal = own.err().unwrap_or_else(|| Refusal {
                 code: ErrorCode::CW_FAILED_BY_PEER,
                 text: "a peer refused the state change".into(),
-            };
+            });
             self.wish_failed(&wish, refusal);
             self.next_wish();
             return;

@@ -238,10 +238,10 @@ impl Resource {
 
     /// A change between other nodes: only what concerns the whole cluster is checked.
     fn check_far(&self, t: &Transaction) -> Result<(), Refusal> {
-        let promotes = t.change.mask.has(StateWord::ROLE)
-            && t.change.val.role() == Some(Role::Primary)
-            && !t.change.mask.has(StateWord::CONN);
-        if promotes && self.state.role == Role::Primary {
+        // A connect says the role of the node that asks, too.
+        let is_primary =
+            t.change.mask.has(StateWord::ROLE) && t.change.val.role() == Some(Role::Primary);
+        if is_primary && self.state.role == Role::Primary {
             let two = self.may_both_be_primary(t.initiator);
             let has_disk = self
                 .state
@@ -254,7 +254,7 @@ impl Resource {
                     text: "this node is Primary".into(),
                 });
             }
-            if has_disk {
+            if has_disk && !t.change.mask.has(StateWord::CONN) {
                 return Err(Refusal {
                     code: ErrorCode::WEAKLY_CONNECTED,
                     text: "this Primary is not connected to the new one".into(),

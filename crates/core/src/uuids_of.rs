@@ -90,6 +90,12 @@ impl Resource {
             .is_some_and(|d| d.generations.history[0].0 & Uuid::PRIMARY_BIT != 0)
     }
 
+    /// A resync copies to the own disk right now.
+    pub(crate) fn has_active_source(&self, volume: VolumeNr) -> bool {
+        let state = self.state.devices.get(&volume);
+        state.is_some_and(|d| d.peers.values().any(|p| p.repl == ReplState::SyncTarget))
+    }
+
     pub(crate) fn slot_is_outdated(&self, volume: VolumeNr, peer: NodeId) -> bool {
         self.slot_flags(volume, peer).contains(PeerFlags::OUTDATED)
     }

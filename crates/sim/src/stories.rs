@@ -159,6 +159,14 @@ pub const STORIES: &[Story] = &[
         ..TRIPLE
     },
     Story {
+        name: "primary-attach-of-three",
+        text: "The Primary of three detaches, writes, and attaches again.",
+        least_packets: 60,
+        step: |s, step| take_disk_away(s, step, A),
+        steps: 4,
+        ..TRIPLE
+    },
+    Story {
         name: "full-resync-of-three",
         text: "A replica is thrown away and copied, and the Primary writes.",
         least_packets: 60,

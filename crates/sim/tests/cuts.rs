@@ -79,6 +79,13 @@ fn a_primary_that_gets_a_disk_back_heals_after_every_cut() {
     every_cut_heals("primary-attach");
 }
 
+/// The Primary died in the resync of its own disk. One survivor called its copy Outdated on the other one's
+/// word, and became its target, while that one, Outdated by then, became its target, too.
+#[test]
+fn a_primary_of_three_that_gets_a_disk_back_heals_after_every_cut() {
+    every_cut_heals("primary-attach-of-three");
+}
+
 #[test]
 fn a_handover_among_three_nodes_heals_after_every_cut() {
     every_cut_heals("handover-of-three");

@@ -1,0 +1,34 @@
+//! Planned worlds in which every copy of a volume was Outdated, and nobody called one the last.
+
+mod common;
+
+use common::planned_holds;
+
+#[track_caller]
+fn holds(nodes: Option<usize>, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
+    planned_holds(nodes, seed, (kinds, Vec::new()), faults, requests);
+}
+
+/// A storage node outdates itself when it hears of a Primary far away, although that one has no data of one
+/// volume and its neighbour copies this very disk. All copies were Outdated and of the generation that the
+/// Primary's applications had seen, but the Primary had marks left towards one of them.
+#[test]
+fn marks_towards_an_outdated_copy_are_copied_and_the_primary_goes_on() {
+    const TAKEOVER: Option<&str> = Some("takeover,crash,partition,reset");
+    const DETACH: Option<&str> = Some("detach,detach,detach,stall,slowdisk,reset");
+    holds(Some(3), 15_500_349, None, "3,8,12", "20-22");
+    holds(Some(3), 15_500_349, None, "0-99", "0-999");
+    holds(Some(3), 900_902, TAKEOVER, "1-5,7,9", "59");
+    holds(Some(3), 900_902, TAKEOVER, "0-99", "0-999");
+    holds(None, 100_341, DETACH, "1,4-5,8-10,13,15", "89,96");
+    holds(None, 100_341, DETACH, "0-99", "0-999");
+}
+
+/// The same with a generation that the Primary had announced while it had no disk: everybody took it, but the
+/// connection broke before all had answered.
+#[test]
+fn a_generation_that_was_announced_is_one_that_the_primary_knows() {
+    const REQUESTS: &str = "2,6-8,22-27,29,34-37";
+    holds(Some(3), 7_710_009, None, "3,6,9,14", REQUESTS);
+    holds(Some(3), 7_710_009, None, "0-99", "0-999");
+}
