@@ -16,6 +16,7 @@ use crate::device::{AfterMeta, Reconcile};
 use crate::generation::Rotation;
 use crate::report::Level;
 use crate::resource::Resource;
+use crate::rule::Rule;
 use crate::state::ReplSets;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -390,6 +391,37 @@ impl Resource {
             text: format!(
                 "node {peer} has older data of volume {volume} than applications of this Primary have \
                  seen; waiting for the node that has those"
+            ),
+        })
+    }
+
+    /// A Primary is being copied from this node and reads here what it has not got yet. Another survivor
+    /// of an earlier Primary, of the same generation, waits until the Primary is whole and can tell it what
+    /// is true: as source it would replace what the Primary's applications have seen.
+    pub(crate) fn refuse_while_primary_copies(
+        &self,
+        volume: VolumeNr,
+        peer: NodeId,
+        verdict: &compare::Verdict,
+    ) -> Option<Refusal> {
+        let survivors = matches!(
+            verdict.rule,
+            Rule::MarkedBlocks | Rule::ReconcileOneSided | Rule::ReconcileDagtag
+        );
+        let target = verdict.strategy.direction() == Some(compare::Direction::Target);
+        if !survivors || !target || self.state.disk(volume) != DiskState::UpToDate {
+            return None;
+        }
+        let primary = self.state.connections.iter().find(|(node, c)| {
+            let p = self.state.peer_device(volume, **node);
+            **node != peer && c.peer_role == Role::Primary && p.repl.is_sync_source()
+        });
+        let (primary, _) = primary?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "node {peer} differs in volume {volume}, which the Primary {primary} is being copied \
+                 from here; waiting until that has ended"
             ),
         })
     }

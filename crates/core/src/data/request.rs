@@ -400,11 +400,13 @@ impl Resource {
         }
     }
 
-    /// The next peer to read from: by protocol, then in turn.
+    /// The next peer to read from: the one that this disk is copied from, which decides what the blocks
+    /// have in the end (other UpToDate disks may still differ from it in what a lost Primary left), then
+    /// by protocol, then in turn.
     fn read_peer(&self, volume: VolumeNr, tried: NodeMask) -> Option<NodeId> {
         let device = self.devices.get(&volume)?;
         let last = device.io.last_read_peer;
-        let mut best: Option<(u8, bool, NodeId)> = None;
+        let mut best: Option<(u8, u8, bool, NodeId)> = None;
         for (peer, conn) in &self.connections {
             let p = self.state.peer_device(volume, *peer);
             let usable = (p.disk == DiskState::UpToDate
@@ -417,18 +419,23 @@ impl Resource {
             if !usable {
                 continue;
             }
+            let source = match p.repl {
+                ReplState::SyncTarget => 0,
+                ReplState::PausedSyncT => 1,
+                _ => 2,
+            };
             let class = match conn.net.protocol {
                 Protocol::C => 0,
                 Protocol::B => 1,
                 Protocol::A => 2,
             };
             let turn = last.is_some_and(|l| *peer <= l);
-            let candidate = (class, turn, *peer);
+            let candidate = (source, class, turn, *peer);
             if best.is_none_or(|b| candidate < b) {
                 best = Some(candidate);
             }
         }
-        best.map(|(_, _, peer)| peer)
+        best.map(|(.., peer)| peer)
     }
 
     pub(crate) fn app_read_done(&mut self, key: Key, result: Result<(), DiskError>) {
