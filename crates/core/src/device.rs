@@ -267,6 +267,8 @@ pub struct PeerDevice {
     pub(crate) resync_gate: Option<(crate::before_resync::ResyncGate, crate::event::Tag)>,
     /// It agreed before this node answered the source's bitmap.
     pub(crate) resync_agreed: bool,
+    /// The log says that this node waits for another one instead of being this peer's target.
+    pub(crate) wait_told: bool,
     /// The data path's part.
     pub io: PeerIo,
 }
@@ -378,6 +380,7 @@ impl PeerDevice {
             marks_of_log: false,
             resync_gate: None,
             resync_agreed: false,
+            wait_told: false,
             io: PeerIo::default(),
         }
     }

@@ -25,7 +25,8 @@ pub struct Generations {
     /// Retired generations, newest first, zeros at the end, primary bit clear. Set, it marks one
     /// that was announced as the next and perhaps never made (see `note_planned`).
     pub history: [Uuid; UUID_SLOTS],
-    /// Entry of each node id; the own one stays empty but for NODE_EXISTS.
+    /// Entry of each node id; the own one has nothing but NODE_EXISTS and the vote of a target
+    /// (`vote.rs`).
     pub slots: [Peer; UUID_SLOTS],
     /// Flags of the device.
     pub flags: DeviceFlags,
@@ -142,7 +143,7 @@ impl Generations {
 
     /// Generations from which the current one descends, as far as the set knows.
     pub fn ancestors(&self) -> impl Iterator<Item = Uuid> + '_ {
-        let slots = self.slots.iter().map(|slot| slot.bitmap_uuid);
+        let slots = self.others().map(|node| self.slot(node).bitmap_uuid);
         let known = self.history.iter().copied().chain(slots);
         known.filter(|uuid| is_real(*uuid) && !uuid.same_generation(self.current))
     }
@@ -404,6 +405,7 @@ impl Generations {
                 self.set_slot(node, Uuid::ZERO, Dagtag(0));
             }
         }
+        self.set_vote(Uuid::ZERO);
         self.set_current(source.current.without_primary_bit());
         for uuid in retired {
             self.push_history(uuid);
@@ -515,7 +517,11 @@ impl Generations {
         for node in set.slots.iter() {
             let uuid = self.slot(node).bitmap_uuid;
             let unknown = uuid.is_zero() && context.target_of.contains(node);
-            set.bitmap[usize::from(node.0)] = if unknown { Uuid::ALL_ONES } else { uuid };
+            set.bitmap[usize::from(node.0)] = match unknown {
+                true => Uuid::ALL_ONES,
+                false if node == self.node => Uuid::ZERO,
+                false => uuid,
+            };
         }
         set
     }
@@ -798,7 +804,7 @@ pub fn disk_state_of(flags: DeviceFlags, may_be_up_to_date: bool) -> DiskState {
 impl Generations {
     /// The data are of this generation or have come from it.
     pub fn knows(&self, uuid: Uuid) -> bool {
-        let slots = self.slots.iter().map(|slot| slot.bitmap_uuid);
+        let slots = self.others().map(|node| self.slot(node).bitmap_uuid);
         let ancestors = self.history.iter().copied().chain(slots);
         self.current.same_generation(uuid) || ancestors.into_iter().any(|u| u.same_generation(uuid))
     }

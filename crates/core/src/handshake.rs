@@ -559,7 +559,7 @@ impl Resource {
             return;
         }
         if strategy.direction() != Some(compare::Direction::Source)
-            && let Some(refusal) = (self.refuse_step_back(volume, peer))
+            && let Some(refusal) = (self.refuse_as_target(volume, peer))
                 .or_else(|| self.refuse_while_primary_copies(volume, peer, &result))
         {
             verdict.refusal.get_or_insert(refusal);

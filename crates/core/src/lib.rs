@@ -68,3 +68,4 @@ pub mod uuid_spread;
 pub mod uuids;
 pub mod uuids_of;
 pub mod validity;
+mod vote;

@@ -12,7 +12,7 @@ use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
 use crate::command::ErrorCode;
 use crate::compare;
 use crate::data::BitmapThen;
-use crate::device::{AfterMeta, Reconcile};
+use crate::device::{AfterMeta, PeerDevice, Reconcile};
 use crate::generation::Rotation;
 use crate::report::Level;
 use crate::resource::Resource;
@@ -85,6 +85,7 @@ impl Resource {
             weak: NodeMask::EMPTY,
             dagtag,
         };
+        disk.generations.give_up_vote(&source);
         let start = disk.generations.resync_starts_as_target(&source, &rotation);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.resync_start_uuid = start;
@@ -375,7 +376,7 @@ impl Resource {
 
     /// This Primary's disk is not whole, and applications have seen the data of the node that was its
     /// source. A peer whose data do not come from those is no source in that one's place.
-    pub(crate) fn refuse_step_back(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
+    fn refuse_step_back(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
         let device = self.devices.get(&volume)?;
         let exposed = device.exposed_uuid;
         let beside_own = self.state.role == Role::Primary
@@ -426,6 +427,20 @@ impl Resource {
         })
     }
 
+    /// What speaks against being target of the peer. The log says it once.
+    pub(crate) fn refuse_as_target(&mut self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
+        let refusal = self
+            .refuse_step_back(volume, peer)
+            .or_else(|| self.refuse_as_voter(volume, peer));
+        let told = |pd: &mut PeerDevice| core::mem::replace(&mut pd.wait_told, refusal.is_some());
+        let told = self.peer_device_mut(volume, peer).is_some_and(told);
+        if let Some(refusal) = refusal.as_ref().filter(|_| !told) {
+            let text = refusal.text.clone();
+            self.log(Level::Warn, Some(peer), Some(volume), text);
+        }
+        refusal
+    }
+
     /// The same for a peer that is connected already. Without the connection its data are not used, and
     /// the next handshake refuses it until it has the newer ones.
     pub(crate) fn steps_back(
@@ -437,10 +452,9 @@ impl Resource {
         if strategy.direction() != Some(compare::Direction::Target) {
             return false;
         }
-        let Some(refusal) = self.refuse_step_back(volume, peer) else {
+        if self.refuse_as_target(volume, peer).is_none() {
             return false;
-        };
-        self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
+        }
         self.drop_connection(peer, ConnState::NetworkFailure);
         true
     }

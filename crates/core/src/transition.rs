@@ -558,6 +558,7 @@ impl Resource {
         self.after_resource(old, new, *graceful);
         self.after_fencing(old, new);
         self.watch_unequal(new);
+        self.note_votes(new);
     }
 
     fn after_events(&mut self, old: &State, new: &State) {

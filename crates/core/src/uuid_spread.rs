@@ -676,7 +676,6 @@ impl Resource {
             // Both Primaries plan one at the same time: the peer drops its own for this node's.
             return;
         }
-        let before = self.peer_uuids(volume, peer).cloned();
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.current_uuid = set.current;
             pd.uuids = Some(set.clone());
@@ -711,13 +710,12 @@ impl Resource {
             self.learn(peer, volume, &set);
         }
         self.retire_provisional(peer, volume, &set);
-        let lost_slot = before.is_some_and(|b| !b.current.same_generation(set.current));
-        let _ = lost_slot;
         if flags.contains(UuidFlags::GOT_STABLE) || flags.contains(UuidFlags::RESYNC) {
             self.stable_news(peer, volume, flags);
         }
         self.follow_neighbour(peer, volume);
         self.watch_generation(volume, peer);
+        self.note_vote(volume);
     }
 
     /// The other end is stable now, or wants a comparison (semantics.md, 14.2).

@@ -1,0 +1,140 @@
+//! What the target of a resync has taken part in (semantics.md, 11.1).
+//!
+//! A target's copy is not whole, but the node counts for the quorum of the Primary that it is copied
+//! from. What that Primary completes meanwhile is on its own disk alone. If it is lost, and the target
+//! meets an older node, the two would be a majority again and go on without those writes. So a target
+//! remembers the Primary's generation, in the entry of its own node in the superblock, which nothing else
+//! uses, and is no target of a node that does not know it, until the Primary's data are back or the
+//! operator gives them up (`connect --discard-my-data`). The entry is never sent.
+//!
+//! With `quorum off` nobody counts, and nothing is remembered.
+
+use alloc::format;
+
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+
+use crate::command::ErrorCode;
+use crate::generation::Generations;
+use crate::options::Quorum;
+use crate::resource::Resource;
+use crate::state::{ConnectionState, ReplSets, State};
+use crate::uuids::{PeerUuids, is_real};
+use crate::validity::Refusal;
+
+impl Generations {
+    /// The generation of a Primary that this node has counted for, zero if it has been copied since.
+    pub(crate) fn vote(&self) -> Uuid {
+        self.slot(self.node).bitmap_uuid
+    }
+
+    pub(crate) fn set_vote(&mut self, uuid: Uuid) {
+        let own = self.node;
+        self.slot_mut(own).bitmap_uuid = uuid.without_primary_bit();
+    }
+
+    /// A resync from this source begins: its data take the place of those that were counted for.
+    pub(crate) fn give_up_vote(&mut self, source: &PeerUuids) {
+        if is_real(self.vote()) && !source.knows(self.vote()) {
+            self.set_vote(Uuid::ZERO);
+        }
+    }
+}
+
+impl Resource {
+    /// After a state change.
+    pub(crate) fn note_votes(&mut self, state: &State) {
+        for volume in state.devices.keys() {
+            self.note_vote(*volume);
+        }
+    }
+
+    /// Remembers the generation of a Primary that this Inconsistent disk counts for; a disk that is
+    /// whole says itself what it has.
+    pub(crate) fn note_vote(&mut self, volume: VolumeNr) {
+        let disk = self.state.disk(volume);
+        let old = self.vote(volume);
+        let uuid = match disk {
+            DiskState::Inconsistent => match self.primary_generation(volume) {
+                Some(uuid) => uuid,
+                None => return,
+            },
+            DiskState::Outdated | DiskState::Consistent | DiskState::UpToDate => Uuid::ZERO,
+            DiskState::Diskless
+            | DiskState::Attaching
+            | DiskState::Detaching
+            | DiskState::Failed
+            | DiskState::Negotiating
+            | DiskState::DUnknown => return,
+        };
+        if old.same_generation(uuid) {
+            return;
+        }
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations.set_vote(uuid);
+            // Acks wait for it.
+            self.write_superblock(volume);
+        }
+    }
+
+    fn vote(&self, volume: VolumeNr) -> Uuid {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        disk.map_or(Uuid::ZERO, |disk| disk.generations.vote())
+    }
+
+    /// What the data are called that a connected Primary serves, if this node's set does not know it.
+    fn primary_generation(&self, volume: VolumeNr) -> Option<Uuid> {
+        if self.options.quorum == Quorum::Off || self.state.role == Role::Primary {
+            return None;
+        }
+        let disk = self.devices.get(&volume)?.attached()?;
+        let mut without_disk = false;
+        let mut source = None;
+        for (peer, connection) in &self.state.connections {
+            let p = self.state.peer_device(volume, *peer);
+            let primary = connection.peer_role == Role::Primary;
+            let good = p.disk == DiskState::UpToDate && p.repl > ReplState::Off;
+            if primary && good {
+                source = Some(*peer);
+                break;
+            }
+            without_disk |= primary && p.disk == DiskState::Diskless;
+            if good && p.repl.becomes_target() {
+                source = Some(*peer);
+            }
+        }
+        let source = source?;
+        let is_primary = |c: &ConnectionState| c.peer_role == Role::Primary;
+        if !without_disk && !self.state.connections.get(&source).is_some_and(is_primary) {
+            return None;
+        }
+        let uuid = self.peer_uuids(volume, source)?.current;
+        let known = disk.generations.knows(uuid) || uuid == Uuid::JUST_CREATED;
+        (is_real(uuid) && !known).then_some(uuid)
+    }
+
+    /// This disk has counted for a generation that the peer does not know: it is not its target.
+    pub(crate) fn refuse_as_voter(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
+        let vote = self.vote(volume);
+        let discards = self.connections.get(&peer)?.discard_my_data;
+        let theirs = self.peer_uuids(volume, peer)?;
+        if !is_real(vote)
+            || discards
+            || self.state.role == Role::Primary
+            || self.options.quorum == Quorum::Off
+            || self.state.disk(volume) != DiskState::Inconsistent
+            || theirs.flags.contains(UuidFlags::INCONSISTENT)
+            || theirs.knows(vote)
+        {
+            return None;
+        }
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "volume {volume} was being resynced from a Primary whose data node {peer} does not have, \
+                 and counted for its quorum; waiting for a node that has them; if they are lost, run \
+                 here `drbdadm disconnect` and `drbdadm connect --discard-my-data`"
+            ),
+        })
+    }
+}

@@ -1,0 +1,120 @@
+//! A target of a resync counts for quorum, and remembers for whom.
+
+mod common;
+
+use common::planned_holds;
+use lockstep_core::command::Command;
+use lockstep_core::options::{
+    AfterSplitBrain, OnLoss, OnSuspendedPrimaryOutdated, Protocol, Quorum,
+};
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState};
+use lockstep_sim::disk::Lose;
+use lockstep_sim::scenario::{A, B, C, Scenario};
+use lockstep_sim::world::{Config, SECOND, World};
+
+const TAKEOVER: Option<&str> = Some("takeover,crash,partition,reset");
+
+/// The majority of a Primary was its own disk and a target. It died, and its predecessor, frozen until then,
+/// had a majority with that target and went on without its writes.
+#[test]
+fn a_target_that_counted_for_a_primary_is_no_target_of_an_older_node() {
+    let holds = |seed, faults, requests| {
+        planned_holds(Some(3), seed, (TAKEOVER, Vec::new()), faults, requests);
+    };
+    holds(77_500_034, "0-99", "0-999");
+    holds(60_400_172, "0-99", "0-999");
+}
+
+fn connection(w: &World, node: usize, peer: usize) -> ConnState {
+    let snapshot = w.snapshot(node).expect("it is up");
+    let mut connections = snapshot.connections.iter();
+    let found = connections.find(|c| usize::from(c.peer.0) == peer);
+    found.expect("it is configured").state
+}
+
+/// A was the Primary and is cut off; B is its successor, with C, which it copies, as its majority. B dies,
+/// and A meets C.
+fn successor_dies() -> (Scenario, u64) {
+    let config = Config {
+        nodes: 3,
+        protocol: Protocol::C,
+        blocks: 4096,
+        resync_max_kib_s: 500,
+        ..Config::small(5)
+    };
+    let mut s = Scenario::with(
+        config,
+        |settings| {
+            settings.resource.quorum = Quorum::Majority;
+            settings.resource.on_no_data_accessible = OnLoss::SuspendIo;
+            settings.resource.on_suspended_primary_outdated =
+                OnSuspendedPrimaryOutdated::ForceSecondary;
+            settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
+        },
+        false,
+    );
+    s.write_and_wait(A, 10, 8);
+    assert_eq!(s.operator.take_over_soon(&mut s.world), Some(A));
+    s.world.isolate(A);
+    s.pass(30 * SECOND);
+    let held = s.write(A, 30, 1);
+    let invalidate = Command::Invalidate {
+        volume: VolumeNr(0),
+        from: Some(NodeId(1)),
+        reset_bitmap: true,
+    };
+    s.world.command(C, invalidate);
+    s.run_until("C is target of B", |w| {
+        let snapshot = w.snapshot(C).expect("it is up");
+        let mut peers = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
+        peers.any(|p| p.repl_state == ReplState::SyncTarget)
+    });
+    s.promote(B);
+    s.write_and_wait(B, 10, 4);
+    s.crash(B, Lose::InFlight);
+    s.cut(A, C, false);
+    s.pass(20 * SECOND);
+    let disk = |node| s.world.snapshot(node).expect("it is up").devices[0].disk_state;
+    assert_eq!(disk(C), DiskState::Inconsistent);
+    assert_ne!(connection(&s.world, A, C), ConnState::Connected);
+    assert!(s.world.nodes[A].requests.contains_key(&held));
+    (s, held)
+}
+
+#[test]
+fn the_target_waits_for_the_primary_that_it_counted_for() {
+    let (mut s, _) = successor_dies();
+    // It remembers that over a crash of its own.
+    s.crash(C, Lose::Unflushed);
+    s.restart(C);
+    s.pass(20 * SECOND);
+    assert_ne!(connection(&s.world, A, C), ConnState::Connected);
+    s.cut(A, B, false);
+    s.restart(B);
+    s.operator.heal(&mut s.world);
+    s.in_sync();
+    s.promote(B);
+    s.read(B, 10, 4);
+}
+
+#[test]
+fn the_operator_may_give_up_what_the_target_waits_for() {
+    let (mut s, held) = successor_dies();
+    let peer = NodeId(0);
+    s.world
+        .command(C, Command::Disconnect { peer, force: false });
+    s.run_until("C has disconnected", |w| {
+        connection(w, C, A) == ConnState::StandAlone
+    });
+    let connect = Command::Connect {
+        peer,
+        discard_my_data: true,
+        tentative: false,
+    };
+    s.world.command(C, connect);
+    s.run_until("A and C meet", |w| {
+        connection(w, A, C) == ConnState::Connected
+    });
+    s.done(A, held);
+}
