@@ -120,8 +120,20 @@ pub struct Link {
     pub sent_role: Option<Role>,
     /// Volumes that the peer told of and this node did not have.
     pub not_here: BTreeSet<VolumeNr>,
-    /// The peer has lost it: what it wrote is no news any more.
-    pub lost_there: bool,
+    /// Whether the peer has lost it: what it wrote is then no news any more.
+    pub lost_there: LostThere,
+}
+
+/// Whether a peer has lost a link that is up here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LostThere {
+    /// Nothing speaks for it.
+    No,
+    /// A question of the peer came through another node.
+    Perhaps,
+    /// The same, and a ping has been sent since: an answer says that the question was older than the
+    /// link.
+    Asked,
 }
 
 /// Steps of the handshake (wire.md, 5.1).
@@ -253,7 +265,7 @@ impl Resource {
             peer_discards: false,
             sent_role: None,
             not_here: BTreeSet::new(),
-            lost_there: false,
+            lost_there: LostThere::No,
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);
@@ -682,7 +694,11 @@ impl Resource {
             .and_then(|c| c.link.as_mut())
         {
             link.ping_outstanding = false;
+            if link.lost_there == LostThere::Asked && !planted!(self, LostThereKept) {
+                link.lost_there = LostThere::No;
+            }
         }
+        self.ask_if_lost_there(peer);
         // Whoever said that it had lost this node has lost its own link only.
         for conn in self.connections.values_mut() {
             if conn.peer_dagtag.is_some_and(|(lost, _)| lost == peer) {

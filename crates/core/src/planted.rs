@@ -323,6 +323,8 @@ registry! {
         "A promotion makes no new current UUID.";
     FlushWaitsForOnePeer "flush-waits-for-one-peer"
         "A flush waits for the first of several peers.";
+    LostThereKept "lost-there-kept"
+        "A question that was older than the connection makes its first write end it.";
     ResyncEndNotDurable "resync-end-not-durable"
         "The end of a resync is told before it is durable.";
 }

@@ -9,7 +9,7 @@ use lockstep_format::wire::{
 };
 
 use crate::command::ErrorCode;
-use crate::connection::Phase;
+use crate::connection::{LostThere, Phase};
 use crate::event::Stream;
 use crate::report::Level;
 use crate::resize::PhaseOne;
@@ -79,21 +79,35 @@ impl Resource {
     /// An initiator asks its neighbours itself, and others only through them (semantics.md, 10.3). One
     /// that asks through `peer` has lost its connection with this node, which does not know of that
     /// yet. Writes that are left in the stream are old: the Primary that sent them may have been
-    /// followed by another one, whose data they would replace.
+    /// followed by another one, whose data they would replace. But a question that was under way for
+    /// long may have been asked before there was this connection: then the initiator answers a ping.
     fn note_if_lost_there(&mut self, peer: NodeId, initiator: NodeId) {
         if peer == initiator || !self.is_established(initiator) {
             return;
         }
         let link = self.connections.get_mut(&initiator);
         if let Some(link) = link.and_then(|c| c.link.as_mut()) {
-            link.lost_there = true;
+            link.lost_there = LostThere::Perhaps;
+        }
+        self.ask_if_lost_there(initiator);
+    }
+
+    /// A ping from now on decides; the answer to an earlier one may be as old as what is in the stream.
+    pub(crate) fn ask_if_lost_there(&mut self, peer: NodeId) {
+        let link = self.connections.get_mut(&peer);
+        let Some(link) = link.and_then(|c| c.link.as_mut()) else {
+            return;
+        };
+        if link.lost_there == LostThere::Perhaps && !link.ping_outstanding {
+            link.lost_there = LostThere::Asked;
+            self.ping(peer);
         }
     }
 
     /// A write, or the word that others are in sync, came from a peer that has lost the connection.
     pub(crate) fn is_left_over(&self, peer: NodeId, packet: &Packet) -> bool {
         let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
-        link.is_some_and(|l| l.lost_there)
+        link.is_some_and(|l| l.lost_there != LostThere::No)
             && matches!(
                 packet,
                 Packet::Data(_) | Packet::Trim(_) | Packet::Zeroes(_) | Packet::PeersInSync(_)

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use lockstep_core::options::Quorum;
 
+use crate::calm;
 use crate::check;
 use crate::cover;
 use crate::disk::Lose;
@@ -18,7 +19,7 @@ use crate::rng::{Rng, mixed};
 use crate::rot;
 use crate::story::{self, Tail};
 use crate::swarm::{bring_up, rest, wait_for};
-use crate::world::{MS, SECOND, World};
+use crate::world::{MS, SECOND, World, name};
 
 /// How much of a world's trace is wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -214,6 +215,7 @@ impl<'a> Drive<'a> {
                 o.heal(w);
                 promises::followers_are_current(w);
                 promises::replicas_agree(w);
+                promises::changes_end(w, o.settings.resource.twopc_timeout_tenths);
                 progress.look(w, what);
             }
             round += 1;
@@ -245,7 +247,10 @@ impl<'a> Drive<'a> {
         if w.violation.is_some() {
             return;
         }
-        if self.plan.verifies() {
+        if self.plan.goes_on() {
+            calm::goes_on(w, o, self.plan);
+        }
+        if self.plan.verifies() && w.violation.is_none() {
             rot::is_found(w, o, self.plan.seed);
         }
         check::replicas_are_equal(w);
@@ -325,6 +330,7 @@ impl<'a> Drive<'a> {
             if let Some(limit) = self.plan.answers_within {
                 promises::writes_are_answered(w, limit);
             }
+            promises::changes_end(w, o.settings.resource.twopc_timeout_tenths);
             promises::disks_are_given_up(w, o.settings.disk.disk_timeout_tenths);
             let redundancy = o.settings.resource.quorum_minimum_redundancy != Quorum::Off;
             promises::majority_is_enough(w, redundancy);
@@ -398,6 +404,15 @@ impl<'a> Drive<'a> {
                 Fault::Handover => return pair.demote(w, o, node, planned.lasts),
                 _ => {}
             }
+        }
+        if planned.fault == Fault::Stall && self.plan.numb {
+            let nodes = w.nodes.len() as u64;
+            let from = rng.below(nodes) as usize;
+            let to = (from + 1 + rng.below(nodes - 1) as usize) % w.nodes.len();
+            let time = rng.range(2, 12) * SECOND;
+            w.trace(from, || format!("== no data reach {} for long", name(to)));
+            w.stall(from, to, 0, time);
+            return;
         }
         match happen(w, o, &mut rng, planned.fault) {
             Some(Undo::CutAgain(node)) => {

@@ -45,10 +45,15 @@ pub enum Extra {
     KeptDiscards,
     /// A third node without a disk, in worlds of two Primaries of DRBD 9's dialect.
     TieBreaker,
+    /// A stream of data may stand still for long while pings pass, and cluster-wide changes are given
+    /// up soon.
+    Numb,
+    /// Nodes prove to each other that they know `shared-secret`.
+    Secret,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 15] = [
+pub const EXTRAS: [(Extra, &str); 17] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -64,6 +69,8 @@ pub const EXTRAS: [(Extra, &str); 15] = [
     (Extra::Impatient, "impatient"),
     (Extra::KeptDiscards, "kept-discards"),
     (Extra::TieBreaker, "tie-breaker"),
+    (Extra::Numb, "numb"),
+    (Extra::Secret, "secret"),
 ];
 
 /// The word of one.
@@ -129,6 +136,12 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             if rng.permille(500) {
                 settings.resource.quorum = Quorum::Majority;
             }
+        }
+        Extra::Numb => settings.resource.twopc_timeout_tenths = rng.pick(&[10, 30]),
+        Extra::Secret => {
+            let alg = rng.pick(&["sha1", "sha256", "md5"]);
+            settings.net.cram_hmac_alg = Some(alg.into());
+            settings.net.shared_secret = Some("a secret of the world".into());
         }
         Extra::Impatient => {
             settings.net.timeout_tenths = 10;

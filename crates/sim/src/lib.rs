@@ -5,6 +5,7 @@
 
 mod acks;
 mod buffers;
+mod calm;
 pub mod check;
 mod cover;
 pub mod crash_points;

@@ -101,7 +101,7 @@ struct OrderArgs {
     faults: Option<String>,
     /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion,
     /// blocks, handlers, two-primaries, pmem, every, hot,
-    /// short-log, bursts, impatient, kept-discards.
+    /// short-log, bursts, impatient, kept-discards, tie-breaker, numb, secret.
     #[arg(long)]
     with: Option<String>,
 }

@@ -201,6 +201,10 @@ pub struct Plan {
     pub keeps_discarded: u64,
     /// Verifies are among what may happen.
     verifies: bool,
+    /// It measures the speed.
+    small: bool,
+    /// A stream of data that stands still does so for long.
+    pub numb: bool,
 }
 
 /// What the parts of a plan draw from: one stream for each, by name.
@@ -333,6 +337,8 @@ impl Plan {
                 false => 0,
             },
             verifies: kinds.contains(&Fault::Verify) || kinds.contains(&Fault::VerifyPart),
+            small,
+            numb: orders.extras.contains(&Extra::Numb),
         }
     }
 
@@ -341,6 +347,11 @@ impl Plan {
         // Whatever is marked, nodes of 8.4 with equal generations copy nothing.
         let modern = self.settings.resource.protocol_max > 101;
         self.verifies && modern && self.config.nodes == 2 && self.shares.is_none()
+    }
+
+    /// Once all is well it has to stay so.
+    pub fn goes_on(&self) -> bool {
+        self.shares.is_none() && !self.small
     }
 
     /// In words: what kind of world it is.

@@ -182,6 +182,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ResyncRefusalIgnored
         | P::TwopcNeverTimesOut
         | P::TwopcNoIgnored
+        | P::LostThereKept
         | P::MajorityNotEnough
         | P::OutOfSyncNotTold
         | P::WrongSlot
@@ -476,6 +477,7 @@ const RARE: &[Planted] = &[
     Planted::PromotionKeepsGeneration,
     Planted::FlushWaitsForOnePeer,
     Planted::ResyncEndNotDurable,
+    Planted::LostThereKept,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -8,11 +8,11 @@ use lockstep_core::options::Protocol;
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, Role};
 use lockstep_format::disk::v09::DeviceFlags;
-use lockstep_format::units::VolumeNr;
+use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::check::is_whole;
 use crate::disk::Disk;
-use crate::world::{Asked, MAX_VOLUMES, SECOND, World, name};
+use crate::world::{Asked, MAX_VOLUMES, MS, SECOND, World, name};
 
 /// The part of a node's state that the operator and the checkers ask for all the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +73,8 @@ pub(crate) struct Seen {
     differing: Differing,
     /// By two nodes and a volume: since when they do not know of a difference, one of them not whole.
     pub(crate) unknown: BTreeMap<(usize, usize, usize), u64>,
+    /// By node: the cluster-wide change that it takes part in, and since when.
+    changes: BTreeMap<usize, ((u32, NodeId), u64)>,
     /// By node: since when it sees a majority and has no quorum.
     deprived: BTreeMap<usize, u64>,
 }
@@ -86,6 +88,7 @@ impl Seen {
             late: BTreeMap::new(),
             differing: BTreeMap::new(),
             unknown: BTreeMap::new(),
+            changes: BTreeMap::new(),
             deprived: BTreeMap::new(),
         }
     }
@@ -511,6 +514,34 @@ fn outnumbered(snapshot: &Snapshot, storage: usize) -> bool {
     }
     away > seen
 }
+
+/// A cluster-wide change ends at the latest when `twopc-timeout` is over, whoever does not answer.
+pub(crate) fn changes_end(w: &mut World, timeout_tenths: u32) {
+    for node in 0..w.nodes.len() {
+        let is_awake = w.nodes[node].frozen_until < w.now;
+        let resource = w.nodes[node].resource.as_ref().filter(|_| is_awake);
+        let Some(change) = resource.and_then(|r| r.transaction()) else {
+            w.seen.changes.remove(&node);
+            continue;
+        };
+        let entry = w.seen.changes.entry(node).or_insert((change, w.now));
+        if entry.0 != change {
+            *entry = (change, w.now);
+        }
+        let took = w.now - entry.1;
+        if took > u64::from(timeout_tenths) * 100 * MS + CHANGE_MOST {
+            w.fail(format!(
+                "{} has taken part in a cluster-wide change of {} for {} s, longer than twopc-timeout",
+                name(node),
+                name(usize::from(change.1.0)),
+                took / SECOND
+            ));
+        }
+    }
+}
+
+/// How long a cluster-wide change may outlive its time-out: it is looked at once a second.
+const CHANGE_MOST: u64 = 3 * SECOND;
 
 /// Where a majority is asked for, and no more, a node that has one goes on.
 pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {

@@ -6,7 +6,7 @@ use crate::extras::Extra;
 use crate::faults::Fault;
 use crate::plan::{Orders, Size};
 
-/// The kinds of worlds in turn: five or six of twenty-three are default worlds. Themes go by the last digits of
+/// The kinds of worlds in turn: six to nine of twenty-nine are default worlds. Themes go by the last digits of
 /// the seed, so that a number without a common divisor leaves each of them its share.
 pub fn orders(seed: u64) -> Orders {
     let of = |nodes: Option<usize>, kinds: &[Fault], extras: &[Extra]| Orders {
@@ -15,9 +15,9 @@ pub fn orders(seed: u64) -> Orders {
         extras: extras.to_vec(),
         ..Orders::default()
     };
-    match seed % 23 {
+    match seed % 29 {
         1 => of(Some(3), CLIENTS, &[]),
-        2 if (seed / 23).is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
+        2 if (seed / 29).is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
         3 => of(Some(2), RESYNC_ERRORS, &[]),
         5 => of(None, &[], &[Extra::TwoPrimaries]),
         6 => of(Some(2), WRITE_ERRORS, &[]),
@@ -25,9 +25,9 @@ pub fn orders(seed: u64) -> Orders {
         9 => of(Some(2), HANGS, &[Extra::Blocks]),
         10 => of(None, &[], &[Extra::Congestion, Extra::Thin]),
         11 => of(Some(2), RESIZES, &[]),
-        12 if (seed / 23).is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
+        12 if (seed / 29).is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
         12 => of(Some(4), MEETINGS, &[Extra::Every, Extra::Hot]),
-        16 if (seed / 23).is_multiple_of(2) => of(None, &[], &[Extra::KeptDiscards]),
+        16 if (seed / 29).is_multiple_of(2) => of(None, &[], &[Extra::KeptDiscards]),
         13 => of(Some(2), ERRORS, &[]),
         14 => of(Some(2), VERIFIES, &[Extra::Csums, Extra::Thin]),
         15 => of(Some(3), TAKEOVERS, &[]),
@@ -39,10 +39,14 @@ pub fn orders(seed: u64) -> Orders {
             &[Extra::Congestion, Extra::Every, Extra::Hot],
         ),
         20 => of(Some(3), MEETINGS, &[Extra::Every, Extra::Bursts]),
-        21 if !(seed / 23).is_multiple_of(2) => {
+        21 if !(seed / 29).is_multiple_of(2) => {
             of(Some(2), HANGING, &[Extra::Every, Extra::Impatient])
         }
         22 => of(Some(3), HANDOVERS, &[Extra::Every, Extra::Hot]),
+        23 => of(Some(3), NUMB, &[Extra::Every, Extra::Numb]),
+        24 => of(Some(4), MOVING_CLIENTS, &[Extra::Every, Extra::Hot]),
+        25 => of(None, &[], &[Extra::Secret]),
+        26 => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
         _ => Orders::default(),
     }
 }
@@ -55,6 +59,19 @@ pub fn is_open(orders: &Orders) -> bool {
         && orders.extras.is_empty()
         && orders.size == Size::Any
 }
+
+/// Commands while streams of data stand still for long.
+const NUMB: &[Fault] = &[
+    Fault::Stall,
+    Fault::Stall,
+    Fault::Stall,
+    Fault::Disconnect,
+    Fault::Handover,
+    Fault::Detach,
+];
+
+/// Nodes of which some have no disk meet and part again, and die.
+const MOVING_CLIENTS: &[Fault] = &[Fault::Shuffle, Fault::Diskless, Fault::Crash];
 
 /// Nodes without a disk, quorum, processes that die, links that break.
 const CLIENTS: &[Fault] = &[
@@ -196,15 +213,15 @@ mod tests {
 
     #[test]
     fn many_worlds_are_default_ones_and_a_command_repeats_the_others() {
-        let all: Vec<Orders> = (0..23).map(orders).collect();
-        assert_eq!(all.iter().filter(|o| is_open(o)).count(), 4);
+        let all: Vec<Orders> = (0..29).map(orders).collect();
+        assert_eq!(all.iter().filter(|o| is_open(o)).count(), 6);
         let reads_back = (0..400).filter(|seed| seed % 20 == 13);
         assert!(reads_back.filter(|seed| is_open(&orders(*seed))).count() >= 5);
-        let clients = orders(24).command(24);
+        let clients = orders(30).command(30);
         assert!(
-            clients.ends_with("--seed 24 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
+            clients.ends_with("--seed 30 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
             "{clients}"
         );
-        assert!(orders(28).command(28).ends_with("--with two-primaries"));
+        assert!(orders(34).command(34).ends_with("--with two-primaries"));
     }
 }

@@ -912,6 +912,9 @@ impl World {
                 text,
             }) => {
                 self.watch_log(node, &text);
+                if let (Level::Error, Some(peer)) = (level, peer) {
+                    crate::calm::nobody_is_misunderstood(self, node, peer, &text);
+                }
                 marks::see_log(&mut self.marks, &text);
                 let line = LogLine {
                     at: self.now,

@@ -42,3 +42,16 @@ fn a_verify_that_is_cut_short_is_made_again() {
     holds(2, 79_000_069, None, "7", REQUESTS);
     holds(2, 79_000_069, None, "0-99", "0-999");
 }
+
+/// A question of a node came through a third one, on a stream that had stood still for longer than there was a
+/// connection with that node. It was taken for a sign that the connection had been lost there, and half a minute later
+/// the node's first write as Primary ended it, although nothing was wrong.
+#[test]
+fn a_question_that_is_older_than_a_connection_says_nothing_of_it() {
+    use lockstep_sim::extras::Extra;
+    const KINDS: &str = "stall,stall,stall,disconnect,handover,detach";
+    for seed in [24, 44, 55] {
+        let kinds = (Some(KINDS), vec![Extra::Every, Extra::Numb]);
+        planned_holds(Some(3), seed, kinds, "0-99", "0-999");
+    }
+}

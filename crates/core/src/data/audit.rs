@@ -35,6 +35,12 @@ impl Resource {
         self.devices.get(&volume).map(|d| d.current_uuid())
     }
 
+    /// The cluster-wide change that this node takes part in: its number and who began it.
+    pub fn transaction(&self) -> Option<(u32, NodeId)> {
+        let running = self.twopc.current.as_ref()?;
+        Some((running.tid, running.initiator))
+    }
+
     fn is_unsettled(&self, volume: VolumeNr, sector: Sector) -> bool {
         let covers = |from: Sector, size: u32| from <= sector && sector < from.end_of(size);
         let own = self.io.log.iter().any(|key| {
