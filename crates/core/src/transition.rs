@@ -16,6 +16,7 @@ use lockstep_format::wire::{
 pub use crate::change::Change;
 use crate::device::Reconcile;
 use crate::event::{Output, Stream};
+use crate::options::OnIoError;
 use crate::report::{Event, Level};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
@@ -755,7 +756,7 @@ impl Resource {
         }
         match after.disk {
             DiskState::Failed => {
-                self.run_handler_if_configured(volume);
+                self.tell_of_disk_error(volume);
                 self.begin_detach(volume);
             }
             DiskState::Detaching => self.begin_detach(volume),
@@ -787,8 +788,12 @@ impl Resource {
         }
     }
 
-    fn run_handler_if_configured(&mut self, volume: VolumeNr) {
-        self.run_handler("local-io-error", Some(volume), None);
+    /// The handler may end the machine, so it is called only where `on-io-error` says so.
+    fn tell_of_disk_error(&mut self, volume: VolumeNr) {
+        let disk = self.devices.get(&volume).and_then(|d| d.disk.as_ref());
+        if disk.is_some_and(|d| d.options.on_io_error == OnIoError::CallLocalIoError) {
+            self.run_handler("local-io-error", Some(volume), None);
+        }
     }
 
     fn after_replication(&mut self, volume: VolumeNr, old: &State, new: &State) {

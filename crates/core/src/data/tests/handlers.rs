@@ -1,7 +1,7 @@
 //! Handlers that decide whether a resync starts (semantics.md, 11.5 and 19.2).
 
 use super::*;
-use crate::options::AfterSplitBrain;
+use crate::options::{AfterSplitBrain, OnIoError};
 use crate::state::Role;
 
 const BOTH: [&str; 2] = ["before-resync-target", "before-resync-source"];
@@ -144,7 +144,28 @@ fn a_primary_without_data_calls_its_handler() {
     w.pass(Duration::from_secs(1));
     let called: Vec<_> = w.handlers.iter().map(|h| (h.0, h.1)).collect();
     assert!(called.contains(&(0, "pri-on-incon-degr")), "{called:?}");
-    assert!(called.contains(&(0, "local-io-error")), "{called:?}");
+    assert!(!called.contains(&(0, "local-io-error")), "{called:?}");
+}
+
+#[test]
+fn the_handler_for_disk_errors_is_called_only_where_it_is_asked_for() {
+    for (policy, asked) in [
+        (OnIoError::Detach, false),
+        (OnIoError::CallLocalIoError, true),
+    ] {
+        for failing in [0, 1] {
+            let mut setup = Setup::default();
+            setup.options.handlers = vec!["local-io-error".into()];
+            setup.disk.on_io_error = policy;
+            let mut w = clean(51, 2, setup);
+            w.nodes[failing].fail_data_writes = true;
+            w.write(0, 0, 4096, 1);
+            w.pass(Duration::from_secs(1));
+            let called: Vec<_> = w.handlers.iter().map(|h| (h.0, h.1)).collect();
+            let expected = [(failing, "local-io-error")];
+            assert_eq!(called, expected[..usize::from(asked)]);
+        }
+    }
 }
 
 /// Both nodes have changes of their own: node 0, which is Primary, one block, node 1 ten.
