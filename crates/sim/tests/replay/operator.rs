@@ -286,6 +286,12 @@ impl<'a> Replay<'a> {
                     {
                         Some(vec![0; 4096])
                     }
+                    Packet::RsDeallocatedId(ack)
+                        if ack.sector.0 <= bit * 8
+                            && bit * 8 < ack.sector.end_of(ack.size_bytes).0 =>
+                    {
+                        Some(vec![0; 4096])
+                    }
                     _ => None,
                 },
                 _ => None,
