@@ -16,7 +16,7 @@ use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
 use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Opening};
-use lockstep_front::gate::Access;
+use lockstep_front::gate::{Access, Session};
 use lockstep_front::ublk::Lifetime;
 use lockstep_front::{BlockAccess, BlockNumber, Usage};
 use lockstep_io::port::{PortEvent, PortSink, VolumePort};
@@ -716,11 +716,16 @@ impl Worker {
         }
         // What the operator has suspended is answered by nobody, not even with an error.
         let report = self.board.report(resource);
+        let is_primary = report.as_ref().is_some_and(|r| r.role == Role::Primary);
         if force && !report.is_some_and(|r| r.suspended.iter().any(|reason| reason == "user")) {
             tracing::warn!(
                 resource,
                 "Secondary by force: all I/O of a device in use fails until its last user has gone"
             );
+            let meant = self.devices.iter().filter(|(key, _)| is_meant(key));
+            for (_, served) in meant.filter(|_| is_primary) {
+                Self::count_users(served);
+            }
             return Ok(());
         }
         self.released.insert((resource.to_owned(), volume));
@@ -739,6 +744,22 @@ impl Worker {
             }
         }
         Ok(())
+    }
+
+    /// Who has a Primary's device open without having used it is a user as well: the first request would
+    /// otherwise be one that promotes.
+    fn count_users(served: &Served) {
+        let Some(gate) = served.device.gate() else {
+            return;
+        };
+        let writes = |session: Session| session.access == Some(Access::Write);
+        if gate.session().is_some_and(writes) || served.device.visible_users().is_empty() {
+            return;
+        }
+        if let Err(refused) = gate.open(Access::Write) {
+            let device = served.device.path();
+            tracing::warn!(device = %device.display(), reason = refused.0, "its users are not counted");
+        }
     }
 
     /// Why a resource's I/O is suspended, if it is.

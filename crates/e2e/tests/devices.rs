@@ -221,3 +221,30 @@ fn a_forced_demotion_fails_the_io_of_a_mounted_device_until_it_is_unmounted() ->
     cluster.adm(0, &["secondary", "r0"])?;
     cluster.check_same_data(0, 44)
 }
+
+/// The device had been opened and not used: its first write after the demotion promoted the node again.
+#[test]
+fn a_forced_demotion_fails_the_io_of_who_has_not_begun() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let cluster = Cluster::new(&setup(48))?;
+    cluster.first_primary(0)?;
+    let device = cluster.device(0, 48, 0)?;
+    let user = fs::OpenOptions::new().write(true).open(&device)?;
+    let forced = cluster.setup_raw(0, &["secondary", "r0", "--force"])?;
+    ensure!(forced.status.success(), "{forced:?}");
+    let lost = user
+        .write_all_at(&[1; 4096], 0)
+        .and_then(|()| user.sync_all());
+    ensure!(lost.is_err(), "a write on a Secondary");
+    ensure!(role(&cluster, 0)? == "Secondary", "promoted by a write");
+    let status = cluster.status(0)?;
+    ensure!(status["force-io-failures"] == true, "{status}");
+    drop(user);
+    cluster.wait("the end of the use", |c| {
+        Ok(c.adm_raw(0, &["primary", "r0"])?.status.success())
+    })?;
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 44)
+}
