@@ -532,6 +532,7 @@ impl Resource {
                 result.rule.name()
             ),
         );
+        self.outdated_beside_target(volume, peer, result.rule);
         verdict.strategy = Some(strategy);
         verdict.reconciliation = result.reconciliation;
         verdict.clear_own_slot = result.clear_own_slot;

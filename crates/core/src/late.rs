@@ -11,6 +11,7 @@ use crate::command::ErrorCode;
 use crate::device::{ConnectVerdict, Device};
 use crate::generation::Generations;
 use crate::resource::Resource;
+use crate::rule::Rule;
 use crate::uuids::is_real;
 use crate::validity::Refusal;
 
@@ -142,6 +143,33 @@ impl Resource {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} is of another generation than node {peer} was told"),
         })
+    }
+
+    /// The peer is being resynced beside a Primary that this node does not reach, from data of a generation
+    /// that is unknown here. The two connect when that has ended; until then this disk is no current one.
+    pub(crate) fn outdated_beside_target(&mut self, volume: VolumeNr, peer: NodeId, rule: Rule) {
+        let Some(theirs) = self.peer_uuids(volume, peer) else {
+            return;
+        };
+        let target = theirs.flags.contains(UuidFlags::SYNC_TARGET);
+        let unstable = !theirs.flags.contains(UuidFlags::STABLE);
+        let primaries = theirs.node_mask.without(self.node_id);
+        let current = theirs.current;
+        let own = self.state.disk(volume);
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let knows = disk.is_none_or(|disk| disk.generations.knows(current));
+        if rule == Rule::TargetOfAnother
+            && target
+            && unstable
+            && !primaries.is_empty()
+            && !knows
+            && self.is_lockstep(peer)
+            && self.state.role == Role::Secondary
+            && self.state.stable()
+            && matches!(own, DiskState::UpToDate | DiskState::Consistent)
+        {
+            self.hard_change(Change::new().disk(volume, DiskState::Outdated));
+        }
     }
 
     /// The superblock with a new generation hung when this node gave the disk up, and was written after

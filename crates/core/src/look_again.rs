@@ -83,6 +83,7 @@ impl Resource {
         let at = self.now + PATIENCE.times(1 << doublings);
         self.timers.set_earliest(Timer::LookAgain(volume), at);
         if self.is_busy(volume) {
+            self.compare_with_consistent(volume);
             return;
         }
         if self.state.disk(volume) == DiskState::Consistent {
@@ -98,6 +99,21 @@ impl Resource {
                 continue;
             }
             self.tell_and_compare(volume, peer);
+        }
+    }
+
+    /// A peer that is Consistent gets no writes of this Primary, and may be source of a third node, which
+    /// then waits for it: it is compared although another resync runs.
+    fn compare_with_consistent(&mut self, volume: VolumeNr) {
+        let good = self.state.disk(volume) == DiskState::UpToDate;
+        if self.state.role != Role::Primary || !good || self.new_uuid.is_some() {
+            return;
+        }
+        for peer in self.established_peers().iter() {
+            let consistent = self.state.peer_device(volume, peer).disk == DiskState::Consistent;
+            if consistent && self.is_unequal(volume, peer) {
+                self.tell_and_compare(volume, peer);
+            }
         }
     }
 

@@ -3,6 +3,7 @@
 mod common;
 
 use common::planned_holds;
+use lockstep_sim::extras::Extra;
 
 #[track_caller]
 fn holds(nodes: usize, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
@@ -48,10 +49,26 @@ fn a_verify_that_is_cut_short_is_made_again() {
 /// the node's first write as Primary ended it, although nothing was wrong.
 #[test]
 fn a_question_that_is_older_than_a_connection_says_nothing_of_it() {
-    use lockstep_sim::extras::Extra;
     const KINDS: &str = "stall,stall,stall,disconnect,handover,detach";
     for seed in [24, 44, 55] {
         let kinds = (Some(KINDS), vec![Extra::Every, Extra::Numb]);
         planned_holds(Some(3), seed, kinds, "0-99", "0-999");
     }
+}
+
+/// A node had lost the Primary alone and was UpToDate. It met a third one again and again, which was being
+/// resynced from that Primary and told so, but two such nodes connect only when that has ended.
+#[test]
+fn a_node_that_meets_a_target_of_a_newer_primary_is_outdated() {
+    holds(3, 60_100_251, None, "1-3", "0-1");
+    holds(3, 60_100_251, None, "0-99", "0-999");
+}
+
+/// A Primary was promoted beside a Consistent node, which was source of a third one and got no writes: the
+/// third one waited for those for ever. The two were not compared, because a resync ran.
+#[test]
+fn a_primary_compares_with_a_consistent_node_beside_a_resync() {
+    let handlers = || (None, vec![Extra::Handlers]);
+    planned_holds(Some(3), 2, handlers(), "2,4", "5,7");
+    planned_holds(Some(3), 2, handlers(), "0-99", "0-999");
 }
