@@ -56,6 +56,7 @@ pub fn can_emulate() -> bool {
         "dpkg-deb",
         "apt-get",
         "drbdadm",
+        "dmsetup",
         "mkfs.ext4",
     ]
     .iter()

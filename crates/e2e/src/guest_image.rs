@@ -511,6 +511,7 @@ const PROGRAMS: &[&str] = &[
     "/sbin/drbdmeta",
     "/lib/drbd/drbdadm-84",
     "/lib/drbd/drbdsetup-84",
+    "/sbin/dmsetup",
     "/sbin/mkfs.ext4",
     "/sbin/e2fsck",
 ];

@@ -8,12 +8,17 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::guest::{GUEST_ADDRESS, Guest, GuestSetup, HOST_IN_GUEST, HostFiles};
+use crate::guest_disks::{FailingFile, Fault, dm_commands};
 use crate::guest_drbd::{DRBD_LIMIT, DRBD_PORT, LOST_LINK, drbd_state, wait_state};
 use crate::guest_host::HostNode;
 use crate::guest_line::{Line, LineState, Side};
+use crate::guest_trouble;
 
 /// Size of each disk.
 const DISK_MIB: u64 = 32;
+
+/// Where the kernel's handlers note their names.
+const KERNEL_CALLS: &str = "/run/called";
 
 /// What the kernel logs as an error when the peer's port answers and is closed at once.
 const REFUSED: &[&str] = &[
@@ -32,6 +37,15 @@ pub enum Metadata {
     V09,
     /// The kernel's.
     V08,
+}
+
+/// What the nodes' disks can be told to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Disks {
+    /// They hold.
+    Sound,
+    /// They fail on command ([`Mixed84::set_fault`]). One volume, no exchange, no reboot.
+    CanFail,
 }
 
 /// What a rebooted kernel does.
@@ -58,6 +72,10 @@ pub struct MixedSetup {
     pub volumes: u32,
     /// Access of the guest to the host's files.
     pub host_files: HostFiles,
+    /// Whether the disks can fail.
+    pub disks: Disks,
+    /// Handlers that note their names ([`Mixed84::called`]).
+    pub handlers: &'static [&'static str],
 }
 
 impl MixedSetup {
@@ -70,6 +88,8 @@ impl MixedSetup {
             metadata: Metadata::V09,
             volumes: 1,
             host_files: HostFiles::Hidden,
+            disks: Disks::Sound,
+            handlers: &[],
         }
     }
 }
@@ -86,6 +106,7 @@ pub struct Mixed84 {
     /// that they expect, so both can open connections.
     lines: [Line; 2],
     swapped: bool,
+    failing: Option<FailingFile>,
     dir: tempfile::TempDir,
 }
 
@@ -127,8 +148,14 @@ impl Mixed84 {
             own_port,
             lines,
             swapped: false,
+            failing: None,
             dir,
         };
+        if pair.setup.disks == Disks::CanFail {
+            pair.failing = Some(FailingFile::new(&pair.disk("alfa", 0), pair.dir.path())?);
+            pair.kernel.load_module("dm_mod", "")?;
+            pair.kernel.sh(&dm_commands(Fault::None, DISK_MIB << 11))?;
+        }
         pair.write_own_configuration()?;
         pair.start_daemon()?;
         match pair.setup.metadata {
@@ -180,12 +207,51 @@ impl Mixed84 {
         }
     }
 
-    fn options(&self) -> String {
-        format!(
+    /// What both configurations begin with; handlers note their names in a file.
+    fn options(&self, calls: &str) -> String {
+        let mut text = format!(
             "global {{ usage-count no; }}\nresource r0 {{\n net {{ {} }}\n \
-             disk {{ c-plan-ahead 0; resync-rate 100M; {} }}\n",
+             disk {{ c-plan-ahead 0; resync-rate 100M; {} }}\n handlers {{\n",
             self.setup.net, self.setup.disk
-        )
+        );
+        for name in self.setup.handlers {
+            text += &format!("  {name} \"echo {name} >> {calls}\";\n");
+        }
+        text + " }\n"
+    }
+
+    /// The handlers that a node has called since the last question, one a line.
+    pub fn called(&self, side: guest_trouble::Side) -> Result<String> {
+        if side.is_kernel() {
+            let take = format!("cat {KERNEL_CALLS} 2>/dev/null; rm -f {KERNEL_CALLS}");
+            return self.kernel.sh(&take);
+        }
+        let path = self.dir.path().join("called");
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        let _ = fs::remove_file(path);
+        Ok(text)
+    }
+
+    /// Makes a node's disk fail, or hold again.
+    pub fn set_fault(&self, side: guest_trouble::Side, fault: Fault) -> Result<()> {
+        if side.is_kernel() {
+            return self
+                .kernel
+                .sh(&dm_commands(fault, DISK_MIB << 11))
+                .map(drop);
+        }
+        let failing = self.failing.as_ref().context("disks that can fail")?;
+        failing.set_fault(fault);
+        Ok(())
+    }
+
+    /// Other lines for the `disk` section of both, at once.
+    pub fn adjust_disk(&mut self, disk: &str) -> Result<()> {
+        self.setup.disk = disk.to_string();
+        self.write_kernel_configuration()?;
+        self.write_own_configuration()?;
+        self.kernel.sh("drbdadm adjust r0")?;
+        self.adm(&["adjust", "r0"])
     }
 
     /// Other lines for the `net` section, from the next `up` or `adjust` on. The Lockstep node can
@@ -198,7 +264,7 @@ impl Mixed84 {
     }
 
     fn write_kernel_configuration(&self) -> Result<()> {
-        let mut text = self.options();
+        let mut text = self.options(KERNEL_CALLS);
         for (name, host, port) in [
             ("alfa", HOST_IN_GUEST, self.lines[1].address().port()),
             ("bravo", GUEST_ADDRESS, DRBD_PORT),
@@ -206,10 +272,13 @@ impl Mixed84 {
             text += &format!(" on {name} {{\n  address {host}:{port};\n");
             for volume in 0..self.setup.volumes {
                 let letter = b'a' + 2 * volume as u8 + u8::from(self.swapped);
+                let disk = match self.setup.disks {
+                    Disks::Sound => format!("vd{}", char::from(letter)),
+                    Disks::CanFail => "dm-0".to_string(),
+                };
                 text += &format!(
-                    "  volume {volume} {{ device minor {volume}; disk /dev/vd{}; \
-                     meta-disk internal; }}\n",
-                    char::from(letter)
+                    "  volume {volume} {{ device minor {volume}; disk /dev/{disk}; \
+                     meta-disk internal; }}\n"
                 );
             }
             text += " }\n";
@@ -219,17 +288,22 @@ impl Mixed84 {
 
     fn write_own_configuration(&self) -> Result<()> {
         let image = if self.swapped { "bravo" } else { "alfa" };
-        let mut text = self.options();
+        let calls = self.dir.path().join("called");
+        let mut text = self.options(&calls.display().to_string());
         for (id, name, address) in [
             (0, "alfa", format!("127.0.0.1:{}", self.own_port)),
             (1, "bravo", self.lines[0].address().to_string()),
         ] {
             text += &format!(" on {name} {{\n  node-id {id}; address ipv4 {address};\n");
             for volume in 0..self.setup.volumes {
+                let disk = match &self.failing {
+                    Some(failing) => failing.path().to_path_buf(),
+                    None => self.disk(image, volume),
+                };
                 text += &format!(
                     "  volume {volume} {{ device minor {}; disk {}; meta-disk internal; }}\n",
                     self.setup.minor + volume,
-                    self.disk(image, volume).display()
+                    disk.display()
                 );
             }
             text += " }\n";
@@ -343,6 +417,29 @@ impl Mixed84 {
             })?;
         }
         Ok(())
+    }
+
+    /// Both disks of volume 0 get this size; the volume keeps its own.
+    pub fn grow_disks(&self, mib: u64) -> Result<()> {
+        let own = fs::File::options().write(true).open(self.disk("alfa", 0))?;
+        own.set_len(mib << 20)?;
+        self.kernel.resize_disk(0, mib << 20)?;
+        self.wait("the grown disk in the kernel", |pair| {
+            let sectors = pair.kernel.sh("cat /sys/block/vda/size")?;
+            Ok(sectors.trim() == (mib << 11).to_string())
+        })
+    }
+
+    /// Waits until volume 0 fills disks of this size with its metadata, and the new area is equal.
+    pub fn wait_grown(&self, mib: u64) -> Result<()> {
+        let least = (mib - 1) * 1024;
+        self.wait("the sizes", |pair| {
+            let sectors = pair.kernel.sh("cat /sys/block/drbd0/size")?;
+            let own = pair.node.status()?["devices"][0]["size"].as_u64();
+            let own = own.context("a size")?;
+            Ok(own > least && sectors.trim().parse::<u64>()? / 2 == own)
+        })?;
+        self.wait_in_sync()
     }
 
     /// Both nodes leave, and come back with what is in their configuration by then.

@@ -1,5 +1,5 @@
-//! What tests that give a mixed pair trouble at random share: numbers, a writer on either side, and
-//! the kernel's words for what they do to it.
+//! What tests that give a mixed pair trouble at random share: numbers, the two sides by name, a
+//! writer on either, and the kernel's words for what they do to it.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::guest_drbd::{DRBD_LIMIT, DrbdState, wait_state};
 use crate::guest_mixed::Mixed84;
+use crate::guest_writes::{scribble, scribble_in_kernel};
 
 /// A small generator of numbers; the same seed gives the same plan.
 #[derive(Debug)]
@@ -25,6 +27,82 @@ impl Dice {
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         (self.0 >> 11) % bound
+    }
+}
+
+/// One side or the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The kernel's node.
+    Kernel,
+    /// The Lockstep node.
+    Lockstep,
+}
+
+impl Side {
+    /// Each.
+    pub const BOTH: [Side; 2] = [Side::Kernel, Side::Lockstep];
+
+    /// The other one.
+    pub const fn other(self) -> Side {
+        match self {
+            Side::Kernel => Side::Lockstep,
+            Side::Lockstep => Side::Kernel,
+        }
+    }
+
+    /// Whether it is the kernel.
+    pub const fn is_kernel(self) -> bool {
+        matches!(self, Side::Kernel)
+    }
+
+    /// The host name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Side::Kernel => "bravo",
+            Side::Lockstep => "alfa",
+        }
+    }
+
+    /// `drbdadm` on this side.
+    pub fn adm(self, pair: &Mixed84, words: &[&str]) -> Result<()> {
+        match self {
+            Side::Kernel => {
+                let command = format!("drbdadm {}", words.join(" "));
+                pair.kernel.sh(&command).map(drop)
+            }
+            Side::Lockstep => pair.adm(words),
+        }
+    }
+
+    /// Durable random writes to volume 0.
+    pub fn writes(self, pair: &Mixed84) -> Result<()> {
+        match self {
+            Side::Kernel => scribble_in_kernel(&pair.kernel, 0),
+            Side::Lockstep => scribble(&pair.device(0)?),
+        }
+    }
+
+    /// Waits until its replication is as said; a kernel has one word for both ends.
+    pub fn wait(self, pair: &Mixed84, repl: &str) -> Result<()> {
+        match self {
+            Side::Kernel => {
+                wait_state(&pair.kernel, repl, DRBD_LIMIT, |s| s.connection == repl).map(drop)
+            }
+            Side::Lockstep => pair.wait(repl, |pair| Ok(pair.state(0)?[3] == repl)),
+        }
+    }
+
+    /// Waits until its disk is as said.
+    pub fn wait_disk(self, pair: &Mixed84, disk: &str) -> Result<()> {
+        match self {
+            Side::Kernel => {
+                let begin = format!("{disk}/");
+                let is_it = |s: &DrbdState| s.disks.starts_with(&begin);
+                wait_state(&pair.kernel, disk, DRBD_LIMIT, is_it).map(drop)
+            }
+            Side::Lockstep => pair.wait(disk, |pair| Ok(pair.state(0)?[1] == disk)),
+        }
     }
 }
 
@@ -85,6 +163,14 @@ impl Writer {
         }
     }
 }
+
+/// Words of the kernel about disks that are detached in the middle of a resync: replies and requests
+/// were on their way.
+pub const DETACHED_WORDS: &[&str] = &[
+    "Can not write resync data to local disk.",
+    "drbd_rs_complete_io() called, but extent not found",
+    "Not sending RSDataReply, partner DISKLESS!",
+];
 
 /// Words of the kernel about lost links, ended verifies and refused commands.
 pub const TROUBLE_WORDS: &[&str] = &[

@@ -13,6 +13,7 @@ pub mod wan;
 
 pub mod guest;
 mod guest_base64;
+pub mod guest_disks;
 pub mod guest_drbd;
 pub mod guest_host;
 pub mod guest_image;

@@ -101,32 +101,20 @@ fn change_options(pair: &mut Mixed84, common: &str) -> Result<()> {
     })?;
     pair.wait_in_sync()?;
     ensure!(pair.out_of_sync_kib(0)? == 0, "they differ");
-    Ok(())
-}
-
-const MIB: u64 = 1 << 20;
-
-fn grow_disks(pair: &Mixed84, mib: u64) -> Result<()> {
-    let own = fs::File::options().write(true).open(pair.disk("alfa", 0))?;
-    own.set_len(mib * MIB)?;
-    pair.kernel.resize_disk(0, mib * MIB)?;
-    pair.wait("the grown disk in the kernel", |pair| {
-        let sectors = pair.kernel.sh("cat /sys/block/vda/size")?;
-        Ok(sectors.trim() == (mib * MIB / 512).to_string())
-    })
-}
-
-/// Waits until both volumes have room for `mib` with their metadata, and the new area is equal.
-fn grown(pair: &Mixed84, mib: u64) -> Result<()> {
-    let least = (mib - 1) * 1024;
-    pair.wait("the sizes", |pair| {
-        let sectors = pair.kernel.sh("cat /sys/block/drbd0/size")?;
-        let own = pair.node.status()?["devices"][0]["size"].as_u64();
-        let own = own.context("a size")?;
-        Ok(own > least && sectors.trim().parse::<u64>()? / 2 == own)
+    // The kernel has the pace of the next one.
+    let verifies = |pair: &Mixed84| -> Result<usize> {
+        let log = pair.kernel.sh("dmesg")?;
+        Ok(log.matches("Online verify done").count())
+    };
+    let before = verifies(pair)?;
+    pair.kernel.sh("drbdadm verify r0/0")?;
+    pair.wait("the kernel's own verify", |pair| {
+        Ok(verifies(pair)? > before)
     })?;
     pair.wait_in_sync()
 }
+
+const MIB: u64 = 1 << 20;
 
 fn write_at_end(device: &Path, mib: u64) -> Result<()> {
     let seek = (mib - 2) * 256;
@@ -140,17 +128,17 @@ fn write_at_end(device: &Path, mib: u64) -> Result<()> {
 }
 
 fn resize(pair: &Mixed84) -> Result<()> {
-    grow_disks(pair, 40)?;
+    pair.grow_disks(40)?;
     pair.kernel.sh("drbdadm resize r0")?;
-    grown(pair, 40)?;
+    pair.wait_grown(40)?;
     let seek = 38 * 256;
     pair.kernel.sh(&format!(
         "dd if=/dev/urandom of=/dev/drbd0 bs=4k count=64 seek={seek} conv=notrunc,fsync"
     ))?;
     pair.hand_to_lockstep()?;
-    grow_disks(pair, 48)?;
+    pair.grow_disks(48)?;
     pair.adm(&["resize", "r0"])?;
-    grown(pair, 48)?;
+    pair.wait_grown(48)?;
     let device = pair.device(0)?;
     pair.wait("the device's size", |_| {
         let name = device.file_name().context("a name")?;
