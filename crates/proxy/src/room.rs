@@ -1,7 +1,10 @@
 //! Memory of large blocks. What is freed is kept for the next block of about that size: a fresh one
-//! from the system costs a page fault for every 4 KiB, which is more than a fast codec can spare.
-//! Only blocks of a chunk's order of size are kept, and only so many; the rest is the allocator's.
+//! from the system costs a page fault for every 4 KiB, on a virtual machine often one of the host as
+//! well, which is more than a fast codec can spare. Only blocks of a chunk's order of size are kept;
+//! the rest is the allocator's. Blocks in use and kept ones together are never more than there were
+//! in use at once, and what nobody needs goes back to the system, half of it in about ten seconds.
 
+use std::collections::VecDeque;
 use std::ops::Deref;
 use std::sync::{Mutex, PoisonError};
 
@@ -13,18 +16,74 @@ const UNIT: usize = 64 << 10;
 const LEAST: usize = 4 * UNIT;
 /// Units of the largest block.
 const UNITS_MAX: usize = CHUNK_MAX / UNIT;
-/// Bytes that are kept for all connections together.
+/// Bytes that stay for all connections together, however long nobody needs them.
 const KEEP_BYTES: usize = 16 << 20;
+/// The part of idle memory that each call of `age` gives back.
+const AGE_PART: usize = 16;
 
-static KEPT: Mutex<Kept> = Mutex::new(Kept {
-    by_units: [const { Vec::new() }; UNITS_MAX + 1],
-    bytes: 0,
-});
+static KEPT: Mutex<Kept> = Mutex::new(Kept::new());
 
-/// Free blocks by the count of their units.
+/// Free blocks by the count of their units, the one freed last at the end.
 struct Kept {
-    by_units: [Vec<Vec<u8>>; UNITS_MAX + 1],
+    by_units: [VecDeque<Vec<u8>>; UNITS_MAX + 1],
     bytes: usize,
+    /// The least of `bytes` since the last call of `age`: so much nobody has needed.
+    idle_bytes: usize,
+}
+
+impl Kept {
+    const fn new() -> Kept {
+        Kept {
+            by_units: [const { VecDeque::new() }; UNITS_MAX + 1],
+            bytes: 0,
+            idle_bytes: 0,
+        }
+    }
+
+    fn keep(&mut self, bytes: Vec<u8>) {
+        self.bytes += bytes.capacity();
+        self.by_units[bytes.capacity() / UNIT].push_back(bytes);
+    }
+
+    fn take(&mut self, units: usize) -> Option<Vec<u8>> {
+        let found = self.by_units[units].pop_back()?;
+        self.shrink_by(found.capacity());
+        Some(found)
+    }
+
+    fn shrink_by(&mut self, bytes: usize) {
+        self.bytes -= bytes;
+        self.idle_bytes = self.idle_bytes.min(self.bytes);
+    }
+
+    /// Takes out at least so many bytes of what is more than stays, the longest unused of the
+    /// commonest size first.
+    fn spare(&mut self, bytes: usize) -> Vec<Vec<u8>> {
+        let end = self.bytes.saturating_sub(bytes).max(KEEP_BYTES);
+        let mut spared = Vec::new();
+        while self.bytes > end {
+            let most = |units: &usize| self.by_units[*units].len() * units;
+            let Some(block) = (0..=UNITS_MAX)
+                .max_by_key(most)
+                .and_then(|units| self.by_units[units].pop_front())
+            else {
+                break;
+            };
+            self.shrink_by(block.capacity());
+            spared.push(block);
+        }
+        spared
+    }
+
+    fn age(&mut self) -> Vec<Vec<u8>> {
+        let idle = self.idle_bytes.saturating_sub(KEEP_BYTES);
+        let spared = match idle {
+            0 => Vec::new(),
+            _ => self.spare(idle.div_ceil(AGE_PART)),
+        };
+        self.idle_bytes = self.bytes;
+        spared
+    }
 }
 
 /// Bytes whose memory is kept when nobody has them any more.
@@ -103,10 +162,18 @@ pub(crate) fn give(bytes: Vec<u8>) {
         return;
     }
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if kept.bytes + size <= KEEP_BYTES {
-        kept.bytes += size;
-        kept.by_units[size / UNIT].push(bytes);
-    }
+    kept.keep(bytes);
+}
+
+/// Gives back some of what nobody has needed since the last call, to be called once in a second.
+/// Says whether there is more than what stays.
+pub(crate) fn age() -> bool {
+    let (spared, is_more) = {
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        (kept.age(), kept.bytes > KEEP_BYTES)
+    };
+    drop(spared);
+    is_more
 }
 
 fn take(len: usize) -> Vec<u8> {
@@ -116,11 +183,13 @@ fn take(len: usize) -> Vec<u8> {
     let units = len.div_ceil(UNIT);
     let found = {
         let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = kept.by_units[units].pop();
-        kept.bytes -= found.as_ref().map_or(0, Vec::capacity);
-        found
+        // A block of another size goes for the fresh one, so that memory does not grow.
+        kept.take(units).ok_or_else(|| kept.spare(units * UNIT))
     };
-    found.unwrap_or_else(|| Vec::with_capacity(units * UNIT))
+    found.unwrap_or_else(|spared| {
+        drop(spared);
+        Vec::with_capacity(units * UNIT)
+    })
 }
 
 #[cfg(test)]
@@ -146,16 +215,60 @@ mod tests {
         assert_eq!(filled(CHUNK_MAX + 1).len(), CHUNK_MAX + 1);
     }
 
+    fn in_use(kept: &mut Kept, used: &mut Vec<Vec<u8>>, units: usize) {
+        let block = kept.take(units).unwrap_or_else(|| {
+            drop(kept.spare(units * UNIT));
+            Vec::with_capacity(units * UNIT)
+        });
+        used.push(block);
+    }
+
     #[test]
-    fn what_is_kept_is_bounded() {
-        let blocks: Vec<Block> = (0..64).map(|_| Block::from(filled(CHUNK_MAX))).collect();
-        drop(blocks);
-        for size in [CHUNK_MAX + UNIT, LEAST - UNIT, LEAST + 1] {
-            give(Vec::with_capacity(size));
+    fn blocks_kept_and_in_use_are_not_more_than_there_were_in_use_at_once() {
+        let (mut kept, mut used) = (Kept::new(), Vec::new());
+        let most = 4 * KEEP_BYTES;
+        for round in 0..2000 {
+            let units = 4 + round * 7 % (UNITS_MAX - 3);
+            in_use(&mut kept, &mut used, units);
+            let mut sum: usize = used.iter().map(Vec::capacity).sum();
+            while sum > most - CHUNK_MAX || round % 300 > 250 && !used.is_empty() {
+                let block = used.swap_remove(round % used.len());
+                sum -= block.capacity();
+                kept.keep(block);
+            }
+            let free: usize = kept.by_units.iter().flatten().map(Vec::capacity).sum();
+            assert_eq!(free, kept.bytes);
+            // What stays in any case comes on top.
+            assert!(sum + free <= most + KEEP_BYTES, "round {round}: {sum} and {free}");
         }
-        let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        let sizes = kept.by_units.iter().flatten().map(Vec::capacity);
-        assert_eq!(sizes.sum::<usize>(), kept.bytes);
-        assert!(kept.bytes <= KEEP_BYTES);
+        assert!(kept.bytes > KEEP_BYTES);
+    }
+
+    #[test]
+    fn idle_memory_goes_back_and_what_is_in_turn_stays() {
+        let mut kept = Kept::new();
+        for _ in 0..256 {
+            kept.keep(Vec::with_capacity(CHUNK_MAX));
+        }
+        assert!(kept.age().is_empty(), "nothing was idle for the time between two calls");
+        let all = kept.bytes;
+        // Half of it is needed in each second.
+        for _ in 0..300 {
+            let used: Vec<_> = (0..128).filter_map(|_| kept.take(UNITS_MAX)).collect();
+            assert_eq!(used.len(), 128);
+            used.into_iter().for_each(|block| kept.keep(block));
+            drop(kept.age());
+        }
+        assert!(kept.bytes >= 128 * CHUNK_MAX && kept.bytes <= 128 * CHUNK_MAX + KEEP_BYTES);
+        let begin = kept.bytes;
+        for _ in 0..12 {
+            drop(kept.age());
+        }
+        assert!(kept.bytes < begin * 6 / 10, "{} of {begin}", kept.bytes);
+        for _ in 0..300 {
+            drop(kept.age());
+        }
+        assert_eq!(kept.bytes, KEEP_BYTES);
+        assert!(all > begin);
     }
 }

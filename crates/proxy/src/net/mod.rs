@@ -50,6 +50,9 @@ const ACCEPT_REST: Duration = Duration::from_millis(200);
 /// Time between looks at the wall clock.
 const WALL_EVERY: Duration = Duration::from_secs(20);
 
+/// Time between looks for memory that nobody needs any more, while there is any.
+const AGE_EVERY: Duration = Duration::from_secs(1);
+
 /// What an epoll event belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
@@ -97,6 +100,7 @@ pub(crate) struct Reactor {
     scratch: Vec<u8>,
     started: Clock,
     wall_at: Clock,
+    age_at: Clock,
     stopping: bool,
     /// Everything now belongs to another process.
     handed: bool,
@@ -138,6 +142,7 @@ impl Reactor {
             scratch: vec![0; TURN_BYTES],
             started,
             wall_at: started,
+            age_at: started,
             stopping: false,
             handed: false,
             resting: Vec::new(),
@@ -328,7 +333,7 @@ impl Reactor {
         if !self.resting.is_empty() {
             wait = wait.min(ACCEPT_REST);
         }
-        wait
+        wait.min(self.age_at.saturating_duration_since(Clock::now()))
     }
 
     fn clocks(&mut self) {
@@ -341,6 +346,10 @@ impl Reactor {
         }
         if !self.resting.is_empty() {
             self.wake_listeners();
+        }
+        if Clock::now() >= self.age_at {
+            let is_more = crate::room::age();
+            self.age_at = Clock::now() + if is_more { AGE_EVERY } else { WALL_EVERY };
         }
         let late: Vec<u64> = self
             .pending
