@@ -239,7 +239,10 @@ mod tests {
             let free: usize = kept.by_units.iter().flatten().map(Vec::capacity).sum();
             assert_eq!(free, kept.bytes);
             // What stays in any case comes on top.
-            assert!(sum + free <= most + KEEP_BYTES, "round {round}: {sum} and {free}");
+            assert!(
+                sum + free <= most + KEEP_BYTES,
+                "round {round}: {sum} and {free}"
+            );
         }
         assert!(kept.bytes > KEEP_BYTES);
     }
@@ -250,7 +253,10 @@ mod tests {
         for _ in 0..256 {
             kept.keep(Vec::with_capacity(CHUNK_MAX));
         }
-        assert!(kept.age().is_empty(), "nothing was idle for the time between two calls");
+        assert!(
+            kept.age().is_empty(),
+            "nothing was idle for the time between two calls"
+        );
         let all = kept.bytes;
         // Half of it is needed in each second.
         for _ in 0..300 {
