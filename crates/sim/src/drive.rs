@@ -228,7 +228,7 @@ impl<'a> Drive<'a> {
             // With protocol A nobody waits for what a stream or a process holds that stands still.
             let holds = || {
                 w.stands_still()
-                    .then(|| "a stream or a process stands still".to_string())
+                    .then(|| "a stream, a process or a disk stands still".to_string())
             };
             let missing = match lacks_a_disk {
                 true => Some(String::new()),

@@ -491,7 +491,11 @@ impl World {
     pub fn stands_still(&self) -> bool {
         let mut wires = self.links.values().flat_map(|l| l.wires.iter().flatten());
         let frozen = self.nodes.iter().any(|n| n.frozen_until > self.now);
-        frozen || wires.any(|wire| wire.stalled_until > self.now)
+        // What a disk began while it was slow takes its time although it works again.
+        let mut disks = self.nodes.iter().flat_map(|n| &n.disks);
+        frozen
+            || wires.any(|wire| wire.stalled_until > self.now)
+            || disks.any(|disk| !disk.flying_meta.is_empty())
     }
 
     /// Opens or closes a direction.

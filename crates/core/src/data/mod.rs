@@ -206,8 +206,12 @@ pub struct ConnIo {
     pub(crate) epoch_is_open: bool,
     /// Barriers sent and not acked: epoch and unconfirmed writes.
     pub(crate) unacked: VecDeque<(u32, u32)>,
+    /// When the first of them was sent, or became the first.
+    pub(crate) barrier_since: crate::time::Instant,
     /// Writes sent and neither barrier-acked nor confirmed, in order.
     pub(crate) sent: VecDeque<Key>,
+    /// When writes were sent that had been kept back.
+    pub(crate) resent_at: crate::time::Instant,
     /// Counts of all writes sent and of those settled on this link.
     pub(crate) sent_count: u64,
     pub(crate) settled_count: u64,

@@ -431,16 +431,7 @@ impl Resource {
         if let Some(io) = self.peer_io(volume, peer) {
             io.sent_sectors += u64::from(size) / Sector::SIZE;
         }
-        if !self.timers.is_set(Timer::RequestAge(peer)) {
-            let span = self.connections.get(&peer).map_or(Duration(0), |c| {
-                Duration::from_tenths(u64::from(c.net.timeout_tenths))
-                    .times(u64::from(c.net.ko_count))
-            });
-            if span.0 > 0 {
-                let at = self.now + span;
-                self.timers.set(Timer::RequestAge(peer), at);
-            }
-        }
+        self.watch_age(peer);
         let payload = if packet.payload_len() > 0 {
             payload
         } else {
@@ -890,11 +881,17 @@ impl Resource {
             0 if !refused => return,
             // Nothing of it is left, so that nothing is acked.
             0 => self.epoch_is_acked(peer, barrier),
-            writes => conn.io.unacked.push_back((barrier, writes)),
+            writes => {
+                if conn.io.unacked.is_empty() {
+                    conn.io.barrier_since = self.now;
+                }
+                conn.io.unacked.push_back((barrier, writes));
+            }
         }
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.io.epoch_is_open = false;
         }
+        self.watch_age(peer);
         self.send(
             peer,
             Stream::Data,
@@ -922,6 +919,7 @@ impl Resource {
             return;
         }
         conn.io.unacked.pop_front();
+        conn.io.barrier_since = self.now;
         self.epoch_is_acked(peer, barrier);
         let set_size = set_size + u32::from(planted!(self, BarrierAckAcrossEpochs));
         self.settle_sent(peer, set_size);
@@ -1093,6 +1091,9 @@ impl Resource {
                 if resends && !planted!(self, ParkedNotResent) {
                     // The epoch may be over since long: its barrier follows.
                     self.io.barriers_due = true;
+                    if let Some(conn) = self.connections.get_mut(&peer) {
+                        conn.io.resent_at = self.now;
+                    }
                     self.send_write(peer, key);
                 }
             }
@@ -1126,29 +1127,47 @@ impl Resource {
         }
     }
 
-    /// Drops a connection whose oldest write is without an answer for `ko-count` × `timeout`.
-    pub(crate) fn check_request_age(&mut self, peer: NodeId) {
-        let Some(conn) = self.connections.get(&peer) else {
-            return;
-        };
-        let limit = Duration::from_tenths(u64::from(conn.net.timeout_tenths))
-            .times(u64::from(conn.net.ko_count));
-        if limit.0 == 0 || conn.link.is_none() || planted!(self, KoCountIgnored) {
-            return;
+    /// How long a write or a barrier may be without an answer; none if for ever.
+    fn answer_limit(&self, peer: NodeId) -> Option<Duration> {
+        let net = &self.connections.get(&peer)?.net;
+        let limit =
+            Duration::from_tenths(u64::from(net.timeout_tenths)).times(u64::from(net.ko_count));
+        (limit.0 > 0).then_some(limit)
+    }
+
+    fn watch_age(&mut self, peer: NodeId) {
+        if let Some(limit) = self.answer_limit(peer)
+            && !self.timers.is_set(Timer::RequestAge(peer))
+        {
+            self.timers.set(Timer::RequestAge(peer), self.now + limit);
         }
-        let oldest = conn
-            .io
-            .sent
-            .front()
-            .and_then(|key| self.io.requests.get(*key));
-        // An epoch that is still open is nobody's fault.
-        let Some(since) = oldest.filter(|r| r.pending.contains(peer) || r.epoch != self.io.epoch)
+    }
+
+    /// Drops a connection whose oldest write or barrier is without an answer for `ko-count` × `timeout`.
+    pub(crate) fn check_request_age(&mut self, peer: NodeId) {
+        let (Some(limit), Some(conn)) = (self.answer_limit(peer), self.connections.get(&peer))
         else {
             return;
         };
-        let due = since.submitted_at + limit;
+        if conn.link.is_none() || planted!(self, KoCountIgnored) {
+            return;
+        }
+        let io = &conn.io;
+        let Some(oldest) = io.sent.front().and_then(|key| self.io.requests.get(*key)) else {
+            return;
+        };
+        let (what, since) = if oldest.pending.contains(peer) {
+            ("write", oldest.submitted_at.max(io.resent_at))
+        } else if !io.unacked.is_empty() {
+            ("barrier", io.barrier_since)
+        } else {
+            // An epoch that is still open, for instance because another peer has not answered, is
+            // not this one's fault.
+            return;
+        };
+        let due = since + limit;
         if due <= self.now {
-            let text = format!("a write is without an answer for {} ms", limit.as_millis());
+            let text = format!("a {what} is without an answer for {} ms", limit.as_millis());
             self.log(crate::report::Level::Error, Some(peer), None, text);
             self.drop_connection(peer, ConnState::Timeout);
         } else {

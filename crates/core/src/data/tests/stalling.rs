@@ -280,3 +280,31 @@ fn what_a_kernel_84_does_not_answer_to_a_node_without_a_disk_is_asked_for_again(
         assert_eq!(w.log.iter().filter(|t| t.contains("unknown")).count(), 0);
     }
 }
+
+/// A write that one peer does not answer keeps the epoch open: the other one owes nothing. What was kept back
+/// and is sent late is not late at once.
+#[test]
+fn only_a_peer_that_does_not_answer_is_dropped() {
+    let mut w = clean(5, 3, Setup::default());
+    let early = w.write(0, 0, 4096, 1);
+    // Until no timer of it runs.
+    w.pass(Duration::from_secs(60));
+    assert!(w.done(0, early));
+    w.hanging.node = Some(1);
+    let late = w.write(0, 8, 4096, 2);
+    // ko-count 7, timeout 6 s.
+    w.pass(Duration::from_secs(41));
+    assert!(!w.done(0, late));
+    let dropped = |w: &World| {
+        let told = |line: &&String| line.contains("without an answer");
+        w.log.iter().filter(told).count()
+    };
+    w.pass(Duration::from_secs(2));
+    assert!(w.done(0, late), "{:#?}", w.log);
+    w.pass(Duration::from_secs(10));
+    assert_eq!(w.repl(0, 2), ReplState::Established);
+    assert_eq!(dropped(&w), 1, "{:#?}", w.log);
+    w.answers_again();
+    w.pass_until("in sync again", 60, World::in_sync);
+    w.check_same_data();
+}
