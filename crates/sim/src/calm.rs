@@ -169,9 +169,10 @@ pub(crate) fn nobody_is_misunderstood(w: &mut World, node: usize, peer: NodeId, 
 }
 
 /// Words of errors that are policy, or that faults of the world explain.
-const CAUSES: [&str; 10] = [
+const CAUSES: [&str; 11] = [
     "blocks that could not be copied",
     "a write is without an answer for",
+    "a barrier is without an answer for",
     "fence-peer ended with",
     "before-resync-",
     "the connection was refused",
