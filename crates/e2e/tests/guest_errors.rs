@@ -162,10 +162,15 @@ fn bad_block(pair: &Mixed84, failing: Side, primary: Side, first: First) -> Resu
     use_it(pair, primary, failing.other(), first)?;
     failing.wait_disk(pair, "Inconsistent")?;
     pair.set_fault(failing, Fault::None)?;
-    // When it is attached again, it gets what it may lack.
-    failing.adm(pair, &["detach", "r0"])?;
-    failing.wait_disk(pair, "Diskless")?;
-    failing.adm(pair, &["attach", "r0"])?;
+    if failing == primary {
+        // It is copied as a whole.
+        failing.adm(pair, &["invalidate", "r0/0"])?;
+    } else {
+        // When it is attached again, it gets what it may lack.
+        failing.adm(pair, &["detach", "r0"])?;
+        failing.wait_disk(pair, "Diskless")?;
+        failing.adm(pair, &["attach", "r0"])?;
+    }
     pair.wait_in_sync()?;
     ensure!(stored(pair, failing)? == stored(pair, failing.other())?);
     primary.adm(pair, &["secondary", "r0"])

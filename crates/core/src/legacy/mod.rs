@@ -113,11 +113,13 @@ fn is_spoken(packet: &Packet) -> bool {
     )
 }
 
-/// A step of a resync that 8.4 nodes do not announce: it starts with the packet of its UUID.
+/// A step of a resync that 8.4 nodes do not announce: it starts with the packet of its UUID. A kernel that is
+/// told of a full sync that it has asked for, before it has moved itself, compares generations instead.
 pub(crate) fn is_silent(before: ReplState, after: ReplState) -> bool {
     let running = |repl| matches!(repl, ReplState::SyncSource | ReplState::SyncTarget);
     let starting = !matches!(before, ReplState::PausedSyncS | ReplState::PausedSyncT);
-    matches!(after, ReplState::WfSyncUuid | ReplState::Behind)
+    let full = [ReplState::StartingSyncS, ReplState::StartingSyncT].contains(&after);
+    full || matches!(after, ReplState::WfSyncUuid | ReplState::Behind)
         || (running(after) && starting && before != after)
 }
 
