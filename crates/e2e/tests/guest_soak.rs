@@ -108,6 +108,11 @@ fn trouble(pair: &mut Mixed84, dice: &mut Dice, kernel_writes: bool) -> Result<S
             side.wait_disk(pair, "Diskless")?;
             sleep(pause);
             side.adm(pair, &["attach", "r0"])?;
+            if side.is_kernel() {
+                // It gives up a disk whose attaching is cut (Negotiating -> Diskless), and fails its own
+                // users then.
+                pair.wait_in_sync()?;
+            }
             pair.line_state(LineState::Down);
             pair.line_state(LineState::Up);
             format!("{side:?} without a disk, cut when it is back")
