@@ -45,10 +45,15 @@ impl Kept {
         self.by_units[bytes.capacity() / UNIT].push_back(bytes);
     }
 
-    fn take(&mut self, units: usize) -> Option<Vec<u8>> {
-        let found = self.by_units[units].pop_back()?;
-        self.shrink_by(found.capacity());
-        Some(found)
+    /// A block, or what has to go for a fresh one, so that memory does not grow.
+    fn take(&mut self, units: usize) -> Result<Vec<u8>, Vec<Vec<u8>>> {
+        match self.by_units[units].pop_back() {
+            Some(found) => {
+                self.shrink_by(found.capacity());
+                Ok(found)
+            }
+            None => Err(self.spare(units * UNIT)),
+        }
     }
 
     fn shrink_by(&mut self, bytes: usize) {
@@ -183,8 +188,7 @@ fn take(len: usize) -> Vec<u8> {
     let units = len.div_ceil(UNIT);
     let found = {
         let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        // A block of another size goes for the fresh one, so that memory does not grow.
-        kept.take(units).ok_or_else(|| kept.spare(units * UNIT))
+        kept.take(units)
     };
     found.unwrap_or_else(|spared| {
         drop(spared);
@@ -215,12 +219,17 @@ mod tests {
         assert_eq!(filled(CHUNK_MAX + 1).len(), CHUNK_MAX + 1);
     }
 
-    fn in_use(kept: &mut Kept, used: &mut Vec<Vec<u8>>, units: usize) {
-        let block = kept.take(units).unwrap_or_else(|| {
-            drop(kept.spare(units * UNIT));
-            Vec::with_capacity(units * UNIT)
-        });
-        used.push(block);
+    #[test]
+    fn only_blocks_of_a_chunks_order_of_size_are_kept() {
+        let before: Vec<Block> = (0..64).map(|_| Block::from(filled(CHUNK_MAX))).collect();
+        drop(before);
+        for size in [CHUNK_MAX + UNIT, LEAST - UNIT, LEAST + 1] {
+            give(Vec::with_capacity(size));
+        }
+        let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        let sizes = || kept.by_units.iter().flatten().map(Vec::capacity);
+        assert_eq!(sizes().sum::<usize>(), kept.bytes);
+        assert!(sizes().all(|size| size >= LEAST && size <= CHUNK_MAX && size % UNIT == 0));
     }
 
     #[test]
@@ -229,7 +238,8 @@ mod tests {
         let most = 4 * KEEP_BYTES;
         for round in 0..2000 {
             let units = 4 + round * 7 % (UNITS_MAX - 3);
-            in_use(&mut kept, &mut used, units);
+            let block = kept.take(units);
+            used.push(block.unwrap_or_else(|_| Vec::with_capacity(units * UNIT)));
             let mut sum: usize = used.iter().map(Vec::capacity).sum();
             while sum > most - CHUNK_MAX || round % 300 > 250 && !used.is_empty() {
                 let block = used.swap_remove(round % used.len());
@@ -260,7 +270,7 @@ mod tests {
         let all = kept.bytes;
         // Half of it is needed in each second.
         for _ in 0..300 {
-            let used: Vec<_> = (0..128).filter_map(|_| kept.take(UNITS_MAX)).collect();
+            let used: Vec<_> = (0..128).filter_map(|_| kept.take(UNITS_MAX).ok()).collect();
             assert_eq!(used.len(), 128);
             used.into_iter().for_each(|block| kept.keep(block));
             drop(kept.age());
