@@ -229,7 +229,7 @@ mod tests {
         let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
         let sizes = || kept.by_units.iter().flatten().map(Vec::capacity);
         assert_eq!(sizes().sum::<usize>(), kept.bytes);
-        assert!(sizes().all(|size| size >= LEAST && size <= CHUNK_MAX && size % UNIT == 0));
+        assert!(sizes().all(|size| (LEAST..=CHUNK_MAX).contains(&size) && size % UNIT == 0));
     }
 
     #[test]

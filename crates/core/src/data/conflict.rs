@@ -502,6 +502,7 @@ impl Resource {
             for (epoch, _) in conn.io.unacked.drain(..=at) {
                 conn.io.conflicts.refused.remove(&epoch);
             }
+            conn.io.barrier_since = self.now;
         }
         self.settle_sent(peer, skipped + count);
         true
