@@ -150,6 +150,14 @@ pub const BY_NAME: [(Fault, &str); 12] = [
     (Fault::Promote, "promote"),
 ];
 
+/// Kinds that make a disk report errors.
+pub const ERRORS: [Fault; 4] = [
+    Fault::ReadError,
+    Fault::WriteError,
+    Fault::FlushError,
+    Fault::MetaError,
+];
+
 /// Kinds that break no link and let no node die: only beside these nobody can become Primary while
 /// there is one, so that an attempt must be refused.
 pub const CALM: [Fault; 14] = [

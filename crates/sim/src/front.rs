@@ -202,6 +202,8 @@ impl World {
                     check::flushed_is_durable(self, node, asked.volume, asked.start);
                     let oldest = self.oldest_read();
                     self.history.flushed(asked.volume, asked.start, oldest);
+                } else if self.has_lost_disk(node, asked.volume) {
+                    self.history.flush_failed(asked.volume, now);
                 }
             }
             RequestKind::Write { .. } | RequestKind::Discard | RequestKind::Zeroes { .. } => {
@@ -239,6 +241,17 @@ impl World {
         if let Some(payload) = asked.payload {
             self.release(node, payload.buf);
         }
+    }
+
+    /// The node's disk had an error, and it goes on without it. If a flush fails then, its peers may have
+    /// lost what was in their caches just as well: semantics.md 13.8 takes a peer of the generation that
+    /// applications see for UpToDate, and nobody but the flush that failed could tell them.
+    fn has_lost_disk(&mut self, node: usize, volume: u16) -> bool {
+        let v = usize::from(volume);
+        let holds = self
+            .view(node)
+            .is_some_and(|view| view.holders[v] & 1 << node != 0);
+        self.nodes[node].disks[v].had_errors && !holds && !self.history.several_writers
     }
 
     /// A node whose own disk is good has no reason to fail a request.

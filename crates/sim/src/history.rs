@@ -35,6 +35,15 @@ struct Version {
     superseded_hard: u64,
 }
 
+/// Which writes an event may take back, of those that are not durable.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Which {
+    /// All: what was under way ends with it.
+    All,
+    /// Those that are over. The others go on.
+    Acknowledged,
+}
+
 /// One block's versions, oldest first.
 #[derive(Clone, Debug)]
 struct Register {
@@ -144,6 +153,22 @@ impl Register {
                     v.superseded_hard = v.superseded_hard.min(end);
                 }
             }
+        }
+    }
+
+    /// What is not durable may be lost. Only durable versions still supersede others.
+    fn unflushed_may_be_lost(&mut self, now: u64, which: Which) {
+        for v in &mut self.versions {
+            v.superseded = v.superseded_hard;
+            v.superseded_settled = v.superseded_hard;
+            let goes_on = v.acked == NEVER && v.dead == NEVER;
+            if v.hard || goes_on && which == Which::Acknowledged {
+                continue;
+            }
+            v.settled = false;
+            v.end = NEVER;
+            v.acked = NEVER;
+            v.dead = v.dead.min(now);
         }
     }
 
@@ -281,16 +306,14 @@ impl History {
     /// Writes that were not flushed may be lost.
     pub fn unflushed_may_be_lost(&mut self, now: u64) {
         for register in self.volumes.iter_mut().flat_map(|v| &mut v.registers) {
-            for v in &mut register.versions {
-                v.superseded = v.superseded_hard;
-                v.superseded_settled = v.superseded_hard;
-                if !v.hard {
-                    v.settled = false;
-                    v.end = NEVER;
-                    v.acked = NEVER;
-                    v.dead = v.dead.min(now);
-                }
-            }
+            register.unflushed_may_be_lost(now, Which::All);
+        }
+    }
+
+    /// A flush has failed: what was acknowledged and is not durable may be lost from now on.
+    pub fn flush_failed(&mut self, volume: u16, now: u64) {
+        for register in &mut self.volume(volume).registers {
+            register.unflushed_may_be_lost(now, Which::Acknowledged);
         }
     }
 
@@ -463,6 +486,25 @@ mod tests {
         h.flushed(0, 110, 110);
         h.unflushed_may_be_lost(120);
         assert!(h.read(0, 1, 7, 130, 140).is_err());
+    }
+
+    #[test]
+    fn a_flush_that_failed_saves_nothing_but_takes_nothing_durable() {
+        let mut h = History::default();
+        h.write_starts(0, 1, (7, 0), 10, false);
+        h.write_ends(0, 1, 7, 10, 20, true);
+        h.write_starts(0, 1, (8, 0), 30, false);
+        h.write_ends(0, 1, 8, 30, 40, false);
+        assert!(h.clone().read(0, 1, 7, 50, 60).is_err());
+        h.write_starts(0, 1, (9, 0), 45, false);
+        h.flush_failed(0, 50);
+        assert!(h.clone().read(0, 1, 0, 60, 70).is_err());
+        assert!(h.clone().read(0, 1, 8, 60, 70).is_ok());
+        assert!(h.clone().read(0, 1, 7, 60, 70).is_ok());
+        // What was under way, and ends later, is there.
+        h.write_ends(0, 1, 9, 45, 80, false);
+        assert!(h.clone().read(0, 1, 7, 90, 99).is_err());
+        assert!(h.read(0, 1, 9, 90, 99).is_ok());
     }
 
     #[test]

@@ -717,14 +717,24 @@ impl Operator {
         true
     }
 
+    /// The first node takes the disk of the second for UpToDate.
+    fn holds(&self, w: &mut World, node: usize, whose: usize, volume: u16) -> bool {
+        let view = w.view(node);
+        view.is_some_and(|v| v.holders[usize::from(volume)] & 1 << whose != 0)
+    }
+
     /// Takes a disk away; the node goes on without.
     pub fn detach(&mut self, w: &mut World, node: usize, volume: u16, force: bool) -> bool {
         let may = self.is_up(node) && w.has_disk(node);
         if !may || self.is_changing() || self.primary.is_none() {
             return false;
         }
-        // With protocols A and B the Primary's own disk may be the only one with all data.
-        let only = w.config.protocol != Protocol::C && self.primary == Some(node);
+        // With protocols A and B the Primary's own disk may be the only one with all data. Where it has
+        // none, the last of its peers may not have written yet what it has acknowledged.
+        let only = w.config.protocol != Protocol::C
+            && self
+                .primary
+                .is_some_and(|primary| primary == node || !self.holds(w, primary, primary, volume));
         let force = force && !(only && w.config.weather == Weather::ByPlace);
         // Who had everything until now must be known: without its disk the node cannot tell.
         self.learn(w);

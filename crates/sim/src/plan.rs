@@ -247,6 +247,11 @@ impl Plan {
         let mut kinds = kinds(orders, part(Part::Kinds, 0));
         kinds.extend(&theme.kinds);
         kinds.retain(|kind| !theme.without.contains(kind));
+        if kinds.iter().any(|kind| faults::ERRORS.contains(kind)) {
+            // Protocols A and B promise nothing once the Primary's own disk, and then its link, fail.
+            config.protocol = Protocol::C;
+            settings.net.protocol = Protocol::C;
+        }
         if !kinds.iter().all(|kind| faults::CALM.contains(kind)) {
             kinds.retain(|kind| *kind != Fault::Promote);
         }

@@ -102,11 +102,6 @@ pub(crate) fn choose(seed: u64, config: &mut Config, settings: &mut Settings) ->
             ReadBalancing::Striping(15),
         ]);
     }
-    if theme.kinds.contains(&Fault::WriteError) {
-        // Protocols A and B promise nothing once the Primary's own disk, and then its link, fail.
-        config.protocol = Protocol::C;
-        settings.net.protocol = config.protocol;
-    }
     if theme.edges {
         config.blocks -= rng.below(100);
     }
