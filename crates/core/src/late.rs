@@ -4,7 +4,7 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::change::Change;
 use crate::command::ErrorCode;
@@ -12,7 +12,7 @@ use crate::device::{ConnectVerdict, Device};
 use crate::generation::Generations;
 use crate::resource::Resource;
 use crate::rule::Rule;
-use crate::uuids::is_real;
+use crate::uuids::{PeerUuids, is_real};
 use crate::validity::Refusal;
 
 /// Generations that a node without a disk remembers as old.
@@ -129,8 +129,11 @@ impl Resource {
     /// resync for example: what both ends made of the old set is wrong (semantics.md, 13.1, rule
     /// initial-handshake-changed). Beside a Primary it follows, and tells the peer afterwards.
     pub(crate) fn handshake_changed(&self, peer: NodeId) -> Option<Refusal> {
+        if self.state.role == Role::Primary {
+            return self.missed_in_handshake(peer);
+        }
         let mut primaries = self.state.connections.values();
-        if self.state.role == Role::Primary || primaries.any(|c| c.peer_role == Role::Primary) {
+        if primaries.any(|c| c.peer_role == Role::Primary) {
             return None;
         }
         let changed = |volume: VolumeNr, device: &Device| {
@@ -143,6 +146,63 @@ impl Resource {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} is of another generation than node {peer} was told"),
         })
+    }
+
+    /// A write began since this Primary's UUIDs went into the handshake with `peer`, one that was frozen for
+    /// example and went on when another node connected. The peer is not sent it, and without a resync it would
+    /// count as UpToDate. In the next handshake the write is marked.
+    fn missed_in_handshake(&self, peer: NodeId) -> Option<Refusal> {
+        // What is frozen waits for peers to connect, and goes to them as well.
+        if !self.is_lockstep(peer) || self.is_legacy(peer) || self.state.suspended() {
+            return None;
+        }
+        let misses = |volume: VolumeNr, device: &Device| {
+            let pd = device.peers.get(&peer)?;
+            let verdict = pd.verdict.as_ref()?;
+            let counts =
+                verdict.repl == ReplState::Established && verdict.peer_disk == DiskState::UpToDate;
+            let told = match self.state.disk(volume) {
+                DiskState::UpToDate => pd.sent_uuids.as_ref()?.dirty_bits > 0,
+                own => own >= DiskState::Inconsistent,
+            };
+            (counts && !told && self.lacks_writes(volume, peer)).then_some(volume)
+        };
+        let volume = self.devices.iter().find_map(|(v, d)| misses(*v, d))?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!("volume {volume} was written while node {peer} connected"),
+        })
+    }
+
+    /// A follower of this Primary without a disk brought a node up to date that is not connected here. That one
+    /// has the generation that applications see from now on, and gets no writes: there has to be another one
+    /// before the next of them is answered.
+    pub(crate) fn notice_caught_up(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) {
+        let before = self.peer_uuids(volume, peer);
+        let caught_up = before.is_some_and(|before| {
+            self.state.connections.iter().any(|(third, c)| {
+                *third != peer
+                    && c.conn != ConnState::Connected
+                    && before.slot_is_real(*third)
+                    && set.slots.contains(*third)
+                    && set.slot(*third).is_zero()
+            })
+        });
+        let exposed = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, Device::current_uuid);
+        let follows = self.state.peer_device(volume, peer).disk == DiskState::UpToDate;
+        let serves = self.state.role == Role::Primary
+            && self.state.disk(volume) < DiskState::Inconsistent
+            && set.current.same_generation(exposed);
+        if caught_up
+            && follows
+            && serves
+            && let Some(device) = self.devices.get_mut(&volume)
+        {
+            device.new_uuid_pending = true;
+        }
     }
 
     /// The peer is being resynced beside a Primary that this node does not reach, from data of a generation

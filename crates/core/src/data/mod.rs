@@ -19,6 +19,7 @@ mod exchange;
 mod flush_due;
 mod last_copy;
 mod local_op;
+mod newcomers;
 mod owed;
 mod peer_ack;
 mod peer_write;

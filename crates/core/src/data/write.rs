@@ -339,7 +339,7 @@ impl Resource {
     }
 
     /// Sends a write to a peer, for the first time or again.
-    fn send_write(&mut self, peer: NodeId, key: Key) {
+    pub(super) fn send_write(&mut self, peer: NodeId, key: Key) {
         let Some(req) = self.carried(peer, key) else {
             return;
         };
@@ -1096,6 +1096,7 @@ impl Resource {
                     }
                     self.send_write(peer, key);
                 }
+                self.send_to_newcomers(key);
             }
             self.try_complete(key);
         }
