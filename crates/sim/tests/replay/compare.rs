@@ -2,7 +2,7 @@
 //!
 //! Free are: the timing of pings, hints, the ids of blocks, transactions and epochs, UUIDs that the
 //! node itself made (each captured one must always stand for the same one here), the pace and the
-//! cut of resync requests, and when peer acks are sent.
+//! cut of resync requests, how far ahead the driver of a verify is, and when peer acks are sent.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -22,6 +22,7 @@ use crate::early::Waiting;
 use crate::epochs::Epochs;
 use crate::packets::{event_stream, is_cut_off, is_free, is_told_again, show};
 use crate::stand_in::{Sent, StandIn};
+use crate::verify::{Verify, is_driven};
 
 /// How the captured node was configured.
 pub(crate) struct Setup {
@@ -109,6 +110,8 @@ pub(crate) struct Replay<'a> {
     pub(crate) copies: Copies,
     /// Answers that came before their questions.
     pub(crate) early: Waiting<'a>,
+    /// What the core sends as the driver of an online verify.
+    pub(crate) verify: Verify,
     /// A peer that was cut off.
     pub(crate) lost: Option<NodeId>,
     pub(crate) differences: Vec<Difference>,
@@ -116,8 +119,11 @@ pub(crate) struct Replay<'a> {
 
 /// How long a packet may be missing until others were fed.
 const LATE_NS: u64 = 1_000_000_000;
+/// With more differences than this, what follows tells nothing, and to look for all that is missing with
+/// every packet of the capture takes too long.
+const MOST_DIFFERENCES: usize = 500;
 /// How long the core may take longer than the kernel did.
-const PATIENCE_NS: u64 = 400_000_000;
+pub(crate) const PATIENCE_NS: u64 = 400_000_000;
 
 impl<'a> Replay<'a> {
     /// Replays everything; returns what differs.
@@ -162,6 +168,7 @@ impl<'a> Replay<'a> {
             conflicts: Conflicts::default(),
             copies: Copies::default(),
             early: Waiting::default(),
+            verify: Verify::default(),
             lost: None,
             differences: Vec::new(),
         };
@@ -222,6 +229,11 @@ impl<'a> Replay<'a> {
             replay.feed_early(now);
             replay.serve();
             replay.find_late(now);
+            if replay.late.len() + replay.differences.len() > MOST_DIFFERENCES {
+                let text = format!("gives up: there are more than {MOST_DIFFERENCES} differences");
+                replay.differ(now, text);
+                break;
+            }
         }
         replay.leftovers(None, "the end");
         replay.differences
@@ -268,6 +280,7 @@ impl<'a> Replay<'a> {
     pub(crate) fn forget_links(&mut self) {
         self.requests.clear();
         self.served.clear();
+        self.verify.rest(None);
         self.credit.clear();
         self.epochs.clear();
         self.late.clear();
@@ -330,7 +343,8 @@ impl<'a> Replay<'a> {
             .into_iter()
             .partition(|sent| concerns(sent.to));
         self.node.sent = rest;
-        let sent: Vec<Sent> = sent;
+        let mut sent: Vec<Sent> = sent;
+        sent.extend(self.verify.rest(peer));
         for sent in sent {
             // A state more than the kernel tells is information, never a command.
             let asks = UuidFlags::NEW_DATAGEN
@@ -359,6 +373,7 @@ impl<'a> Replay<'a> {
             let mut rest = Vec::new();
             for packet in sent {
                 match packet.packet {
+                    ref driven if is_driven(driven) => self.verify.take(packet),
                     Packet::RsDataRequest(_) | Packet::RsDagtagReq(_) => {
                         self.requests.push_back(packet);
                     }
@@ -536,6 +551,9 @@ impl<'a> Replay<'a> {
                     ack.block_id = BlockId(*id);
                 }
             }
+            Packet::OvDagtagReply(reply) => {
+                reply.block_id = self.verify.own_id(seen.from, reply.sector, reply.block_id);
+            }
             Packet::DataReply(data) => {
                 if let Some(id) = self.blocks.get(&(seen.from, data.block_id.0)) {
                     data.block_id = BlockId(*id);
@@ -595,6 +613,7 @@ impl<'a> Replay<'a> {
                 return;
             }
             Packet::RsDataRequest(_) | Packet::RsDagtagReq(_) => return,
+            driven if is_driven(driven) => return self.expect_driven(seen, now),
             // At 8.4 such an ack may also be that of an application write.
             Packet::RsWriteAck(ack)
                 if ack.block_id == BlockId::SYNCER || !self.setup.is_legacy() =>

@@ -16,9 +16,11 @@ mod order;
 mod packets;
 mod stand_in;
 mod three_nodes;
+mod verify;
 
 use std::path::{Path, PathBuf};
 
+use lockstep_core::command::Command;
 use lockstep_core::options::{
     AfterSplitBrain, DiskOptions, NetOptions, OnCongestion, OnLoss, PeerDeviceOptions, Protocol,
     Quorum, ReadBalancing, ResourceOptions,
@@ -324,6 +326,29 @@ fn drbd9_checksum_resync() {
     replay("9x", "06-2node-csum-resync", 1, &[]);
 }
 
+/// The clock is the capture's: a core that keeps itself busy would stop it.
+#[test]
+#[should_panic(expected = "the replay stands still at")]
+fn a_replay_that_stands_still_ends() {
+    let options = ResourceOptions::default();
+    let mut node = stand_in::StandIn::new(NodeId(0), 0, Geometry::for_peers(1), options);
+    loop {
+        node.command(Command::Down);
+    }
+}
+
+/// Nobody brings the node up, so that every packet of the kernel is missing.
+#[test]
+fn a_replay_with_too_many_differences_gives_up() {
+    let path = capture("9x", "07-2node-verify-diff");
+    let mut items = capture::read(&path);
+    items.retain(|item| !matches!(item.what, capture::What::Command { .. }));
+    let differences = compare::Replay::run(&items, NodeId(0), &setup(&path, 0));
+    let gives_up = |d: &&Difference| d.text.starts_with("gives up: there are more than 500");
+    assert_eq!(differences.iter().filter(gives_up).count(), 1);
+    assert!(differences.len() < 600, "{}", differences.len());
+}
+
 /// A kernel that agrees on 101 while such a ping is on its way takes its header for garbage.
 #[test]
 fn no_ping_is_sent_before_the_versions_are_agreed_on() {
@@ -461,6 +486,15 @@ fn drbd84_two_primaries() {
 
 #[test]
 fn drbd9_verify_of_planted_differences() {
+    // A kernel that connects again without a new generation drops the marks of the verify and copies
+    // nothing. Here the Primary makes one when the peer leaves, so that the three blocks are copied.
+    let copied = [
+        "missing Data Uuids110 a30531cddb60cd4a dirty 3 flags UuidFlags(STABLE | RECONNECT",
+        "missing Data State Primary/Secondary Connected Established UpToDate/Outdated",
+        "missing Data State Secondary/Secondary Connected Established UpToDate/UpToDate",
+        "extra at the end of the connection: Data CompressedBitmap(",
+    ];
+    replay("9x", "07-2node-verify-diff", 0, &copied);
     replay("9x", "07-2node-verify-diff", 1, &[]);
 }
 

@@ -21,6 +21,11 @@ use lockstep_format::wire::{Digest, Packet};
 /// Bytes of the disks of the captured nodes.
 pub(crate) const DISK_BYTES: u64 = 34_603_008;
 
+/// What the core may have to deal with in a millisecond of the capture. A core that keeps itself busy, or a
+/// timer that is always due, would go on for ever: the clock is the capture's, and stands still meanwhile.
+const MOST_INPUTS: u32 = 200_000;
+const BUSY_NS: u64 = 1_000_000;
+
 /// A packet that the core sent.
 #[derive(Clone, Debug)]
 pub(crate) struct Sent {
@@ -55,6 +60,8 @@ pub(crate) struct StandIn {
     pub(crate) diskless: BTreeSet<NodeId>,
     /// The disk fails every operation.
     pub(crate) broken: bool,
+    /// Inputs since this moment.
+    busy: (u64, u32),
     trace: bool,
 }
 
@@ -88,6 +95,7 @@ impl StandIn {
             cut_off: BTreeSet::new(),
             diskless: BTreeSet::new(),
             broken: false,
+            busy: (now, 0),
             trace: std::env::var_os("REPLAY_TRACE").is_some(),
         }
     }
@@ -321,10 +329,27 @@ impl StandIn {
     fn input(&mut self, input: Input) {
         self.inputs.push_back(input);
         while let Some(input) = self.inputs.pop_front() {
+            self.count(&input);
             self.core.handle(Instant(self.now), input);
             while let Some(output) = self.core.poll_output() {
                 self.output(output);
             }
+        }
+    }
+
+    /// Ends a replay that does not come any further.
+    fn count(&mut self, input: &Input) {
+        let (since, inputs) = self.busy;
+        self.busy = if self.now - since < BUSY_NS {
+            (since, inputs + 1)
+        } else {
+            (self.now, 1)
+        };
+        if self.busy.1 > MOST_INPUTS {
+            panic!(
+                "the replay stands still at {}: {MOST_INPUTS} inputs within a millisecond, the last {input:?}",
+                self.clock()
+            );
         }
     }
 
