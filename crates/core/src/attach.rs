@@ -1083,7 +1083,7 @@ impl Resource {
         if size < current && (usable || held) {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
-                 use here; enlarge its disk"
+                 use here; enlarge its disk, or make the volume smaller here"
             );
             let code = ErrorCode::HANDSHAKE_DISCONNECT;
             return Err(Refusal { code, text });

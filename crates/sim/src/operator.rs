@@ -930,10 +930,11 @@ impl Operator {
             .iter()
             .any(|c| c.state == ConnState::StandAlone);
         for device in snapshot.devices.iter().filter(|_| alone) {
-            // A growth that was asked for last may have been refused.
+            // What was asked for last may have been refused for want of the other node.
+            let smallest = smallest(w, device.volume);
             let wanted = match self.sizes[usize::from(device.volume.0)] {
-                0 => smallest(w, device.volume),
-                wanted => wanted,
+                0 => smallest,
+                wanted => wanted.min(smallest),
             };
             if wanted != 0 && device.size_sectors > wanted {
                 resize_to(w, node, device.volume.0, wanted);
