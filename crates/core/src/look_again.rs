@@ -337,7 +337,11 @@ impl Resource {
 
     /// A resync or a new generation is under way, which ends in a comparison of its own.
     pub(crate) fn is_busy(&self, volume: VolumeNr) -> bool {
-        self.new_uuid.is_some()
+        // While a volume grows, its targets may have begun already.
+        let mut disks = self.devices.get(&volume).into_iter();
+        let resizes = disks.any(|d| d.attached().is_some_and(|disk| disk.resize.is_some()));
+        resizes
+            || self.new_uuid.is_some()
             || self.state.devices.get(&volume).is_some_and(|d| {
                 d.disk == DiskState::Negotiating
                     || d.peers.values().any(|p| p.repl > ReplState::Established)

@@ -744,6 +744,26 @@ impl Resource {
         }
     }
 
+    /// A bitmap or a request of another length than the volume's: the peer may have heard sooner of a
+    /// change that comes to this node as well, or not yet of one that it made. Both connect anew then,
+    /// which begins with equal sizes. Says whether it was so.
+    pub(crate) fn sizes_differ(&mut self, peer: NodeId, volume: VolumeNr) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let size = device.size_sectors;
+        let told = device.peers.get(&peer).and_then(|pd| pd.sizes);
+        let other = told.is_some_and(|sizes| ![0, size].contains(&sizes.current_sectors));
+        let may_grow = self.own_limit(volume).is_some_and(|limit| limit > size);
+        if !self.is_lockstep(peer) || !(other || may_grow) {
+            return false;
+        }
+        let text = format!("the peer has another size than {size} sectors: connecting anew");
+        self.log(Level::Info, Some(peer), Some(volume), text);
+        self.drop_connection(peer, ConnState::NetworkFailure);
+        true
+    }
+
     /// A handshake in which this node has outgrown what either side told the other: it knew a third
     /// node's disk, which the peer may not know. It is told in the next one, since a bitmap of
     /// another length cannot be exchanged.
@@ -1004,7 +1024,7 @@ impl Resource {
         if size < current && wanted != Some(size) {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
-                 use here; enlarge its disk"
+                 use here; enlarge its disk, or make the volume smaller here"
             );
             self.go_standalone(peer, text);
             return;

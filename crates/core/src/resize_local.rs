@@ -24,6 +24,7 @@ use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::layout::{Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::{ConnState, ReplState};
 
 use crate::attach::placement;
 use crate::data::{BitmapThen, DiskFault};
@@ -183,6 +184,22 @@ impl Resource {
             self.write_bitmap(volume, BitmapThen::Resized);
         } else {
             self.after_superblock(volume, AfterMeta::Resized);
+        }
+        if sectors != old {
+            self.end_bitmap_exchanges(volume);
+        }
+    }
+
+    /// A bitmap that is on its way has the length of the old size: the receiver would wait for its end
+    /// for ever, or take it for too long. The handshake after a reconnect begins with equal sizes.
+    fn end_bitmap_exchanges(&mut self, volume: VolumeNr) {
+        for peer in self.established_peers().iter() {
+            let repl = self.state.peer_device(volume, peer).repl;
+            if matches!(repl, ReplState::WfBitmapS | ReplState::WfBitmapT) {
+                let text = "the size has changed while bitmaps were exchanged: connecting anew";
+                self.log(Level::Info, Some(peer), Some(volume), text.into());
+                self.drop_connection(peer, ConnState::NetworkFailure);
+            }
         }
     }
 

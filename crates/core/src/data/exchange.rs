@@ -108,6 +108,9 @@ impl Resource {
         let first = io.bitmap_in / 64;
         let left = (total.div_ceil(64) - first.min(total.div_ceil(64))) * 8;
         if packet.words.len() as u64 != left.min(most) {
+            if self.sizes_differ(peer, volume) {
+                return;
+            }
             let text = format!("bitmap packet of {} bytes", packet.words.len());
             self.protocol_error(peer, Some(volume), text);
             return;
@@ -154,6 +157,7 @@ impl Resource {
                     self.bitmap_complete(peer, volume);
                 }
             }
+            Err(_) if self.sizes_differ(peer, volume) => {}
             Err(error) => {
                 self.protocol_error(peer, Some(volume), format!("compressed bitmap: {error}"));
             }

@@ -59,6 +59,9 @@ impl Resource {
             return;
         }
         if !self.is_block_of(peer, volume, &request) {
+            if self.sizes_differ(peer, volume) {
+                return;
+            }
             let text = format!(
                 "resync of {} bytes at sector {}",
                 request.size_bytes, request.sector

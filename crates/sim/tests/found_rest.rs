@@ -1,0 +1,52 @@
+//! Planned worlds that did not come to rest.
+
+mod common;
+
+use common::planned_holds;
+
+#[track_caller]
+fn holds(nodes: usize, seed: u64, kinds: &str, faults: &str, requests: &str) {
+    planned_holds(
+        Some(nodes),
+        seed,
+        (Some(kinds), Vec::new()),
+        faults,
+        requests,
+    );
+}
+
+const RESIZES: &str = "resize,crash,partition,powercut";
+
+/// A follower sent its bitmap, and both were larger before it arrived, since a third node had come with a larger disk.
+/// The target waited for the bits of the new area for ever, Outdated beside the Primary.
+#[test]
+fn a_size_that_changes_while_bitmaps_are_exchanged_ends_the_exchange() {
+    holds(3, 33_700_001, RESIZES, "2-3,5-7", "0");
+    holds(3, 33_700_001, RESIZES, "0-99", "0-999");
+}
+
+/// A node had been made smaller alone, and the other one, later, less small: the operator of the simulator named the
+/// last size again, though no node lets a connection shrink what it uses (semantics.md, 22.4).
+#[test]
+fn nodes_that_were_made_smaller_apart_are_made_equal_by_the_operator() {
+    holds(2, 77_000_231, RESIZES, "0,2-3,7", "none");
+    holds(2, 77_000_231, RESIZES, "0-99", "0-999");
+    holds(2, 90_002_294, RESIZES, "0-99", "0-999");
+}
+
+/// The Primary looked at the pair again while its disk grew: the follower was the target of the new area already, and
+/// the Primary waited for its bitmap for ever.
+#[test]
+fn a_pair_whose_volume_grows_is_not_compared() {
+    holds(2, 5_100_269, RESIZES, "3", "none");
+    holds(2, 5_100_269, RESIZES, "0-99", "0-999");
+}
+
+/// Of three nodes one heard of an agreed size later than another one, which asked it for the new area already. That was
+/// taken for a fault of the other one.
+#[test]
+fn whoever_is_ahead_with_a_size_makes_no_mistake() {
+    for seed in [5_200_020, 5_200_054, 5_200_084, 5_200_118, 5_200_156] {
+        holds(3, seed, RESIZES, "0-99", "0-999");
+    }
+}
