@@ -324,6 +324,32 @@ impl Resource {
         }
     }
 
+    /// A peer attaches the disk that took a generation which this Primary without a disk had announced; the
+    /// link broke before the answer, and the disk went before the next handshake. What it exposes is in there, unless
+    /// another disk serves it meanwhile.
+    pub(crate) fn expose_announced(&mut self, volume: VolumeNr, peer: NodeId, set: &PeerUuids) {
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let exposed = device.exposed_uuid;
+        let knows =
+            set.history_has(exposed) || set.bitmap.iter().any(|slot| slot.same_generation(exposed));
+        let named = |uuid: &Uuid| uuid.same_generation(set.current);
+        let served = device.peers.keys().any(|node| {
+            *node != peer && self.state.peer_device(volume, *node).disk == DiskState::UpToDate
+        });
+        if self.state.role == Role::Primary
+            && !exposed.is_zero()
+            && knows
+            && device.announced.iter().any(named)
+            && !served
+            && let Some(device) = self.devices.get_mut(&volume)
+        {
+            device.announced.retain(|uuid| !named(uuid));
+            device.exposed_uuid = set.current;
+        }
+    }
+
     /// The peer's disk is at an ancestor of what this node has exposed, as a third node shows that
     /// has it: its state, which follows, calls it UpToDate all the same.
     pub(crate) fn remember_left_behind(&mut self, volume: VolumeNr, peer: NodeId) {

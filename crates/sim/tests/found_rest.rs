@@ -3,6 +3,7 @@
 mod common;
 
 use common::planned_holds;
+use lockstep_sim::extras::Extra;
 
 #[track_caller]
 fn holds(nodes: usize, seed: u64, kinds: &str, faults: &str, requests: &str) {
@@ -49,4 +50,13 @@ fn whoever_is_ahead_with_a_size_makes_no_mistake() {
     for seed in [5_200_020, 5_200_054, 5_200_084, 5_200_118, 5_200_156] {
         holds(3, seed, RESIZES, "0-99", "0-999");
     }
+}
+
+/// A Primary without a disk announced a generation to a disk, the link broke before the answer, and the disk went
+/// before the next handshake. When it came back, nobody knew its generation: it stayed Consistent, and the Primary's
+/// own disk was refused for want of it.
+#[test]
+fn a_disk_that_took_an_announced_generation_is_known_when_it_comes_back() {
+    let kinds = (Some("suspend,detach"), vec![Extra::Every, Extra::ShortLog]);
+    planned_holds(Some(2), 90_012_045, kinds, "0-99", "0-999");
 }
