@@ -569,6 +569,7 @@ impl Resource {
         match strategy.to_repl_state(own_role, theirs.role) {
             Some(repl) => verdict.repl = repl,
             None => {
+                self.go_on_without(volume, peer, strategy);
                 let code = if strategy.retries() {
                     ErrorCode::HANDSHAKE_RETRY
                 } else {

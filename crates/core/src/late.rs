@@ -8,8 +8,11 @@ use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, Uu
 
 use crate::change::Change;
 use crate::command::ErrorCode;
+use crate::compare::Strategy;
 use crate::device::{ConnectVerdict, Device};
+use crate::frozen::outdates_primary;
 use crate::generation::Generations;
+use crate::options::Quorum;
 use crate::resource::Resource;
 use crate::rule::Rule;
 use crate::uuids::{PeerUuids, is_real};
@@ -69,6 +72,37 @@ impl Resource {
                 && !self.same_current(volume, *peer)
                 && current.is_some_and(known)
         })
+    }
+
+    /// A peer took a generation that this Primary announced and gave up with a crash, and looks newer. Nobody can
+    /// have gone on with it while this one has the quorum, and its next write would leave the peer behind; but none may
+    /// come, and the two would not connect. So the further generation is made at once.
+    pub(crate) fn go_on_without(&mut self, volume: VolumeNr, peer: NodeId, strategy: Strategy) {
+        let good = DiskState::UpToDate;
+        let follower = self.established_peers().iter().any(|node| {
+            let p = self.state.peer_device(volume, node);
+            p.repl == ReplState::Established && p.disk == good && self.same_current(volume, node)
+        });
+        let Some(set) = self.peer_uuids(volume, peer) else {
+            return;
+        };
+        let device = self.devices.get(&volume);
+        let noted = device.and_then(|d| d.attached()).is_some_and(|disk| {
+            let mut history = disk.generations.history.iter();
+            history.any(|e| e.0 & Uuid::PRIMARY_BIT != 0 && e.same_generation(set.current))
+        });
+        if outdates_primary(strategy)
+            && noted
+            && follower
+            && !set.flags.contains(UuidFlags::CRASHED_PRIMARY)
+            && self.options.quorum != Quorum::Off
+            && self.state.disk(volume) == good
+            && let Some(device) = self.devices.get_mut(&volume)
+        {
+            device.new_uuid_pending = true;
+            device.new_uuid_forced = true;
+            self.want_new_uuid_now();
+        }
     }
 
     /// The same, seen from the target, where the Primary lost its disk before it could make the

@@ -396,6 +396,32 @@ impl Resource {
         })
     }
 
+    /// This node follows a Primary that announced the peer's generation, or another one did so of whose data the
+    /// Primary goes on, and it was given up: the Primary knows it for an ancestor, this node need not. It takes the
+    /// peer for newer, which itself is going to follow the Primary.
+    fn refuse_given_up(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
+        if self.state.disk(volume) != DiskState::UpToDate || self.is_legacy(peer) {
+            return None;
+        }
+        let theirs = self.peer_uuids(volume, peer)?.current;
+        let (primary, _) = self.state.connections.iter().find(|(node, c)| {
+            let p = self.state.peer_device(volume, **node);
+            let set = self.peer_uuids(volume, **node);
+            **node != peer
+                && c.peer_role == Role::Primary
+                && p.repl == ReplState::Established
+                && p.disk == DiskState::UpToDate
+                && self.same_current(volume, **node)
+                && set.is_some_and(|set| is_real(theirs) && set.history_has(theirs))
+        })?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "node {peer} has a generation of volume {volume} that the Primary {primary} has left behind;                  waiting until the two have met"
+            ),
+        })
+    }
+
     /// A Primary is being copied from this node and reads here what it has not got yet. Another survivor
     /// of an earlier Primary, of the same generation, waits until the Primary is whole and can tell it what
     /// is true: as source it would replace what the Primary's applications have seen.
@@ -431,6 +457,7 @@ impl Resource {
     pub(crate) fn refuse_as_target(&mut self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
         let refusal = self
             .refuse_step_back(volume, peer)
+            .or_else(|| self.refuse_given_up(volume, peer))
             .or_else(|| self.refuse_as_voter(volume, peer));
         let told = |pd: &mut PeerDevice| core::mem::replace(&mut pd.wait_told, refusal.is_some());
         let told = self.peer_device_mut(volume, peer).is_some_and(told);

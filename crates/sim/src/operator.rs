@@ -218,10 +218,20 @@ impl Operator {
         let Some(primary) = self.primary.filter(|p| self.is_up(*p)) else {
             return;
         };
-        let log = w.nodes[primary].log.iter().rev();
-        let mut recent = log.take_while(|line| line.at + 3 * SECOND > w.now);
-        if recent.any(|line| line.text.contains("sync-target-primary-disconnect")) {
+        let refuses = |why: &str| {
+            let log = w.nodes[primary].log.iter().rev();
+            let mut recent = log.take_while(|line| line.at + 3 * SECOND > w.now);
+            recent.any(|line| line.text.contains(why))
+        };
+        let (ends, retries) = (
+            refuses("sync-target-primary-disconnect"),
+            refuses("sync-target-primary-reconnect"),
+        );
+        if ends {
             self.demote(w);
+        } else if retries && w.view(primary).is_some_and(|view| !view.quorate) {
+            // Frozen, and the others have newer data together.
+            self.demote_with(w, true);
         }
     }
 
@@ -662,13 +672,17 @@ impl Operator {
 
     /// Makes the Primary Secondary.
     pub fn demote(&mut self, w: &mut World) -> bool {
+        self.demote_with(w, false)
+    }
+
+    fn demote_with(&mut self, w: &mut World, force: bool) -> bool {
         let Some(node) = self.primary else {
             return false;
         };
         if self.is_changing() || !self.is_up(node) {
             return false;
         }
-        let command = w.command(node, Command::Secondary { force: false });
+        let command = w.command(node, Command::Secondary { force });
         self.demoting = Some((node, command));
         true
     }

@@ -60,3 +60,15 @@ fn a_disk_that_took_an_announced_generation_is_known_when_it_comes_back() {
     let kinds = (Some("suspend,detach"), vec![Extra::Every, Extra::ShortLog]);
     planned_holds(Some(2), 90_012_045, kinds, "0-99", "0-999");
 }
+
+const TAKEOVER: &str = "takeover,crash,partition,reset";
+
+/// A Primary announced a generation, a follower took it, and both died before it was made. The Primary came back with
+/// another follower, which took the first one for newer and became its target: without a quorum the Primary could not
+/// leave the announced generation behind, and refused the node that has it. Where both followers have it, the
+/// operator demotes the frozen Primary.
+#[test]
+fn a_generation_that_was_announced_and_given_up_is_left_behind() {
+    holds(3, 35_200_046, TAKEOVER, "0,3,6,16", "27,29");
+    holds(3, 35_200_046, TAKEOVER, "0-99", "0-999");
+}
