@@ -72,3 +72,16 @@ fn a_generation_that_was_announced_and_given_up_is_left_behind() {
     holds(3, 35_200_046, TAKEOVER, "0,3,6,16", "27,29");
     holds(3, 35_200_046, TAKEOVER, "0-99", "0-999");
 }
+
+/// A write came to its disk while its connection was being given up, and its ack waited for metadata. Another operation
+/// ended first and with it the connection: the extent of the activity log was held for ever, and nobody told
+/// the third node that two of them were equal there, so that one block was copied from both in turn.
+#[test]
+fn a_write_that_lands_while_its_connection_drains_is_settled() {
+    holds(3, 36_400_057, TAKEOVER, "0-99", "0-999");
+    let kinds = (
+        Some("shuffle,shuffle,crash,handover"),
+        vec![Extra::Every, Extra::Hot],
+    );
+    planned_holds(Some(4), 90_005_079, kinds, "0-99", "0-999");
+}

@@ -433,6 +433,9 @@ impl Resource {
         // The ack says that the generation is here, too.
         if self.meta_is_durable(volume) || planted!(self, AckBeforeMetadata) {
             self.peer_write_acked(volume, peer, number);
+        } else if self.connections.get(&peer).is_some_and(|c| c.io.draining) {
+            // Nobody waits for the ack, and what ends next may end the connection: marks and extent first.
+            self.drain_writes(peer);
         } else if let Some(device) = self.devices.get_mut(&volume) {
             device.io.gated_acks.push((peer, number));
         }
