@@ -169,7 +169,8 @@ pub(crate) fn nobody_is_misunderstood(w: &mut World, node: usize, peer: NodeId, 
 }
 
 /// Words of errors that are policy, or that faults of the world explain.
-const CAUSES: [&str; 11] = [
+const CAUSES: [&str; 12] = [
+    "is longer than the peer's version takes",
     "blocks that could not be copied",
     "a write is without an answer for",
     "a barrier is without an answer for",

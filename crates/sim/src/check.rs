@@ -167,6 +167,11 @@ pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: 
     let writer = whose(w, primary, node);
     let blocks = asked.block..asked.block + asked.count;
     let volatile = w.nodes[node].disks[usize::from(asked.volume)].volatile_in(blocks);
+    // Between the write and its flush, where these are two.
+    let history = &w.history;
+    let came_between = |block: u64, old: u64| {
+        w.fua_is_two && history.began_since(asked.volume, block, old, asked.start)
+    };
     // Its own data are enough: a later write may have been acknowledged before it.
     let lost = volatile.iter().find(|(block, old)| {
         !w.spoiled.contains_key(&(asked.volume, *block))
@@ -174,6 +179,7 @@ pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: 
             && !w
                 .history
                 .may_be_durable(asked.volume, *block, *old, w.now + 1, writer)
+            && !came_between(*block, *old)
     });
     if let Some((block, old)) = lost {
         let text = format!(

@@ -50,10 +50,15 @@ pub enum Extra {
     Numb,
     /// Nodes prove to each other that they know `shared-secret`.
     Secret,
+    /// Front ends that open and close volumes change roles (`auto-promote`).
+    Openers,
+    /// The dialect of DRBD 8.3, or an early one of 8.4: one volume, short requests, and nothing that
+    /// came later.
+    Old,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 17] = [
+pub const EXTRAS: [(Extra, &str); 19] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -71,6 +76,8 @@ pub const EXTRAS: [(Extra, &str); 17] = [
     (Extra::TieBreaker, "tie-breaker"),
     (Extra::Numb, "numb"),
     (Extra::Secret, "secret"),
+    (Extra::Openers, "openers"),
+    (Extra::Old, "old"),
 ];
 
 /// The word of one.
@@ -142,6 +149,15 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             let alg = rng.pick(&["sha1", "sha256", "md5"]);
             settings.net.cram_hmac_alg = Some(alg.into());
             settings.net.shared_secret = Some("a secret of the world".into());
+        }
+        Extra::Openers => settings.openers = true,
+        Extra::Old => {
+            config.nodes = 2;
+            config.volumes = 1;
+            config.diskless = 0;
+            config.blocks = config.blocks.min(SMALL_BLOCKS);
+            settings.resource.protocol_max =
+                rng.pick(&[86, 88, 89, 90, 91, 93, 94, 95, 96, 99, 100]);
         }
         Extra::Impatient => {
             settings.net.timeout_tenths = 10;

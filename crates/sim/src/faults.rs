@@ -94,6 +94,12 @@ pub enum Fault {
     Shuffle,
     /// The operator tries to promote a node beside the Primary, which has to be refused.
     Promote,
+    /// The node's order of resyncs lets those of a volume wait for a while.
+    Order,
+    /// The operator of the Primary throws a replica away.
+    InvalidateRemote,
+    /// One node's disk grows, and the operator resizes the volume: it becomes as large as all disks.
+    GrowOne,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -135,7 +141,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 12] = [
+pub const BY_NAME: [(Fault, &str); 15] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -148,6 +154,9 @@ pub const BY_NAME: [(Fault, &str); 12] = [
     (Fault::VerifyPart, "verifypart"),
     (Fault::Shuffle, "shuffle"),
     (Fault::Promote, "promote"),
+    (Fault::Order, "order"),
+    (Fault::InvalidateRemote, "invalidate-remote"),
+    (Fault::GrowOne, "grow-one"),
 ];
 
 /// Kinds that make a disk report errors.
@@ -160,7 +169,7 @@ pub const ERRORS: [Fault; 4] = [
 
 /// Kinds that break no link and let no node die: only beside these nobody can become Primary while
 /// there is one, so that an attempt must be refused.
-pub const CALM: [Fault; 14] = [
+pub const CALM: [Fault; 16] = [
     Fault::Promote,
     Fault::Handover,
     Fault::Diskless,
@@ -175,6 +184,8 @@ pub const CALM: [Fault; 14] = [
     Fault::Verify,
     Fault::VerifyPart,
     Fault::Balance,
+    Fault::Order,
+    Fault::InvalidateRemote,
 ];
 
 /// Every kind with its word.
@@ -227,6 +238,7 @@ pub(crate) enum Undo {
     Reconnect,
     Reattach,
     Pause(usize, usize, u16),
+    InOrder(usize, u16),
     OpenAll(usize),
     Cure(usize, u16),
     Resume(usize),
@@ -287,6 +299,7 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
         Undo::Pause(node, peer, volume) => {
             o.toggle_pause(w, node, peer, volume);
         }
+        Undo::InOrder(node, volume) => o.in_order(w, node, volume),
         Undo::OpenAll(node) => {
             w.trace(node, || "== the network works again".into());
             for peer in (0..w.nodes.len()).filter(|p| *p != node) {
@@ -382,6 +395,14 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Pause => o
             .toggle_pause(w, a, b, volume)
             .then_some(Undo::Pause(a, b, volume)),
+        Fault::Order => o
+            .order(w, rng, a, volume)
+            .then_some(Undo::InOrder(a, volume)),
+        Fault::InvalidateRemote => {
+            let reset = rng.permille(500);
+            o.invalidate_remote(w, a, volume, reset);
+            None
+        }
         Fault::Down => o.down(w, a).then_some(Undo::Start(a)),
         Fault::Isolate => {
             w.isolate(a);
@@ -403,6 +424,10 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         }
         Fault::Resize => {
             o.resize(w, rng, a, volume);
+            None
+        }
+        Fault::GrowOne => {
+            o.grow_one(w, rng, a, volume);
             None
         }
         Fault::LateLink => {

@@ -347,6 +347,18 @@ impl History {
         same.any(|v| !newer(v))
     }
 
+    /// A write of this value to the block began at this time or later.
+    pub fn began_since(&self, volume: u16, block: u64, value: u64, start: u64) -> bool {
+        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
+            let number = v.index.get(block as usize)?.checked_sub(1)?;
+            v.registers.get(number as usize)
+        });
+        register.is_some_and(|r| {
+            let mut versions = r.versions.iter();
+            versions.any(|v| v.value == value && v.start >= start)
+        })
+    }
+
     /// All writes of a value to the block were over before the write of the other one began.
     pub fn is_older(&self, volume: u16, block: u64, value: u64, than: u64) -> bool {
         let register = self.volumes.get(usize::from(volume)).and_then(|v| {

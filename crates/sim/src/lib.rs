@@ -20,6 +20,7 @@ pub mod history;
 mod io;
 pub mod marks;
 mod net;
+mod openers;
 pub mod operator;
 mod pace;
 pub mod pair;

@@ -13,6 +13,7 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::disk::{Lose, Where};
+use crate::openers::Drivers;
 use crate::rng::Rng;
 use crate::sometimes;
 use crate::world::{Config, MAX_VOLUMES, SECOND, Weather, World, name};
@@ -30,6 +31,8 @@ pub struct Settings {
     pub peer: PeerDeviceOptions,
     /// Nodes connect before their disks are attached.
     pub connect_first: bool,
+    /// Front ends that open and close volumes change roles.
+    pub openers: bool,
 }
 
 impl Settings {
@@ -51,6 +54,7 @@ impl Settings {
                 ..PeerDeviceOptions::default()
             },
             connect_first: false,
+            openers: false,
         }
     }
 }
@@ -104,6 +108,7 @@ pub struct Operator {
     frozen: Option<usize>,
     /// Promotions since a node had a follower.
     lonely_promotions: u32,
+    pub(crate) drivers: Drivers,
 }
 
 /// Another node is to become Primary as soon as this one is frozen.
@@ -116,7 +121,7 @@ struct Takeover {
     lives: Vec<u32>,
 }
 
-fn peer_id(n: usize) -> NodeId {
+pub(crate) fn peer_id(n: usize) -> NodeId {
     NodeId(n as u8)
 }
 
@@ -146,6 +151,7 @@ impl Operator {
             takeover: None,
             frozen: None,
             lonely_promotions: 0,
+            drivers: Drivers::default(),
         }
     }
 
@@ -428,6 +434,7 @@ impl Operator {
     /// The node is gone.
     pub(crate) fn forget(&mut self, node: usize) {
         self.stages[node] = Stage::Down;
+        self.drivers.forget(node);
         if self.promoting.is_some_and(|(n, _)| n == node) {
             self.promoting = None;
         }
@@ -492,8 +499,10 @@ impl Operator {
         if let Some((node, command)) = self.promoting
             && let Some(answer) = w.nodes[node].answers.get(&command)
         {
+            let went_well = answer.is_ok();
             self.promoting = None;
-            if answer.is_ok() {
+            self.promotion_ended(node, went_well);
+            if went_well {
                 sometimes!(w.marks, self.ready, "heir-promoted");
                 self.primary = Some(node);
                 if let Some(frozen) = self.frozen.filter(|frozen| *frozen != node) {
@@ -505,7 +514,8 @@ impl Operator {
             }
         }
         if let Some((node, command)) = self.demoting
-            && let Some(answer) = w.nodes[node].answers.get(&command)
+            && let Some(answer) = w.nodes[node].answers.get(&command).cloned()
+            && self.demotion_is_over(w, node)
         {
             self.demoting = None;
             if answer.is_ok()
@@ -606,7 +616,8 @@ impl Operator {
         if !force && may_lack && !self.sees_heir_data(w, node) {
             return false;
         }
-        let command = w.command(node, Command::Primary { force });
+        let command = self.promotion(w, node, force);
+        let command = w.command(node, command);
         self.promoting = Some((node, command));
         true
     }
@@ -682,7 +693,7 @@ impl Operator {
         if self.is_changing() || !self.is_up(node) {
             return false;
         }
-        let command = w.command(node, Command::Secondary { force });
+        let command = self.give_demotion(w, node, force);
         self.demoting = Some((node, command));
         true
     }
@@ -861,21 +872,9 @@ impl Operator {
 
     /// Throws a Secondary's data away while the Primary has all.
     pub fn invalidate(&mut self, w: &mut World, node: usize, volume: u16, reset: bool) -> bool {
-        let Some(primary) = self.primary else {
+        let Some(primary) = self.may_invalidate(w, node) else {
             return false;
         };
-        let up = self.is_up(node) && self.is_up(primary) && w.has_disk(node);
-        if primary == node || self.is_changing() || !up {
-            return false;
-        }
-        let good = w.snapshot(primary).is_some_and(|s| {
-            s.devices
-                .iter()
-                .all(|d| d.disk_state == DiskState::UpToDate)
-        });
-        if !good {
-            return false;
-        }
         w.command(
             node,
             Command::Invalidate {
@@ -885,6 +884,18 @@ impl Operator {
             },
         );
         true
+    }
+
+    /// The Primary, if it has all data and this other node has some to throw away.
+    pub(crate) fn may_invalidate(&self, w: &World, node: usize) -> Option<usize> {
+        let primary = self.primary.filter(|primary| *primary != node)?;
+        let up = self.is_up(node) && self.is_up(primary) && w.has_disk(node);
+        let is_good = |s: &Snapshot| {
+            let mut disks = s.devices.iter();
+            disks.all(|d| d.disk_state == DiskState::UpToDate)
+        };
+        let good = up && !self.is_changing() && w.snapshot(primary).is_some_and(|s| is_good(&s));
+        good.then_some(primary)
     }
 
     /// Starts an online verify.
@@ -931,6 +942,12 @@ impl Operator {
         }
         self.sizes[v] = size_sectors;
         resize_to(w, node, volume, size_sectors);
+    }
+
+    /// As large as all disks are.
+    pub(crate) fn resize_at_most(&mut self, w: &mut World, node: usize, volume: u16) {
+        self.sizes[usize::from(volume)] = 0;
+        resize_to(w, node, volume, 0);
     }
 
     /// A volume that became smaller on some nodes only: no node lets a connection shrink what it
@@ -1003,6 +1020,7 @@ impl Operator {
                 );
             }
         }
+        self.all_in_order(w);
         self.detached.clear();
         self.demote_frozen(w);
         self.demote_refused(w);
@@ -1057,7 +1075,7 @@ fn resize_to(w: &mut World, node: usize, volume: u16, size_sectors: u64) {
 const ANCESTORS_84: u32 = 2;
 
 /// Blocks by which a volume's disks grow at most.
-const GROWN_MOST_BLOCKS: u64 = 4096;
+pub(crate) const GROWN_MOST_BLOCKS: u64 = 4096;
 
 fn mark_crash(w: &mut World, snapshot: &Snapshot, is_starting: bool) {
     sometimes!(w.marks, is_starting, "crash-while-attaching");

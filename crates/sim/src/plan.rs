@@ -252,6 +252,14 @@ impl Plan {
             config.protocol = Protocol::C;
             settings.net.protocol = Protocol::C;
         }
+        let old = orders.extras.contains(&Extra::Old);
+        let mut theme = theme;
+        if old {
+            // As with the theme of 8.4's dialect.
+            kinds.retain(|kind| *kind != Fault::NewUuid);
+            let chosen = mixed(&[seed, 0x6f6c64]);
+            theme.old_metadata = (0..2).filter(|node| chosen >> node & 1 == 1).collect();
+        }
         if !kinds.iter().all(|kind| faults::CALM.contains(kind)) {
             kinds.retain(|kind| *kind != Fault::Promote);
         }
@@ -305,6 +313,17 @@ impl Plan {
         if orders.extras.contains(&Extra::KeptDiscards) {
             empty_more(&mut requests, seed);
         }
+        if old {
+            // Nothing in these dialects empties blocks.
+            for request in &mut requests {
+                if matches!(
+                    request.kind,
+                    RequestKind::Discard | RequestKind::Zeroes { .. }
+                ) {
+                    request.kind = RequestKind::Write { fua: true };
+                }
+            }
+        }
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
         let large = config.blocks > SMALL_BLOCKS;
         let answers_within = orders.extras.contains(&Extra::Impatient).then(|| {
@@ -312,6 +331,7 @@ impl Plan {
             // Those before it may have waited as long, and somebody may connect meanwhile.
             u64::from(net.timeout_tenths) * 100 * MS * u64::from(net.ko_count) * 3 + 4 * SECOND
         });
+        let skips = settings.resource.protocol_max >= SKIPS_FIRST_SYNC;
         let redundant = settings.resource.quorum_minimum_redundancy != Quorum::Off;
         Plan {
             seed,
@@ -331,7 +351,7 @@ impl Plan {
                 pace.range(1, 20) as usize
             },
             // A first copy alone is never enough for a minimum redundancy.
-            full_sync: !small && !large && pace.permille(400) && !redundant,
+            full_sync: (!small && !large && pace.permille(400) && !redundant) || !skips,
             watches: !small && (seed.is_multiple_of(8) || theme.short_log),
             takeover: pace.pick(&[5 * MS, 50 * MS, 500 * MS]),
             answers_within,
@@ -418,6 +438,8 @@ impl Plan {
     }
 }
 
+/// First version in which the first sync can be skipped.
+const SKIPS_FIRST_SYNC: u32 = 90;
 /// Blocks of a small volume.
 pub(crate) const SMALL_BLOCKS: u64 = 8192;
 pub(crate) const LARGE_BLOCKS: u64 = 131_072;
@@ -503,7 +525,7 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
     if wants(Fault::HangDisk) {
         settings.disk.disk_timeout_tenths = rng.pick(&[3, 10, 40]);
     }
-    if wants(Fault::Resize) && !config.metadata.is_external() {
+    if (wants(Fault::Resize) || wants(Fault::GrowOne)) && !config.metadata.is_external() {
         config.metadata = Where::External;
     }
     if wants(Fault::Takeover) {

@@ -6,7 +6,7 @@ use crate::extras::Extra;
 use crate::faults::Fault;
 use crate::plan::{Orders, Size};
 
-/// The kinds of worlds in turn: six to nine of twenty-nine are default worlds. Themes go by the last digits of
+/// The kinds of worlds in turn: four to six of twenty-nine are default worlds. Themes go by the last digits of
 /// the seed, so that a number without a common divisor leaves each of them its share.
 pub fn orders(seed: u64) -> Orders {
     let of = |nodes: Option<usize>, kinds: &[Fault], extras: &[Extra]| Orders {
@@ -18,12 +18,14 @@ pub fn orders(seed: u64) -> Orders {
     match seed % 29 {
         1 => of(Some(3), CLIENTS, &[]),
         2 if (seed / 29).is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
+        2 => of(None, &[], &[Extra::Old]),
         3 => of(Some(2), RESYNC_ERRORS, &[]),
         5 => of(None, &[], &[Extra::TwoPrimaries]),
         6 => of(Some(2), WRITE_ERRORS, &[]),
         7 => of(None, DETACHES, &[]),
         9 => of(Some(2), HANGS, &[Extra::Blocks]),
         10 => of(None, &[], &[Extra::Congestion, Extra::Thin]),
+        11 if !(seed / 29).is_multiple_of(2) => of(Some(2), GROWTHS, &[]),
         11 => of(Some(2), RESIZES, &[]),
         12 if (seed / 29).is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
         12 => of(Some(4), MEETINGS, &[Extra::Every, Extra::Hot]),
@@ -47,6 +49,10 @@ pub fn orders(seed: u64) -> Orders {
         24 => of(Some(4), MOVING_CLIENTS, &[Extra::Every, Extra::Hot]),
         25 => of(None, &[], &[Extra::Secret]),
         26 => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
+        // Those that read back stay default worlds.
+        27 | 28 if (seed / 29).is_multiple_of(2) || seed % 20 == 13 => Orders::default(),
+        27 => of(None, &[], &[Extra::Openers]),
+        28 => of(None, ORDERS, &[Extra::Every, Extra::Openers]),
         _ => Orders::default(),
     }
 }
@@ -59,6 +65,16 @@ pub fn is_open(orders: &Orders) -> bool {
         && orders.extras.is_empty()
         && orders.size == Size::Any
 }
+
+/// Resyncs begin and wait for other volumes of their node, while front ends open and close volumes.
+const ORDERS: &[Fault] = &[
+    Fault::Order,
+    Fault::Order,
+    Fault::InvalidateRemote,
+    Fault::Partition,
+    Fault::Crash,
+    Fault::Handover,
+];
 
 /// Commands while streams of data stand still for long.
 const NUMB: &[Fault] = &[
@@ -99,6 +115,14 @@ const RESIZES: &[Fault] = &[
     Fault::Crash,
     Fault::Partition,
     Fault::PowerCut,
+];
+
+/// Disks grow one after the other, and the volume follows the smallest of them.
+const GROWTHS: &[Fault] = &[
+    Fault::GrowOne,
+    Fault::GrowOne,
+    Fault::Crash,
+    Fault::Partition,
 ];
 
 /// Nodes meet and part again while all writes go to the same blocks, on slow wires and disks.

@@ -232,6 +232,9 @@ impl std::fmt::Display for LogLine {
     }
 }
 
+/// First version with writes that are durable by themselves.
+const WITH_DURABLE_WRITES: u32 = 95;
+
 /// Most volumes of a world.
 pub const MAX_VOLUMES: usize = 4;
 
@@ -376,6 +379,8 @@ pub struct World {
     pub(crate) read_back: Option<Vec<(usize, Asked)>>,
     /// A flush reaches the peers; those of 8.4 answer none.
     pub flushes_peers: bool,
+    /// A write that is to be durable goes as a write and a flush: others come between the two.
+    pub fua_is_two: bool,
     /// Nobody writes without a majority.
     pub wants_majority: bool,
     /// Blocks that a disk silently spoiled, with the node that did it.
@@ -470,6 +475,7 @@ impl World {
             seen: crate::promises::Seen::of(config.nodes),
             read_back: None,
             flushes_peers: true,
+            fua_is_two: false,
             wants_majority: false,
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
@@ -630,6 +636,7 @@ impl World {
     pub fn start(&mut self, node: usize, options: lockstep_core::options::ResourceOptions) {
         assert!(!self.is_up(node));
         self.flushes_peers = options.protocol_max > 101;
+        self.fua_is_two = options.protocol_max < WITH_DURABLE_WRITES;
         self.wants_majority = options.quorum == Quorum::Majority;
         let seed = self.chance(Place::Node(node)).bits();
         let n = &mut self.nodes[node];

@@ -72,3 +72,12 @@ fn a_primary_compares_with_a_consistent_node_beside_a_resync() {
     planned_holds(Some(3), 2, handlers(), "2,4", "5,7");
     planned_holds(Some(3), 2, handlers(), "0-99", "0-999");
 }
+
+/// A node of 8.3's dialect asked its peer for an `invalidate`. The UUID of the resync came before the peer's yes, which
+/// is on the other stream, and was taken for one that nobody had asked for: the connection ended.
+#[test]
+fn the_uuid_of_a_resync_may_come_before_the_peer_has_agreed_to_it() {
+    planned_holds(Some(2), 63, (None, vec![Extra::Old]), "0", "none");
+    planned_holds(Some(2), 63, (None, vec![Extra::Old]), "0-99", "0-999");
+    planned_holds(Some(2), 152, (None, vec![Extra::Old]), "0-99", "0-999");
+}

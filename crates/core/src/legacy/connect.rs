@@ -17,6 +17,7 @@ use crate::resource::Resource;
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
+use crate::twopc::Transaction;
 use crate::validity::Refusal;
 
 impl Resource {
@@ -149,8 +150,10 @@ impl Resource {
 
     pub(crate) fn sync_uuid_received(&mut self, peer: NodeId, volume: VolumeNr, uuid: Uuid) {
         let repl = self.state.peer_device(volume, peer).repl;
-        if repl == ReplState::StartingSyncT {
-            // The bitmap is still being written.
+        let asks = |t: &Transaction| t.wish.is_some() && t.waiting.contains(peer);
+        let asks = self.twopc.current.as_ref().is_some_and(asks);
+        if repl == ReplState::StartingSyncT || repl == ReplState::Established && asks {
+            // The bitmap is still being written, or the peer's yes is behind it on the other stream.
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.early_sync_uuid = Some(uuid);
             }

@@ -1,0 +1,158 @@
+//! Commands that come from the driver below the operator: front ends that open and close volumes, and
+//! the node's order of resyncs.
+//!
+//! With `Extra::Openers` nobody says `primary` and `secondary`: a front end's open makes its node
+//! Primary (`auto-promote`), and its close makes it Secondary again.
+
+use lockstep_core::command::Command;
+use lockstep_core::resync_order::OrderVerdict;
+use lockstep_core::state::Role;
+use lockstep_format::units::VolumeNr;
+
+use crate::operator::{GROWN_MOST_BLOCKS, Operator, peer_id};
+use crate::rng::Rng;
+use crate::world::World;
+
+/// Volumes that front ends have open, and resyncs that wait for others.
+#[derive(Debug, Default)]
+pub(crate) struct Drivers {
+    /// The node with an open volume, and the volume.
+    open: Option<(usize, u16)>,
+    /// Volumes of nodes whose resyncs wait for other volumes of the node.
+    ordered: Vec<(usize, u16)>,
+}
+
+impl Drivers {
+    /// The node is gone, and its front ends with it.
+    pub(crate) fn forget(&mut self, node: usize) {
+        self.open = self.open.filter(|(opener, _)| *opener != node);
+        self.ordered.retain(|(n, _)| *n != node);
+    }
+}
+
+impl Operator {
+    /// The command that makes a node Primary.
+    pub(crate) fn promotion(&mut self, w: &World, node: usize, force: bool) -> Command {
+        if force || !self.settings.openers {
+            return Command::Primary { force };
+        }
+        let volume = (node as u16 + w.nodes[node].life as u16) % w.config.volumes;
+        self.drivers.open = Some((node, volume));
+        Command::Open {
+            volume: VolumeNr(volume),
+            open: true,
+            write: true,
+        }
+    }
+
+    /// An open that was refused opened nothing.
+    pub(crate) fn promotion_ended(&mut self, node: usize, went_well: bool) {
+        if !went_well {
+            self.drivers.forget_open(node);
+        }
+    }
+
+    /// Makes a Primary Secondary; gives the command. Demoted by force, its front ends are failed, and
+    /// close what they have open.
+    pub(crate) fn give_demotion(&mut self, w: &mut World, node: usize, force: bool) -> u64 {
+        let open = self.drivers.open.take_if(|(opener, _)| *opener == node);
+        let close = open.map(|(_, volume)| Command::Open {
+            volume: VolumeNr(volume),
+            open: false,
+            write: true,
+        });
+        match close {
+            Some(close) if force => {
+                let command = w.command(node, Command::Secondary { force });
+                w.command(node, close);
+                command
+            }
+            Some(close) => w.command(node, close),
+            None => w.command(node, Command::Secondary { force }),
+        }
+    }
+
+    /// A close is answered at once, and the role follows.
+    pub(crate) fn demotion_is_over(&self, w: &mut World, node: usize) -> bool {
+        !self.settings.openers || w.view(node).is_none_or(|v| v.role != Role::Primary)
+    }
+
+    /// The node's order of resyncs changes for a volume: another one goes first, or too many run.
+    pub(crate) fn order(&mut self, w: &mut World, rng: &mut Rng, node: usize, volume: u16) -> bool {
+        if !self.is_up(node) {
+            return false;
+        }
+        let verdict = OrderVerdict {
+            dependency: rng.permille(500),
+            max_parallel: rng.permille(500),
+        };
+        self.drivers.ordered.push((node, volume));
+        give(w, node, volume, verdict);
+        true
+    }
+
+    /// It is this volume's turn.
+    pub(crate) fn in_order(&mut self, w: &mut World, node: usize, volume: u16) {
+        let before = self.drivers.ordered.len();
+        self.drivers.ordered.retain(|o| *o != (node, volume));
+        if before != self.drivers.ordered.len() && w.is_up(node) {
+            give(w, node, volume, OrderVerdict::default());
+        }
+    }
+
+    /// It is the turn of all of them.
+    pub(crate) fn all_in_order(&mut self, w: &mut World) {
+        for (node, volume) in self.drivers.ordered.clone() {
+            self.in_order(w, node, volume);
+        }
+    }
+
+    /// A disk becomes larger, and the operator wants the volume as large as it can be.
+    pub(crate) fn grow_one(&mut self, w: &mut World, rng: &mut Rng, node: usize, volume: u16) {
+        let v = usize::from(volume);
+        let most = w.config.blocks + GROWN_MOST_BLOCKS;
+        let is_full = w.nodes[node].disks[v].content.len() as u64 > most;
+        if is_full || !w.config.metadata.is_external() || !self.is_up(node) || !w.has_disk(node) {
+            return;
+        }
+        let blocks = rng.pick(&[1, 8, 300, 1024]);
+        w.nodes[node].disks[v].grow(node, blocks);
+        w.trace(node, || {
+            format!("== the disk of volume {volume} grows by {blocks} blocks here")
+        });
+        self.resize_at_most(w, node, volume);
+    }
+
+    /// Throws a Secondary's data away, by a command to the Primary.
+    pub fn invalidate_remote(
+        &mut self,
+        w: &mut World,
+        peer: usize,
+        volume: u16,
+        reset: bool,
+    ) -> bool {
+        let Some(primary) = self.may_invalidate(w, peer) else {
+            return false;
+        };
+        w.command(
+            primary,
+            Command::InvalidateRemote {
+                peer: peer_id(peer),
+                volume: VolumeNr(volume),
+                reset_bitmap: reset,
+            },
+        );
+        true
+    }
+}
+
+impl Drivers {
+    fn forget_open(&mut self, node: usize) {
+        self.open = self.open.filter(|(opener, _)| *opener != node);
+    }
+}
+
+fn give(w: &mut World, node: usize, volume: u16, verdict: OrderVerdict) {
+    let volume = VolumeNr(volume);
+    w.command(node, Command::ResyncOrder { volume, verdict });
+}
