@@ -174,7 +174,7 @@ impl Resource {
         {
             self.hard_change(Change::new().fail_io(false));
         }
-        if write && !self.has_openers(Access::Write) {
+        if write && !self.has_openers(Access::Write) && !planted!(self, CloseNeverDemotes) {
             self.opens.demote_at = Some(self.now);
         }
         Ok(Answer::Done)

@@ -327,4 +327,18 @@ registry! {
         "A question that was older than the connection makes its first write end it.";
     ResyncEndNotDurable "resync-end-not-durable"
         "The end of a resync is told before it is durable.";
+    VoteForgotten "vote-forgotten"
+        "A target of a resync forgets the Primary that it counted for.";
+    CloseNeverDemotes "close-never-demotes"
+        "The last close of a volume leaves its node Primary.";
+    OrderNeverEnds "order-never-ends"
+        "A resync that has waited for another volume of the node waits for ever.";
+    DurablePiecesNotFlushed "durable-pieces-not-flushed"
+        "A durable write for a peer of an old version is not followed by a flush.";
+    EarlyRequestsLost "early-requests-lost"
+        "Requests for a new area that come before this node knows of it are forgotten.";
+    LimitNotVoted "limit-not-voted"
+        "A vote for a resize does not say how much room the node's disk has.";
+    ShrinkKeepsMarks "shrink-keeps-marks"
+        "A volume that shrinks keeps the marks behind its end.";
 }

@@ -339,7 +339,9 @@ impl Resource {
             AfterResize::Nothing => {}
             AfterResize::Probed(ProbeFor::Command(wish)) => self.probed_for_command(volume, wish),
             AfterResize::Probed(ProbeFor::Vote { tid, initiator }) => {
-                let limit = self.own_limit(volume).unwrap_or(NO_LIMIT_SECTORS);
+                let limit = self.own_limit(volume);
+                let limit = limit.filter(|_| !planted!(self, LimitNotVoted));
+                let limit = limit.unwrap_or(NO_LIMIT_SECTORS);
                 let current = self.twopc.current.as_mut();
                 if let Some(t) = current.filter(|t| t.tid == tid && t.initiator == initiator)
                     && let Some(vote) = t.resize.as_mut()
@@ -738,7 +740,7 @@ impl Resource {
             None => Vec::new(),
         };
         for item in early {
-            if self.link(item.peer) == Some(item.link) {
+            if self.link(item.peer) == Some(item.link) && !planted!(self, EarlyRequestsLost) {
                 self.source_request(item.peer, volume, item.request, item.after, item.wanted);
             }
         }

@@ -216,6 +216,7 @@ impl Resource {
 
     /// The superblock with the new size, or at the new place, is durable.
     pub(crate) fn resize_durable(&mut self, volume: VolumeNr) {
+        let keeps = planted!(self, ShrinkKeepsMarks);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
@@ -225,7 +226,10 @@ impl Resource {
         };
         match disk.resize.as_mut() {
             Some(LocalResize::Size { shrinks, .. }) => {
-                if *shrinks && let Some(layout) = disk.layout.as_ref() {
+                if *shrinks
+                    && !keeps
+                    && let Some(layout) = disk.layout.as_ref()
+                {
                     let shape = layout.bitmap_shape(sectors);
                     disk.io.bitmap.resize(shape, false);
                 }

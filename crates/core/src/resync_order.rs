@@ -114,9 +114,10 @@ impl Resource {
             return Err(no_volume(volume));
         };
         let mut change = Change::new();
-        for peer in device.peers.keys() {
+        for (peer, p) in &device.peers {
+            let kept = p.susp_dependency && planted!(self, OrderNeverEnds);
             change = change
-                .pause_dependency(volume, *peer, verdict.dependency)
+                .pause_dependency(volume, *peer, verdict.dependency || kept)
                 .pause_max_parallel(volume, *peer, verdict.max_parallel);
         }
         self.hard_change(change);

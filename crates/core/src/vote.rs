@@ -119,6 +119,7 @@ impl Resource {
         let discards = self.connections.get(&peer)?.discard_my_data;
         let theirs = self.peer_uuids(volume, peer)?;
         if !is_real(vote)
+            || planted!(self, VoteForgotten)
             || discards
             || self.state.role == Role::Primary
             || self.options.quorum == Quorum::Off

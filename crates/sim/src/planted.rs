@@ -141,6 +141,7 @@ fn shows(bug: Planted) -> Shows {
         | P::PeerAckNamesEverybody
         | P::TargetMarksNotMerged
         | P::FlushWaitsForOnePeer
+        | P::DurablePiecesNotFlushed
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -154,6 +155,7 @@ fn shows(bug: Planted) -> Shows {
         | P::PromotionKeepsGeneration
         | P::DisklessVotes
         | P::ResyncEndNotDurable
+        | P::VoteForgotten
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -186,6 +188,11 @@ fn shows(bug: Planted) -> Shows {
         | P::MajorityNotEnough
         | P::OutOfSyncNotTold
         | P::WrongSlot
+        | P::CloseNeverDemotes
+        | P::OrderNeverEnds
+        | P::EarlyRequestsLost
+        | P::LimitNotVoted
+        | P::ShrinkKeepsMarks
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -478,6 +485,13 @@ const RARE: &[Planted] = &[
     Planted::FlushWaitsForOnePeer,
     Planted::ResyncEndNotDurable,
     Planted::LostThereKept,
+    Planted::VoteForgotten,
+    Planted::CloseNeverDemotes,
+    Planted::OrderNeverEnds,
+    Planted::DurablePiecesNotFlushed,
+    Planted::EarlyRequestsLost,
+    Planted::LimitNotVoted,
+    Planted::ShrinkKeepsMarks,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

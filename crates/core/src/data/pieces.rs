@@ -119,7 +119,7 @@ impl Resource {
         let whole = Whole {
             left: count,
             result: Ok(()),
-            flush: durable.then_some(Request {
+            flush: (durable && !planted!(self, DurablePiecesNotFlushed)).then_some(Request {
                 kind: RequestKind::Flush,
                 sector: Sector(0),
                 len: 0,
