@@ -6,13 +6,14 @@ use alloc::vec::Vec;
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, UuidFlags};
 
+use crate::admin::Wait;
 use crate::change::Change;
 use crate::command::ErrorCode;
 use crate::compare::Strategy;
 use crate::device::{ConnectVerdict, Device};
 use crate::frozen::outdates_primary;
 use crate::generation::Generations;
-use crate::options::Quorum;
+use crate::options::{Protocol, Quorum};
 use crate::resource::Resource;
 use crate::rule::Rule;
 use crate::uuids::{PeerUuids, is_real};
@@ -206,6 +207,41 @@ impl Resource {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} was written while node {peer} connected"),
         })
+    }
+
+    /// A peer that is away lacks a write that was acknowledged without its answer, as protocols A and B allow,
+    /// and the generation that says so is due. As a Secondary this node would not make it any more, and nobody
+    /// could tell the followers that have the write from those that lack it.
+    pub(crate) fn leaves_peer_behind(&self) -> bool {
+        if self.state.role != Role::Primary || self.state.suspended() {
+            return false;
+        }
+        let async_peer = |peer: NodeId| {
+            let conn = self.connections.get(&peer);
+            conn.is_some_and(|c| c.net.protocol != Protocol::C)
+                && !self.last_was_kernel(peer)
+                && self.state.conn(peer) != ConnState::Connected
+        };
+        self.devices.iter().any(|(volume, device)| {
+            device.new_uuid_pending
+                && self.can_label(*volume)
+                && self.state.disk(*volume) == DiskState::UpToDate
+                && device.peers.keys().any(|peer| {
+                    async_peer(*peer)
+                        && self.slot_uuid(*volume, *peer).is_zero()
+                        && self.out_of_sync_blocks(*volume, *peer) > 0
+                })
+        })
+    }
+
+    /// The node is about to be demoted, and somebody would not know what it lacks.
+    pub(crate) fn demotion_wants_uuid(&self) -> bool {
+        let demotes = self.opens.demote_at.is_some()
+            || self
+                .waiting
+                .iter()
+                .any(|w| matches!(w.what, Wait::Demote | Wait::Down));
+        demotes && self.leaves_peer_behind()
     }
 
     /// A follower of this Primary without a disk brought a node up to date that is not connected here. That one

@@ -45,7 +45,7 @@ pub(crate) enum OpenStep {
 #[derive(Debug, Default)]
 pub(crate) struct Opens {
     /// The last writer of an automatic Primary has closed: demote, not before this.
-    demote_at: Option<Instant>,
+    pub(crate) demote_at: Option<Instant>,
     /// How long a peer's promotion is put off because of readers here.
     readers_until: Option<Instant>,
 }

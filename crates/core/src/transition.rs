@@ -1044,7 +1044,7 @@ impl Resource {
     }
 
     /// The last link led to a node that is no Lockstep node.
-    fn last_was_kernel(&self, peer: NodeId) -> bool {
+    pub(crate) fn last_was_kernel(&self, peer: NodeId) -> bool {
         let last = self.connections.get(&peer).and_then(|c| c.last_dialect);
         last.is_some_and(|d| d.protocol != 0 && !d.features.contains(Features::LOCKSTEP))
     }

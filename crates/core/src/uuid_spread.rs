@@ -80,7 +80,7 @@ impl Resource {
 
     /// Without quorum or data there is nothing to label. What is due stays due: whoever missed
     /// something must be told from the others when they return.
-    fn can_label(&self, volume: VolumeNr) -> bool {
+    pub(crate) fn can_label(&self, volume: VolumeNr) -> bool {
         self.state
             .devices
             .get(&volume)
@@ -101,7 +101,8 @@ impl Resource {
                 || self.connections.values().any(|c| c.draining)
                 || self.devices.keys().any(|v| self.awaits_first_state(*v))
                 || (self.state.suspended() && !self.state.susp_uuid);
-            if !(self.new_uuid_wanted || self.state.susp_uuid) || blocked {
+            let wanted = self.new_uuid_wanted || self.demotion_wants_uuid();
+            if !(wanted || self.state.susp_uuid) || blocked {
                 return;
             }
             self.begin_new_uuid();

@@ -1,8 +1,9 @@
-//! Planned worlds in which a write was acknowledged that a peer which counted did not have.
+//! Planned worlds in which a write was missing at a peer that counted, or on one of two disks without a mark.
 
 mod common;
 
 use common::planned_holds as holds;
+use lockstep_sim::extras::Extra;
 
 /// A frozen write went on with one peer while another connected, whose last resync had ended unheard: both said
 /// that nothing was marked, and the peer counted without the write.
@@ -30,4 +31,26 @@ fn a_node_that_caught_up_unseen_is_left_behind_by_a_new_generation() {
     const REQUESTS: &str = "7,28-29,32-34,36-38,42,48-51,53-64,66-70,73-85,87-107,178";
     holds(Some(3), 90_013_188, kinds(), "0-1,3-5,7,9", REQUESTS);
     holds(Some(3), 90_013_188, kinds(), "0-99", "0-999");
+}
+
+/// With protocol A a write was acknowledged that a peer never got. The Primary was demoted before it made the
+/// generation that leaves that peer out, and the peer undid the write at a node that had it.
+#[test]
+fn a_demotion_does_not_forget_whom_a_write_did_not_reach() {
+    let kinds = || {
+        let stall = "stall,stall,stall,disconnect,handover,detach";
+        (Some(stall), vec![Extra::Every, Extra::Numb])
+    };
+    holds(Some(3), 90_011_122, kinds(), "7-9", "57,59");
+    holds(Some(3), 90_011_122, kinds(), "0-99", "0-999");
+}
+
+/// A write at the target of a resync was to be made again, because its peer was lost, and failed instead. The
+/// disk had it from the first time, and nobody marked it.
+#[test]
+fn a_write_that_fails_when_it_is_made_again_is_marked() {
+    let both = || (None, vec![Extra::TwoPrimaries]);
+    const REQUESTS: &str = "50-51,155,162,227";
+    holds(None, 90_014_091, both(), "6,10,12,14", REQUESTS);
+    holds(None, 90_014_091, both(), "0-99", "0-999");
 }

@@ -384,6 +384,7 @@ impl Resource {
         // Its extents stay in use: the disk has it.
         let key = self.io.requests.insert(AppRequest {
             al: req.al,
+            was_written: req.was_written || req.local != Local::None,
             ..fresh
         });
         self.start_write(key);

@@ -720,6 +720,7 @@ impl Resource {
         self.requests_are_answered()
             && self.connections.values().all(stable)
             && !self.is_ahead_of_legacy()
+            && !self.leaves_peer_behind()
     }
 
     /// Requests sent to the peer without an answer.

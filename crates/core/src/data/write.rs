@@ -44,6 +44,8 @@ pub(crate) struct AppRequest {
     pub(crate) local: Local,
     /// The peer let its own write go first: this one is made again.
     pub(crate) again: bool,
+    /// It is made again, and the disk has it from the first time.
+    pub(crate) was_written: bool,
     /// Place among the ranges in flight, until the completion to the front end.
     pub(crate) range: Option<RangeId>,
     /// Extents are referenced in the log of this serial.
@@ -123,6 +125,7 @@ impl AppRequest {
             settled: false,
             local: Local::None,
             again: false,
+            was_written: false,
             range: None,
             al: None,
             submitted: false,
@@ -236,12 +239,16 @@ impl Resource {
         }
     }
 
-    /// Fails a write that was never submitted.
+    /// Fails a write that was never submitted, or not again.
     fn abandon_write(&mut self, key: Key, error: RequestError) {
         self.drop_range(key);
         let Some(req) = self.io.requests.remove(key) else {
             return;
         };
+        if req.was_written {
+            // Here it stays, and the peer never gets it.
+            self.set_out_of_sync(req.volume, req.sector, req.size_bytes, NodeMask::EMPTY);
+        }
         if let Some(serial) = req.al {
             self.al_put(req.volume, req.sector, req.size_bytes, serial);
         }
