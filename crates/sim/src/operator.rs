@@ -409,7 +409,7 @@ impl Operator {
             }
         }
         if lose == Lose::Unflushed && w.has_disk(node) {
-            self.lossy |= 1 << node;
+            self.lost_power(node);
         }
         if let Some(snapshot) = w.snapshot(node) {
             mark_crash(w, &snapshot, self.stages[node] != Stage::Up);
@@ -429,6 +429,11 @@ impl Operator {
             let heirs = self.heirs();
             w.trace(node, || format!("== heirs: {heirs:?}"));
         }
+    }
+
+    /// What the node's disk had not flushed may be gone. If nobody who has it stays, it is.
+    pub(crate) fn lost_power(&mut self, node: usize) {
+        self.lossy |= 1 << node;
     }
 
     /// The node is gone.

@@ -211,6 +211,9 @@ impl Pair {
         let pause = self.rng().delay(500 * MS);
         self.start_at[node] = Some(w.now + pause);
         self.promote_at[node] = w.now + pause + self.rng().delay(300 * MS);
+        if lose == Lose::Unflushed {
+            o.lost_power(node);
+        }
         o.forget(node);
         w.crash(node, lose);
     }

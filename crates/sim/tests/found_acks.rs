@@ -54,3 +54,13 @@ fn a_write_that_fails_when_it_is_made_again_is_marked() {
     holds(None, 90_014_091, both(), "6,10,12,14", REQUESTS);
     holds(None, 90_014_091, both(), "0-99", "0-999");
 }
+
+/// Of two Primaries one lost its power and the other died before it was back. The one that lost an unflushed
+/// write was the source: both were gone at once, and only what was flushed is promised then.
+#[test]
+fn two_primaries_that_die_together_keep_what_was_flushed() {
+    let both = || (None, vec![Extra::TwoPrimaries, Extra::TieBreaker]);
+    const REQUESTS: &str = "0-3,5-9,12,14-16,19-20,23,25-26,28-35,39-40,46-58,60";
+    holds(Some(2), 1542, both(), "2-3,5,7,10", REQUESTS);
+    holds(Some(3), 1542, both(), "0-99", "0-999");
+}
