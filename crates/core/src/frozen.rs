@@ -70,9 +70,16 @@ impl Resource {
         self.would_give_way() && (outdates_primary(strategy) || to_primary)
     }
 
+    /// What a connect that was refused has taught all the same (semantics.md, 9.2). To be called before
+    /// the handshake's verdicts are dropped.
+    pub(crate) fn learn_from_handshake(&mut self, peer: NodeId, code: ErrorCode) {
+        self.apply_local_consequences(peer);
+        self.give_way_to_another(peer, code);
+    }
+
     /// A connect was refused because of a Primary elsewhere, perhaps beyond the peer: if the peer's
     /// data are the newer ones, this frozen Primary gives way to that one (semantics.md, 9.2).
-    pub(crate) fn give_way_to_another(&mut self, peer: NodeId, code: ErrorCode) {
+    fn give_way_to_another(&mut self, peer: NodeId, code: ErrorCode) {
         let conflict = [ErrorCode::TWO_PRIMARIES, ErrorCode::CW_FAILED_BY_PEER].contains(&code);
         if !conflict || !self.would_give_way() {
             return;

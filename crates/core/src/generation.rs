@@ -548,11 +548,13 @@ impl Generations {
     }
 
     /// 12.9: frees the slot of a peer. `keep_existing`: the node stays, as a diskless one.
-    /// None if it had no slot; its entry is reset all the same.
+    /// None if it had no slot; its entry is reset all the same. What the slot named becomes an
+    /// ancestor: a node that comes back with its old metadata is behind, and no branch.
     pub fn forget_peer(&mut self, peer: NodeId, keep_existing: bool) -> Option<Forgotten> {
         let copy_from = self.free_index();
         let day0 = self.day0_slot();
         let freed = self.slot(peer).bitmap_index;
+        let left_at = self.slot(peer).bitmap_uuid;
         let mut entry = Peer::default();
         if keep_existing {
             entry.flags = PeerFlags::NODE_EXISTS;
@@ -561,6 +563,7 @@ impl Generations {
             entry.bitmap_dagtag = self.slot(day0).bitmap_dagtag;
         }
         *self.slot_mut(peer) = entry;
+        self.push_retired_current(left_at);
         freed.map(|freed| Forgotten { freed, copy_from })
     }
 

@@ -128,8 +128,7 @@ impl Resource {
 
     /// The connect came to a no (semantics.md, 9.2, "result handling").
     pub(crate) fn connect_refused(&mut self, peer: NodeId, refusal: &Refusal) {
-        self.apply_local_consequences(peer);
-        self.give_way_to_another(peer, refusal.code);
+        self.learn_from_handshake(peer, refusal.code);
         let retry = matches!(
             refusal.code,
             ErrorCode::HANDSHAKE_RETRY
@@ -165,7 +164,7 @@ impl Resource {
     }
 
     /// A failed connect still taught that the peer has newer data.
-    fn apply_local_consequences(&mut self, peer: NodeId) {
+    pub(crate) fn apply_local_consequences(&mut self, peer: NodeId) {
         if self.state.role != Role::Secondary {
             return;
         }

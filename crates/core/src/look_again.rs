@@ -18,7 +18,7 @@ use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
 use crate::twopc::WishKind;
-use crate::uuids::is_real;
+use crate::uuids::{PeerUuids, is_real};
 
 /// How long a pair may be unequal before it is looked at.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -89,6 +89,10 @@ impl Resource {
         if self.state.disk(volume) == DiskState::Consistent {
             self.schedule_empty_twopc();
         }
+        let peers: Vec<NodeId> = peers
+            .into_iter()
+            .filter(|peer| !self.waits_for_stable(volume, *peer))
+            .collect();
         // Where a Primary is near, it is asked first: it has everything.
         let primary = peers.iter().copied().find(|peer| {
             let connection = self.state.connections.get(peer);
@@ -100,6 +104,26 @@ impl Resource {
             }
             self.tell_and_compare(volume, peer);
         }
+    }
+
+    /// The target has copied what a source has that is not stable, or would have: another resync from
+    /// it would end in the same way. It says when it is stable (semantics.md, 14.2).
+    fn waits_for_stable(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let own = self.state.disk(volume);
+        let theirs = self.state.peer_device(volume, peer).disk;
+        if own == DiskState::UpToDate && theirs == DiskState::Inconsistent {
+            let primary = self.state.connections.get(&peer);
+            let primary = primary.is_some_and(|c| c.peer_role == Role::Primary);
+            return !self.state.stable() && !primary;
+        }
+        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
+        let stable = |set: &PeerUuids| self.is_stable_set(set);
+        own == DiskState::Inconsistent
+            && theirs == DiskState::UpToDate
+            && pd.is_some_and(|pd| pd.unstable_resync)
+            && self.out_of_sync_blocks(volume, peer) == 0
+            && !self.peer_uuids(volume, peer).is_some_and(stable)
+            && !self.stable_source_present(volume, peer, &self.state)
     }
 
     /// A peer that is Consistent gets no writes of this Primary, and may be source of a third node, which

@@ -16,7 +16,7 @@ use lockstep_format::wire::{
 pub use crate::change::Change;
 use crate::device::Reconcile;
 use crate::event::{Output, Stream};
-use crate::options::OnIoError;
+use crate::options::{OnIoError, Protocol};
 use crate::report::{Event, Level};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
@@ -716,8 +716,13 @@ impl Resource {
         let ahead = self.was_ahead(peer);
         let unknown = self.unsettled_towards(peer) || self.verify_found(peer) || ahead;
         self.lose_requests(peer);
-        if unknown && self.last_was_kernel(peer) {
-            // It cannot tell by marks alone that it misses something: the generation has to.
+        let early = self
+            .connections
+            .get(&peer)
+            .is_some_and(|c| c.net.protocol != Protocol::C);
+        if unknown && (early || self.last_was_kernel(peer)) {
+            // It cannot tell by marks alone that it misses something: the generation has to. What is
+            // acknowledged before the peer has it may be lost with this disk before the next write.
             self.want_new_uuid_now();
         }
         self.run_handler("disconnected", None, Some(peer));

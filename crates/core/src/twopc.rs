@@ -625,11 +625,12 @@ impl Resource {
                 WishKind::Connect(peer) => self.handshake_verdict(peer),
                 _ => Ok(()),
             };
-            self.abort(&t);
             let refusal = own.err().unwrap_or_else(|| Refusal {
                 code: ErrorCode::CW_FAILED_BY_PEER,
                 text: "a peer refused the state change".into(),
             });
+            self.learn_from_refusal(&wish, &refusal);
+            self.abort(&t);
             self.wish_failed(&wish, refusal);
             self.next_wish();
             return;
@@ -665,6 +666,7 @@ impl Resource {
         }
         let verdict = self.initiator_verdict(&t, &wish);
         if let Err(refusal) = verdict {
+            self.learn_from_refusal(&wish, &refusal);
             self.abort(&t);
             self.wish_failed(&wish, refusal);
             self.next_wish();
@@ -869,6 +871,13 @@ impl Resource {
             self.connect_attempt_failed(peer, Duration::from_millis(50));
         } else {
             self.twopc.queue.push_front((wish, attempt));
+        }
+    }
+
+    /// What a failed connect has taught; the abort drops what the handshake found.
+    fn learn_from_refusal(&mut self, wish: &Wish, refusal: &Refusal) {
+        if let WishKind::Connect(peer) = wish.kind {
+            self.learn_from_handshake(peer, refusal.code);
         }
     }
 

@@ -94,3 +94,10 @@ fn the_last_disk_under_a_primary_without_one_is_not_taken_by_force() {
     holds(None, 90_000_115, kinds(), "4-5,8,15", "28,106-107,119,148");
     holds(None, 90_000_115, kinds(), "0-99", "0-999");
 }
+
+/// Protocol A: a Primary lost a peer before that had an acknowledged write, and then its disk before the next
+/// write, which would have made a generation without the peer: that came back as equal.
+#[test]
+fn a_peer_without_an_acknowledged_write_is_excluded_at_once() {
+    holds(Some(3), 15_500_266, (None, Vec::new()), "0-99", "0-9999");
+}

@@ -246,3 +246,43 @@ fn a_frozen_primary_gives_way_to_its_successor() {
         s.read(B, 10, 8);
     }
 }
+
+/// The same, but the frozen Primary reaches its successor through the third node only, and nothing is
+/// marked: it could follow that node, and is refused because of the Primary behind it.
+#[test]
+fn a_frozen_primary_gives_way_to_one_behind_its_peer() {
+    for seed in [43, 44, 45] {
+        let config = Config {
+            nodes: 3,
+            protocol: Protocol::C,
+            ..Config::small(seed)
+        };
+        let mut s = Scenario::with(
+            config,
+            |settings| {
+                settings.resource.quorum = Quorum::Majority;
+                settings.resource.on_suspended_primary_outdated =
+                    OnSuspendedPrimaryOutdated::ForceSecondary;
+                settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
+            },
+            false,
+        );
+        s.write_and_wait(A, 10, 8);
+        // Nothing is left marked.
+        s.pass(20 * SECOND);
+        s.flush(A);
+        s.pass(20 * SECOND);
+        assert_eq!(s.operator.take_over_soon(&mut s.world), Some(A));
+        s.world.isolate(A);
+        s.pass(30 * SECOND);
+        s.promote(B);
+        s.read(B, 10, 4);
+        s.cut(A, C, false);
+        s.run_until("the frozen Primary is demoted", |w| {
+            w.snapshot(A).is_some_and(|s| s.role == Role::Secondary)
+        });
+        s.cut(A, B, false);
+        s.in_sync();
+        s.read(B, 10, 8);
+    }
+}
