@@ -442,6 +442,25 @@ impl Resource {
         }
     }
 
+    /// The peer called itself UpToDate while its disk was at such an ancestor, and has moved on since. No state
+    /// packet says so, because nothing changed there.
+    pub(crate) fn catches_up_again(&mut self, volume: VolumeNr, peer: NodeId, set: &PeerUuids) {
+        let p = self.state.peer_device(volume, peer);
+        let Some(device) = self.devices.get(&volume) else {
+            return;
+        };
+        let said = device.peers.get(&peer).and_then(|pd| pd.last_state);
+        if self.state.role == Role::Secondary
+            && p.repl == ReplState::Established
+            && p.disk == DiskState::Outdated
+            && said.is_some_and(|state| state.disk == DiskState::UpToDate)
+            && set.current.same_generation(device.exposed_uuid)
+        {
+            let change = Change::new().peer_disk(volume, peer, DiskState::UpToDate);
+            self.hard_change(change);
+        }
+    }
+
     /// The same, seen from that disk: a node without one calls it Outdated, and exposes a
     /// generation that nobody here has heard of. There is newer data then.
     pub(crate) fn left_behind_as_exposed(

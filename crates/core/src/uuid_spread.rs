@@ -690,6 +690,7 @@ impl Resource {
         }
         let own = self.state.disk(volume);
         if own < DiskState::Inconsistent {
+            self.catches_up_again(volume, peer, &set);
             self.expose_from(peer, volume, &set);
             self.expose_announced(volume, peer, &set);
             self.vouch_for(peer, volume, set.current);

@@ -85,3 +85,14 @@ fn a_write_that_lands_while_its_connection_drains_is_settled() {
     );
     planned_holds(Some(4), 90_005_079, kinds, "0-99", "0-999");
 }
+
+/// A node was UpToDate at a generation that a client had seen left behind, and went on to the present one. That
+/// changed nothing in its state, so no packet told the client, which called it Outdated for ever.
+#[test]
+fn a_disk_that_a_client_had_seen_left_behind_may_catch_up() {
+    let kinds = (
+        Some("diskless,quorum,crash,partition,reset"),
+        vec![Extra::Every],
+    );
+    planned_holds(Some(5), 90_018_380, kinds, "0-99", "0-999");
+}
