@@ -417,7 +417,8 @@ impl Resource {
         Some(Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!(
-                "node {peer} has a generation of volume {volume} that the Primary {primary} has left behind;                  waiting until the two have met"
+                "node {peer} has a generation of volume {volume} that the Primary {primary} has left behind; \
+                 waiting until the two have met"
             ),
         })
     }
