@@ -327,11 +327,7 @@ impl History {
         issued: u64,
         writer: Option<usize>,
     ) -> bool {
-        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
-            let number = v.index.get(block as usize)?.checked_sub(1)?;
-            v.registers.get(number as usize)
-        });
-        let Some(register) = register else {
+        let Some(register) = self.known(volume, block) else {
             return true;
         };
         let newer = |v: &Version| {
@@ -347,13 +343,16 @@ impl History {
         same.any(|v| !newer(v))
     }
 
+    /// The block's versions, if anything was ever asked of it.
+    fn known(&self, volume: u16, block: u64) -> Option<&Register> {
+        let volume = self.volumes.get(usize::from(volume))?;
+        let number = volume.index.get(block as usize)?.checked_sub(1)?;
+        volume.registers.get(number as usize)
+    }
+
     /// A write of this value to the block began at this time or later.
     pub fn began_since(&self, volume: u16, block: u64, value: u64, start: u64) -> bool {
-        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
-            let number = v.index.get(block as usize)?.checked_sub(1)?;
-            v.registers.get(number as usize)
-        });
-        register.is_some_and(|r| {
+        self.known(volume, block).is_some_and(|r| {
             let mut versions = r.versions.iter();
             versions.any(|v| v.value == value && v.start >= start)
         })
@@ -361,11 +360,7 @@ impl History {
 
     /// All writes of a value to the block were over before the write of the other one began.
     pub fn is_older(&self, volume: u16, block: u64, value: u64, than: u64) -> bool {
-        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
-            let number = v.index.get(block as usize)?.checked_sub(1)?;
-            v.registers.get(number as usize)
-        });
-        let Some(register) = register else {
+        let Some(register) = self.known(volume, block) else {
             return false;
         };
         let of = |value: u64| register.versions.iter().filter(move |v| v.value == value);
@@ -378,11 +373,7 @@ impl History {
     /// Whether a replica that has all acknowledged data may hold this value. What only a read has
     /// seen so far may be missing.
     pub fn is_current(&self, volume: u16, block: u64, value: u64, now: u64) -> bool {
-        let register = self.volumes.get(usize::from(volume)).and_then(|v| {
-            let number = v.index.get(block as usize)?.checked_sub(1)?;
-            v.registers.get(number as usize)
-        });
-        register.is_none_or(|r| {
+        self.known(volume, block).is_none_or(|r| {
             let mut versions = r.versions.iter();
             versions.any(|v| v.value == value && v.superseded_settled >= now)
         })

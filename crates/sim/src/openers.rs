@@ -25,8 +25,12 @@ pub(crate) struct Drivers {
 impl Drivers {
     /// The node is gone, and its front ends with it.
     pub(crate) fn forget(&mut self, node: usize) {
-        self.open = self.open.filter(|(opener, _)| *opener != node);
+        self.forget_open(node);
         self.ordered.retain(|(n, _)| *n != node);
+    }
+
+    fn forget_open(&mut self, node: usize) {
+        self.open = self.open.filter(|(opener, _)| *opener != node);
     }
 }
 
@@ -143,12 +147,6 @@ impl Operator {
             },
         );
         true
-    }
-}
-
-impl Drivers {
-    fn forget_open(&mut self, node: usize) {
-        self.open = self.open.filter(|(opener, _)| *opener != node);
     }
 }
 

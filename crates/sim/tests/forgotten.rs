@@ -62,6 +62,15 @@ fn disk(w: &World, node: usize) -> DiskState {
     w.snapshot(node).unwrap().devices[0].disk_state
 }
 
+/// C is a peer of both again, and comes back with its old metadata.
+fn returns(s: &mut Scenario) {
+    add_again(s, A, C);
+    add_again(s, B, C);
+    s.restart(C);
+    s.in_sync();
+    s.read(A, 0, 16);
+}
+
 /// C's generation was known by its slot alone: it counted as a branch of a split brain.
 #[test]
 fn a_forgotten_node_that_is_behind_comes_back_by_a_full_copy() {
@@ -78,11 +87,7 @@ fn a_forgotten_node_that_is_behind_comes_back_by_a_full_copy() {
     forget(&mut s, A, C);
     forget(&mut s, B, C);
     s.write_and_wait(A, 100, 8);
-    add_again(&mut s, A, C);
-    add_again(&mut s, B, C);
-    s.restart(C);
-    s.in_sync();
-    s.read(A, 0, 16);
+    returns(&mut s);
 }
 
 /// Nothing was written between C's end and its removal: it came back as equal.
@@ -106,11 +111,7 @@ fn a_forgotten_node_that_was_equal_is_no_more_after_a_write() {
         }
         s.write_and_wait(A, 4, 8);
         s.write_and_wait(A, 100, 8);
-        add_again(&mut s, A, C);
-        add_again(&mut s, B, C);
-        s.restart(C);
-        s.in_sync();
-        s.read(A, 0, 16);
+        returns(&mut s);
     }
 }
 

@@ -191,26 +191,31 @@ fn worlds_with_clients_and_quorum_hold() {
     }
 }
 
+/// Three nodes with a quorum that go on connecting to a frozen Primary.
+fn three_that_retry(seed: u64, policy: OnSuspendedPrimaryOutdated) -> Scenario {
+    let config = Config {
+        nodes: 3,
+        protocol: Protocol::C,
+        ..Config::small(seed)
+    };
+    Scenario::with(
+        config,
+        |settings| {
+            settings.resource.quorum = Quorum::Majority;
+            settings.resource.on_suspended_primary_outdated = policy;
+            settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
+        },
+        false,
+    )
+}
+
 /// semantics.md, 11.4: the Primary is cut off and freezes, another takes over and writes. When it
 /// comes back, its waiting requests fail and it follows, at once or when the operator says so.
 #[test]
 fn a_frozen_primary_gives_way_to_its_successor() {
     use OnSuspendedPrimaryOutdated::{Disconnect, ForceSecondary};
     for (seed, policy) in [(40, ForceSecondary), (41, Disconnect), (42, ForceSecondary)] {
-        let config = Config {
-            nodes: 3,
-            protocol: Protocol::C,
-            ..Config::small(seed)
-        };
-        let mut s = Scenario::with(
-            config,
-            |settings| {
-                settings.resource.quorum = Quorum::Majority;
-                settings.resource.on_suspended_primary_outdated = policy;
-                settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
-            },
-            false,
-        );
+        let mut s = three_that_retry(seed, policy);
         s.write_and_wait(A, 10, 8);
         let early = s.write(A, 12, 2);
         assert_eq!(s.operator.take_over_soon(&mut s.world), Some(A));
@@ -252,21 +257,7 @@ fn a_frozen_primary_gives_way_to_its_successor() {
 #[test]
 fn a_frozen_primary_gives_way_to_one_behind_its_peer() {
     for seed in [43, 44, 45] {
-        let config = Config {
-            nodes: 3,
-            protocol: Protocol::C,
-            ..Config::small(seed)
-        };
-        let mut s = Scenario::with(
-            config,
-            |settings| {
-                settings.resource.quorum = Quorum::Majority;
-                settings.resource.on_suspended_primary_outdated =
-                    OnSuspendedPrimaryOutdated::ForceSecondary;
-                settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
-            },
-            false,
-        );
+        let mut s = three_that_retry(seed, OnSuspendedPrimaryOutdated::ForceSecondary);
         s.write_and_wait(A, 10, 8);
         // Nothing is left marked.
         s.pass(20 * SECOND);
