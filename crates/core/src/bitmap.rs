@@ -126,6 +126,12 @@ impl Bitmap {
 
     /// Clears the bits of blocks that lie wholly in the range; returns how many were set.
     pub fn clear_range(&mut self, slot: u8, sector: Sector, size_bytes: u32) -> u64 {
+        let bits = self.whole_bits(slot, sector, size_bytes);
+        self.clear_bits(slot, bits)
+    }
+
+    /// The bits that the range covers wholly, in whole blocks of the slot's peer.
+    pub(crate) fn whole_bits(&self, slot: u8, sector: Sector, size_bytes: u32) -> Range<u64> {
         let bits = self.shape.covered_bits(sector, u64::from(size_bytes));
         let unit = self.slots[usize::from(slot)].clear_unit;
         let end = match bits.end >= self.shape.bits() {
@@ -133,7 +139,7 @@ impl Bitmap {
             false => bits.end / unit * unit,
         };
         let start = bits.start.next_multiple_of(unit);
-        self.clear_bits(slot, start..end.max(start))
+        start..end.max(start)
     }
 
     /// Sets bits; returns how many were clear.

@@ -22,7 +22,8 @@
 //! 4. exactly one side crashed as Primary: the other is source with protocol C, the crashed one
 //!    with A and B (it may hold acknowledged writes that the survivor never got);
 //! 5. only one side has marks: it is source, its marks are writes that the other did not confirm;
-//! 6. both are Primary and both have marks: no side may lose, split brain;
+//! 6. both are Primary and both have marks: no side may lose, split brain; where two are not allowed
+//!    the connection is refused for that reason alone;
 //! 7. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
 //!    lost power together, and only flushed writes are promised; or none is, and both have all.)
 //!

@@ -27,11 +27,14 @@ pub(super) fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
         verdict.rule = rule;
         verdict.reconciliation = true;
     } else if h.is_lockstep() {
-        verdict.rule = Rule::MarkedBlocks;
         verdict.strategy = match marked_blocks_source(h) {
             Some(direction) => direction.use_bitmap(),
+            // They cannot connect before one of them gives its role up, whatever is marked: both are of one
+            // generation still, and a frozen one waits.
+            None if !h.net.allow_two_primaries => return,
             None => Strategy::SplitBrainDisconnect,
         };
+        verdict.rule = Rule::MarkedBlocks;
     }
 }
 

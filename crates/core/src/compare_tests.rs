@@ -748,7 +748,17 @@ fn marked_blocks_are_resynced_between_two_lockstep_nodes() {
         c.b.role = Role::Primary;
     };
     is(base.with(two), source);
-    is(both.clone().with(two), Strategy::SplitBrainDisconnect);
+    let refused = both.clone().with(two);
+    refused.expect(Strategy::NoSync, Rule::Reconnected);
+    let came_back = |c: &mut Case| {
+        two(c);
+        c.net.allow_two_primaries = true;
+        c.a.uuids.flags.remove(UuidFlags::RECONNECT);
+        c.b.uuids.flags.remove(UuidFlags::RECONNECT);
+    };
+    both.clone()
+        .with(came_back)
+        .expect(Strategy::SplitBrainDisconnect, Rule::MarkedBlocks);
     // Where two are allowed, neither has completed anything without the other.
     let allowed = |c: &mut Case| {
         two(c);

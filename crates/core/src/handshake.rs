@@ -888,7 +888,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.quorate = theirs.quorum;
         }
-        let mut peer_disk = theirs.disk;
+        let mut peer_disk = self.disk_as_told(peer, volume, theirs.disk);
         if peer_disk == DiskState::Negotiating {
             let inconsistent = self
                 .peer_uuids(volume, peer)
@@ -904,6 +904,7 @@ impl Resource {
             }
         }
         if own == DiskState::Negotiating && mine.repl == ReplState::Established {
+            self.hard_change(change); // Its role, and whether its operator pauses resyncs, are not told again.
             self.attach_handshake(peer, volume, theirs, false);
             return;
         }

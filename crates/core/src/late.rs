@@ -4,6 +4,7 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
+use lockstep_format::wire::packet::CurrentUuid;
 use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::admin::Wait;
@@ -158,6 +159,26 @@ impl Resource {
         for volume in volumes {
             self.send_uuids(peer, volume, UuidFlags::empty());
         }
+    }
+
+    /// The initial sync was skipped (semantics.md, 12.8): what a peer said of its disk before it heard of that comes
+    /// late. It tells its UUIDs first when it has.
+    pub(crate) fn disk_as_told(
+        &self,
+        peer: NodeId,
+        volume: VolumeNr,
+        told: DiskState,
+    ) -> DiskState {
+        let mine = self.state.peer_device(volume, peer);
+        let device = self.devices.get(&volume);
+        let created = |uuid: Option<Uuid>| uuid == Some(Uuid::JUST_CREATED);
+        let skipped = told == DiskState::Inconsistent
+            && mine.disk == DiskState::UpToDate
+            && mine.repl == ReplState::Established
+            && self.is_lockstep(peer)
+            && created(self.peer_uuids(volume, peer).map(|u| u.current))
+            && !created(device.map(|d| d.current_uuid()));
+        if skipped { mine.disk } else { told }
     }
 
     /// A disk has got another generation since its UUIDs went into the handshake with `peer`, by the end of a
@@ -489,9 +510,31 @@ impl Resource {
         }
     }
 
-    /// A peer that asked around when it connected is about to call itself UpToDate, beside this
-    /// Primary: the state that says so, or says that it waits for somebody else, is on its way.
-    /// Until it is here the peer would count as a follower, but get no writes.
+    /// A Primary without a disk says that this one lacks what its applications have seen: it sends no writes here,
+    /// and a disk that followed all the same would count as whole without them.
+    pub(crate) fn is_called_weak(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        told: CurrentUuid,
+    ) -> bool {
+        let device = self.devices.get(&volume);
+        let own = device.map_or(Uuid::ZERO, Device::current_uuid);
+        let weak = told.weak_nodes.contains(self.node_id)
+            && self.is_lockstep(peer)
+            && self.state.role == Role::Secondary
+            && self.state.disk(volume) == DiskState::UpToDate
+            && self.state.peer_device(volume, peer).disk < DiskState::Inconsistent
+            && !told.uuid.same_generation(own);
+        if weak {
+            self.hard_change(Change::new().disk(volume, DiskState::Outdated));
+        }
+        weak
+    }
+
+    /// A peer that asked around when it connected, or one that is Outdated at this generation, is about to
+    /// call itself UpToDate, beside this Primary: the state that says so, or says that it waits for somebody
+    /// else, is on its way. Until it is here the peer would count as a follower, but get no writes.
     pub(crate) fn awaits_first_state(&self, volume: VolumeNr) -> bool {
         let Some(device) = self.devices.get(&volume) else {
             return false;
@@ -499,7 +542,8 @@ impl Resource {
         device.peers.iter().any(|(peer, pd)| {
             let p = self.state.peer_device(volume, *peer);
             p.repl == ReplState::Established
-                && p.disk == DiskState::Consistent
+                && (p.disk == DiskState::Consistent
+                    || p.disk == DiskState::Outdated && self.same_current(volume, *peer))
                 && pd.last_state.is_some_and(|s| s.repl == ReplState::Off)
                 && self.is_lockstep(*peer)
                 && !self.is_legacy(*peer)

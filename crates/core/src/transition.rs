@@ -466,7 +466,9 @@ impl Resource {
         flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
         if new.role == Role::Primary && !after.have_quorum {
             disk.primary_lost_quorum = true;
-        } else if after.have_quorum && new.role == Role::Primary {
+        } else if after.have_quorum && (new.role == Role::Primary || own == DiskState::UpToDate) {
+            // A Secondary has been compared with the others and has what they have: a later comparison with one
+            // of them would begin a resync for nothing.
             disk.primary_lost_quorum = false;
         }
         flags.set(DeviceFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);

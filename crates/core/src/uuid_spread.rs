@@ -243,7 +243,10 @@ impl Resource {
                 // A kernel that is connected plans nothing that it gives up.
                 !self.is_established(c.peer) || c.is_lockstep()
             });
-            let forced = device.is_some_and(|d| d.new_uuid_forced) && may_be_planned;
+            // Who took a plan that was given up goes by it, and must not look newer than what is written from
+            // now on, although everybody follows.
+            let given_up = self.announced_last(volume);
+            let forced = (given_up || device.is_some_and(|d| d.new_uuid_forced)) && may_be_planned;
             if made.is_none() && forced {
                 next.fork(role, &mut rng);
             }
@@ -989,7 +992,8 @@ impl Resource {
             set.flags = UuidFlags::STABLE;
         }
         pd.uuids = Some(set.clone());
-        if connected && from_primary && self.state.disk(volume) == DiskState::UpToDate {
+        let follows = connected && from_primary && !self.is_called_weak(peer, volume, packet);
+        if follows && self.state.disk(volume) == DiskState::UpToDate {
             self.new_datagen(peer, volume, &set, Some(packet.weak_nodes));
         }
         let same = self

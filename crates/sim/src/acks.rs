@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use lockstep_core::event::LinkId;
+use lockstep_core::event::{Input, LinkId};
 use lockstep_core::options::Protocol;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::Packet;
@@ -145,16 +145,31 @@ fn not_on_disk(
     None
 }
 
-/// The metadata say what the node goes by; none where it has no disk any more that takes writes.
-fn noted(w: &World, node: usize, volume: u16) -> Option<bool> {
+/// What the node goes by, counted in changes: how much of it the metadata say, and all. None where it has no
+/// disk any more that takes writes.
+fn noted(w: &World, node: usize, volume: u16) -> Option<(u64, u64)> {
     let disk = &w.nodes[node].disks[usize::from(volume)];
     let resource = w.nodes[node].resource.as_ref()?;
     let is_good = !disk.had_errors && !disk.given_up;
-    resource.is_noted(VolumeNr(volume)).filter(|_| is_good)
+    resource.noted(VolumeNr(volume)).filter(|_| is_good)
+}
+
+/// Before an input. The end of a disk operation brings no news that an ack would have to wait for; but what is
+/// acknowledged by it may be the last thing that the end of a resync waited for, and then the generation
+/// changes in the same step, after the ack.
+pub(crate) fn before(w: &mut World, node: usize, input: &Input) {
+    let ends = matches!(input, Input::DiskDone { .. } | Input::MetaDone { .. });
+    for volume in 0..w.config.volumes {
+        let known = noted(w, node, volume).filter(|_| ends);
+        w.seen.known[usize::from(volume)] = known.map(|(_, all)| all);
+    }
 }
 
 fn is_noted(w: &mut World, node: usize, peer: NodeId, volume: u16) {
-    if noted(w, node, volume) == Some(false) {
+    let known = w.seen.known[usize::from(volume)];
+    if let Some((durable, all)) = noted(w, node, volume)
+        && durable < known.unwrap_or(all)
+    {
         w.fail(format!(
             "{} acknowledges a write of {} of volume {volume}, and its metadata do not say yet what it \
              goes by",

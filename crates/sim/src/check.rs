@@ -1,7 +1,7 @@
 //! What must hold, seen from outside the core.
 
 use lockstep_core::options::Protocol;
-use lockstep_core::report::Snapshot;
+use lockstep_core::report::{ConnectionReport, Snapshot};
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 use lockstep_format::disk::v09::DeviceFlags;
@@ -307,7 +307,7 @@ const BUFFERS_MOST: usize = 10_000;
 const COMMANDS_MOST: usize = 200;
 
 /// At most one node is Primary, where two are not allowed; one that is frozen without quorum does
-/// not count.
+/// not count, nor one that has lost it and does not know yet.
 pub fn one_primary(w: &mut World) {
     if w.history.several_writers {
         return;
@@ -321,12 +321,32 @@ pub fn one_primary(w: &mut World) {
         count += usize::from(is_primary(w, node));
     }
     if count > 1 {
-        let primaries: Vec<char> = (0..w.nodes.len())
-            .filter(|n| is_primary(w, *n))
-            .map(name)
-            .collect();
-        w.fail(format!("several Primaries: {primaries:?}"));
+        let mut primaries: Vec<usize> = (0..w.nodes.len()).collect();
+        primaries.retain(|n| is_primary(w, *n));
+        if w.wants_majority && w.config.protocol == Protocol::C {
+            primaries.retain(|n| !is_left_by_most(w, *n));
+        }
+        if primaries.len() > 1 {
+            let primaries: Vec<char> = primaries.into_iter().map(name).collect();
+            w.fail(format!("several Primaries: {primaries:?}"));
+        }
     }
+}
+
+/// Most nodes have lost their connection with this Primary, which sees it when a ping is not answered. Until
+/// then nothing that it writes is completed, and a frozen Primary that the others meet may go on (its quorum
+/// is what they give it).
+fn is_left_by_most(w: &World, primary: usize) -> bool {
+    let connected = |node: usize, peer: usize| {
+        w.snapshot(node).is_some_and(|s| {
+            let to_peer = |c: &&ConnectionReport| usize::from(c.peer.0) == peer;
+            let state = s.connections.iter().find(to_peer).map(|c| c.state);
+            state == Some(ConnState::Connected)
+        })
+    };
+    let others = (0..w.nodes.len()).filter(|n| *n != primary);
+    let with_it = others.filter(|n| connected(primary, *n) && connected(*n, primary));
+    (with_it.count() + 1) * 2 <= w.nodes.len()
 }
 
 /// Why the cluster is not yet at rest and whole; none if it is.

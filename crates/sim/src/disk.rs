@@ -531,13 +531,22 @@ impl Disk {
         for op in abandoned_meta.chain(flying_meta) {
             match op {
                 MetaOp::Read { .. } => {}
-                MetaOp::Write { offset, bytes, .. } => {
+                // Nothing of it is there before the flush that it asks for is over.
+                MetaOp::Write {
+                    offset,
+                    bytes,
+                    flush_upto,
+                } => {
                     toll.meta = true;
-                    self.torn_meta(offset, &bytes, rng);
+                    if self.torn_meta(offset, &bytes, rng) {
+                        self.flushed(flush_upto.unwrap_or(0));
+                    }
                 }
-                MetaOp::Store { steps, .. } => {
+                MetaOp::Store { steps, flush_upto } => {
                     toll.meta = true;
-                    self.torn_words(&steps, rng);
+                    if self.torn_words(&steps, rng) {
+                        self.flushed(flush_upto.unwrap_or(0));
+                    }
                 }
             }
         }
@@ -569,23 +578,27 @@ impl Disk {
         toll
     }
 
-    /// A metadata write was cut: any part of its sectors is there. The superblock is atomic.
-    fn torn_meta(&mut self, offset: u64, bytes: &[u8], rng: &mut Rng) {
+    /// A metadata write was cut: any part of its sectors is there. The superblock is atomic. Whether any is.
+    fn torn_meta(&mut self, offset: u64, bytes: &[u8], rng: &mut Rng) -> bool {
         let all = rng.below(4);
+        let mut any = false;
         for (i, chunk) in bytes.chunks(BLOCK_BYTES).enumerate() {
             let at = offset + (i * BLOCK_BYTES) as u64;
             if at == self.layout.superblock_byte() {
                 if rng.permille(500) {
                     self.store_meta(at, chunk);
+                    any = true;
                 }
                 continue;
             }
             for (j, sector) in chunk.chunks(512).enumerate() {
                 if all == 0 || all > 1 && rng.permille(500) {
                     self.store_meta(at + j as u64 * 512, sector);
+                    any = true;
                 }
             }
         }
+        any
     }
 
     /// The superblock on the medium.

@@ -175,6 +175,7 @@ impl World {
             )
         });
         let ok = result.is_ok();
+        self.nodes[node].served += u64::from(ok);
         sometimes!(self.marks, !ok, "request-failed");
         if result == Err(RequestError::Io) {
             self.check_error(node, &asked);

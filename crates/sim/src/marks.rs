@@ -36,6 +36,10 @@ pub const MARKS: &[(&str, &str)] = &[
         "another node took over after the Primary had gone",
     ),
     (
+        "heir-left-unused",
+        "a successor went before it had served a request",
+    ),
+    (
         "gave-way",
         "a frozen Primary became Secondary after another had taken over",
     ),

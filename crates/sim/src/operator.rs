@@ -91,8 +91,10 @@ pub struct Operator {
     lossy: u32,
     /// The mask that `holders` was made of last; 0 if it may be older.
     seen: [u32; MAX_VOLUMES],
-    /// A Primary without power: what it did not flush may be lost if it comes back first.
-    pending_loss: Option<usize>,
+    /// Primaries without power, as bits: what they did not flush may be lost if they come back first.
+    pending_loss: u32,
+    /// Who was promoted after that, what it had served then, and the bits from before.
+    heir: Option<(usize, u64, u32)>,
     /// Peer pairs that the operator keeps apart.
     apart: BTreeSet<(usize, usize)>,
     paused: BTreeSet<(usize, usize, u16)>,
@@ -141,7 +143,8 @@ impl Operator {
             holders: vec![0; usize::from(volumes)],
             lossy: 0,
             seen: [0; MAX_VOLUMES],
-            pending_loss: None,
+            pending_loss: 0,
+            heir: None,
             apart: BTreeSet::new(),
             sizes: [0; MAX_VOLUMES],
             paused: BTreeSet::new(),
@@ -270,8 +273,8 @@ impl Operator {
         if self.stages[node] != Stage::Down {
             return;
         }
-        if self.pending_loss == Some(node) && w.has_disk(node) {
-            self.pending_loss = None;
+        if self.pending_loss & 1 << node != 0 && w.has_disk(node) {
+            self.pending_loss = 0;
             w.history.unflushed_may_be_lost(w.now);
         }
         w.start(node, self.settings.resource.clone());
@@ -391,8 +394,9 @@ impl Operator {
                 self.heirs[volume] = self.heirs_of(w, node, view.holders[volume], volume);
             }
             self.primary = None;
+            self.pending_loss = self.left_unused(w, node);
             if lose == Lose::Unflushed && w.has_disk(node) {
-                self.pending_loss = Some(node);
+                self.pending_loss |= 1 << node;
             }
             w.trace(node, || "== the Primary dies".into());
         } else if self.primary.is_none() && lose == Lose::Unflushed && !succeeded {
@@ -429,6 +433,24 @@ impl Operator {
             let heirs = self.heirs();
             w.trace(node, || format!("== heirs: {heirs:?}"));
         }
+    }
+
+    /// A successor goes that no application has seen anything of: it has not begun a generation, and
+    /// if the dead Primary comes back, its copy may be the one that counts. The answer is who that is.
+    fn left_unused(&mut self, w: &mut World, node: usize) -> u32 {
+        let unused = self
+            .heir
+            .take_if(|(heir, served, _)| *heir == node && w.nodes[node].served == *served);
+        let Some((_, _, loss)) = unused else {
+            return 0;
+        };
+        if members(loss).into_iter().any(|n| !self.is_down(n)) {
+            // It is back, and perhaps not compared yet.
+            w.history.unflushed_may_be_lost(w.now);
+            return 0;
+        }
+        sometimes!(w.marks, true, "heir-left-unused");
+        loss
     }
 
     /// What the node's disk had not flushed may be gone. If nobody who has it stays, it is.
@@ -513,9 +535,9 @@ impl Operator {
                 if let Some(frozen) = self.frozen.filter(|frozen| *frozen != node) {
                     w.give_up_writes(frozen);
                 }
-                if self.pending_loss.is_some_and(|n| n != node) {
-                    self.pending_loss = None;
-                }
+                let loss = std::mem::take(&mut self.pending_loss);
+                self.heir = (loss & !(1 << node) != 0)
+                    .then(|| (node, w.nodes[node].served, loss & !(1 << node)));
             }
         }
         if let Some((node, command)) = self.demoting
@@ -533,6 +555,7 @@ impl Operator {
                     };
                 }
                 self.primary = None;
+                self.pending_loss = self.left_unused(w, node);
             }
         }
         if let Some((node, command)) = self.trying

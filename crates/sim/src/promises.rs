@@ -77,6 +77,9 @@ pub(crate) struct Seen {
     changes: BTreeMap<usize, ((u32, NodeId), u64)>,
     /// By node: since when it sees a majority and has no quorum.
     deprived: BTreeMap<usize, u64>,
+    /// By volume: what the node that is being told of the end of a disk operation knew before, counted in
+    /// changes of its metadata.
+    pub(crate) known: [Option<u64>; MAX_VOLUMES],
 }
 
 impl Seen {
@@ -90,6 +93,7 @@ impl Seen {
             unknown: BTreeMap::new(),
             changes: BTreeMap::new(),
             deprived: BTreeMap::new(),
+            known: [None; MAX_VOLUMES],
         }
     }
 

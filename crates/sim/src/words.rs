@@ -48,16 +48,21 @@ impl Disk {
     }
 
     /// The power went, or the process died, while the steps were done.
-    pub(crate) fn torn_words(&mut self, steps: &[WordStore], rng: &mut Rng) {
+    pub(crate) fn torn_words(&mut self, steps: &[WordStore], rng: &mut Rng) -> bool {
         let done = rng.below(steps.len() as u64 + 1) as usize;
         self.store_steps(&steps[..done]);
-        let Some(step) = steps.get(done) else { return };
+        let mut any = done > 0;
+        let Some(step) = steps.get(done) else {
+            return any;
+        };
         let chance = rng.pick(&[0, 100, 500, 900, 1000]);
         for (i, word) in step.bytes.chunks_exact(WORD_BYTES as usize).enumerate() {
             if rng.permille(chance) {
                 self.store_meta(step.offset + i as u64 * WORD_BYTES, word);
+                any = true;
             }
         }
+        any
     }
 
     /// The first lines of the steps are there, and nothing else.

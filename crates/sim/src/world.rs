@@ -183,6 +183,8 @@ pub struct Node {
     pub(crate) buffers: Buffers,
     pub(crate) connecting: BTreeSet<usize>,
     pub(crate) links: BTreeMap<u64, usize>,
+    /// Requests of front ends that went well, in all of its lives.
+    pub(crate) served: u64,
     /// Requests of front ends that were not completed.
     pub requests: BTreeMap<u64, Asked>,
     /// Commands that were not answered.
@@ -449,6 +451,7 @@ impl World {
                 links: BTreeMap::new(),
                 requests: BTreeMap::new(),
                 commands: BTreeMap::new(),
+                served: 0,
                 works_since: 0,
                 answers: BTreeMap::new(),
                 timer_at: u64::MAX,
@@ -769,6 +772,7 @@ impl World {
         {
             self.trace(node, || text);
         }
+        crate::acks::before(self, node, &input);
         let now = Instant(self.now + self.nodes[node].skew);
         let Some(resource) = self.nodes[node].resource.as_mut() else {
             return;

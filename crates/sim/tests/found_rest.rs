@@ -96,3 +96,41 @@ fn a_disk_that_a_client_had_seen_left_behind_may_catch_up() {
     );
     planned_holds(Some(5), 90_018_380, kinds, "0-99", "0-999");
 }
+
+/// A peer said late, over a slow link, that its new disk was Inconsistent, after the initial sync had been skipped. The
+/// Primary made its first generation without it, and the next one with it: a split brain with a third node.
+#[test]
+fn what_was_said_before_the_initial_sync_was_skipped_does_not_count() {
+    let kinds = (
+        Some("shuffle,shuffle,crash,handover"),
+        vec![Extra::Every, Extra::Hot],
+    );
+    planned_holds(Some(4), 95_002_243, kinds, "0-99", "0-999");
+}
+
+/// A node was promoted after its Primary had lost its power, and demoted before anybody had asked it for
+/// anything. The dead Primary came back as the source, without what it had not flushed, which it may.
+#[test]
+fn a_successor_that_nobody_used_begins_no_generation() {
+    let plain = || (None, Vec::new());
+    planned_holds(Some(2), 88_600_665, plain(), "3,8", "0,23");
+    planned_holds(Some(2), 88_600_665, plain(), "0-99", "0-999");
+}
+
+/// The target of a resync without replication got a write, then the source's bitmap with its mark, answered
+/// with its own, and acked the write in sync. The ack was at the source before the bitmap, whose mark stayed.
+#[test]
+fn an_ack_that_overtakes_a_bitmap_clears_its_mark() {
+    let plain = || (None, Vec::new());
+    planned_holds(Some(2), 88_600_240, plain(), "0-99", "4,7-10,15,18-19");
+    planned_holds(Some(2), 88_600_240, plain(), "0-99", "0-999");
+    planned_holds(Some(2), 53_000_107, plain(), "0-99", "0-999");
+}
+
+/// A peer's operator ended a pause of resyncs while this node's disk was being attached: what the peer said counted for
+/// the attach only, and the resync stayed paused for ever.
+#[test]
+fn the_end_of_a_pause_is_heard_during_an_attach() {
+    planned_holds(None, 1378, (None, vec![Extra::Old]), "1,4,13", "5");
+    planned_holds(None, 1378, (None, vec![Extra::Old]), "0-99", "0-999");
+}

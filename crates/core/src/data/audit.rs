@@ -23,11 +23,12 @@ impl Resource {
         Some(marked || self.is_unsettled(volume, sector))
     }
 
-    /// Whether everything that this node knows of a volume's state and generations is durable; none
-    /// without a disk that takes writes.
-    pub fn is_noted(&self, volume: VolumeNr) -> Option<bool> {
-        self.takes_writes(volume)
-            .then(|| self.meta_is_durable(volume))
+    /// What this node knows of a volume's state and generations, counted in changes: how many are durable, and
+    /// how many there were. None without a disk that takes writes.
+    pub fn noted(&self, volume: VolumeNr) -> Option<(u64, u64)> {
+        let disk = self.devices.get(&volume)?.disk.as_ref()?;
+        let counts = (disk.writer.durable, disk.writer.changed);
+        self.takes_writes(volume).then_some(counts)
     }
 
     /// The generation of this node's data: of its disk, or what it has exposed without one.

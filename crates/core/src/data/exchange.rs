@@ -6,7 +6,7 @@ use alloc::format;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BitmapWords, CompressedBitmap, RunKind};
 use lockstep_format::wire::vli::{Pushed, RleEncoder, for_each_set_run};
 use lockstep_format::wire::{Packet, ReplState};
@@ -176,13 +176,53 @@ impl Resource {
         let Some(slot) = io.slot(peer) else { return };
         let total = if forgets_end { total & !63 } else { total };
         let scale = io.bitmap.shape().block().sectors() / WIRE_BIT_SECTORS;
+        let acked: Vec<u64> = match is_source {
+            true => self
+                .peer_io(volume, peer)
+                .map(|io| io.acked_in_exchange.iter().copied().collect())
+                .unwrap_or_default(),
+            false => Vec::new(),
+        };
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
         let mut news = 0;
         for (at, run) in runs {
-            let end = (at + run).min(total);
-            news += io.bitmap.set_bits(slot, at / scale..end.div_ceil(scale));
+            let end = (at + run).min(total).div_ceil(scale);
+            let mut begin = at / scale;
+            let from = acked.partition_point(|bit| *bit < begin);
+            for bit in acked[from..].iter().take_while(|bit| **bit < end) {
+                news += io.bitmap.set_bits(slot, begin..*bit);
+                begin = bit + 1;
+            }
+            news += io.bitmap.set_bits(slot, begin..end);
         }
         if self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS {
             self.owe_more(volume, peer, news);
+        }
+    }
+
+    /// The targets in `peers` have a write that is in sync with it, and has cleared its marks. The ack may
+    /// have overtaken the target's bitmap, which is on the other stream and is from before the write: what that
+    /// says of these blocks is over, and would stay marked here for ever.
+    pub(super) fn acked_in_exchange(
+        &mut self,
+        volume: VolumeNr,
+        peers: NodeMask,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        for peer in peers.iter() {
+            if self.state.peer_device(volume, peer).repl != ReplState::WfBitmapS {
+                continue;
+            }
+            let bits = self.disk_io(volume).and_then(|io| {
+                let slot = io.slot(peer)?;
+                Some(io.bitmap.whole_bits(slot, sector, size_bytes))
+            });
+            if let (Some(bits), Some(io)) = (bits, self.peer_io(volume, peer)) {
+                io.acked_in_exchange.extend(bits);
+            }
         }
     }
 
@@ -192,6 +232,7 @@ impl Resource {
             return;
         };
         io.bitmap_in = 0;
+        io.acked_in_exchange.clear();
         io.bitmap_received = true;
         self.bitmap_exchange_step(volume, peer);
     }

@@ -32,7 +32,7 @@ mod unsettled;
 mod verify;
 mod write;
 
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
@@ -261,6 +261,8 @@ pub struct PeerIo {
     pub(crate) owed_blocks: u64,
     /// Bit position up to which the peer's bitmap has come.
     pub(crate) bitmap_in: u64,
+    /// Bits of blocks that the target got and called in sync while its bitmap was on its way.
+    pub(crate) acked_in_exchange: BTreeSet<u64>,
     /// The peer's whole bitmap is here and was not used yet.
     pub(crate) bitmap_received: bool,
     /// Bits when the resync started, and failed ones.

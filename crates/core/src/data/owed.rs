@@ -79,6 +79,12 @@ impl Resource {
             let served = p.repl == ReplState::PausedSyncS
                 && p.susp_peer
                 && has_another_source(volume, *peer, new);
+            if before != p.repl
+                && p.repl == ReplState::WfBitmapS
+                && let Some(io) = self.peer_io(volume, *peer)
+            {
+                io.acked_in_exchange.clear();
+            }
             if (over || served)
                 && let Some(io) = self.peer_io(volume, *peer)
             {

@@ -937,6 +937,7 @@ impl Resource {
                 io.seq = 0;
                 io.peer_seq = 0;
                 io.bitmap_in = 0;
+                io.acked_in_exchange.clear();
                 io.bitmap_received = false;
             }
         }
@@ -1058,6 +1059,7 @@ impl Resource {
             // The sender does not know this node's blocks.
             return;
         }
+        let gone = self.without_disk(volume);
         let own = self.node_id;
         let busy = self.devices.get(&volume).is_some_and(|d| {
             d.io.ranges
@@ -1078,8 +1080,9 @@ impl Resource {
         // What a verify found is settled by a resync only. And a node that this one is to be copied from
         // may itself have got newer blocks, which the sender has not heard of yet.
         let mask = sync.mask.without(own).difference(verified);
+        // Nor is anything said about the blocks of a disk that has gone since: it misses what is written.
         let mask = match lockstep {
-            true => mask.difference(sources),
+            true => mask.difference(sources).difference(gone),
             false => mask,
         };
         let mut known_by = Vec::new();

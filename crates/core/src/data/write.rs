@@ -737,6 +737,7 @@ impl Resource {
                 }
             }
         }
+        self.acked_in_exchange(volume, in_sync, sector, size);
         for peer in news.iter() {
             let told = !planted!(self, OutOfSyncNotTold);
             if told && self.state.peer_device(volume, peer).repl > ReplState::Off {

@@ -7,7 +7,7 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, ReplState, UuidFlags};
 
 use crate::data::BitmapThen;
@@ -89,6 +89,19 @@ impl Resource {
             slot.is_some_and(|slot| io.bitmap.count_touched(slot, sector, size_bytes) > 0)
         });
         (self.both_are_whole(volume, peer) || p.repl.is_sync()) && !marked
+    }
+
+    /// Connected nodes whose disk is away.
+    pub(crate) fn without_disk(&self, volume: VolumeNr) -> NodeMask {
+        let peers = self.established();
+        let mut gone = NodeMask::EMPTY;
+        for peer in peers {
+            let disk = self.state.peer_device(volume, peer).disk;
+            if disk < DiskState::Inconsistent {
+                gone.insert(peer);
+            }
+        }
+        gone
     }
 
     pub(super) fn both_are_whole(&self, volume: VolumeNr, peer: NodeId) -> bool {

@@ -1,0 +1,58 @@
+//! Planned worlds in which acknowledged data were lost, or disks differed and no node knew it.
+
+mod common;
+
+use common::planned_holds;
+use lockstep_sim::extras::Extra;
+
+/// A Primary told its followers the generation that was coming and began again, because a third node had
+/// caught up. Now nobody was behind, and it made none. A follower that had taken the first plan looked newer
+/// from then on, and its disk replaced what was written after it was lost.
+#[test]
+fn a_generation_that_was_told_and_given_up_is_followed_by_another() {
+    const KINDS: &str = "shuffle,handover,handover,stall,invalidate";
+    let kinds = (Some(KINDS), vec![Extra::Every, Extra::Hot]);
+    planned_holds(Some(3), 98_002_158, kinds, "0-99", "0-999");
+}
+
+/// A Primary got its quorum back by the handshake of a node that said it was Outdated, and answered what it had
+/// frozen without sending it there. By the same handshake that node became UpToDate.
+#[test]
+fn a_frozen_primary_waits_for_what_an_outdated_peer_says_of_itself() {
+    const KINDS: &str = "diskless,quorum,crash,partition,reset";
+    let kinds = (Some(KINDS), Vec::new());
+    planned_holds(Some(3), 98_001_876, kinds, "0-99", "0-999");
+}
+
+/// The word that a third node's disk is equal was on its way for long. That disk had left meanwhile, and its
+/// marks for what it missed were cleared.
+#[test]
+fn nobody_vouches_for_a_disk_that_has_left() {
+    const KINDS: &str = "detach,detach,detach,stall,slowdisk,reset";
+    let holds = |faults, requests| {
+        let kinds = (Some(KINDS), Vec::new());
+        planned_holds(None, 98_006_638, kinds, faults, requests);
+    };
+    holds("2-3,5", "15,18");
+    holds("0-99", "0-999");
+}
+
+/// A Primary without a disk told its next generation to a node that it knew to be behind, and that took itself for
+/// UpToDate. That one followed, got none of the writes, and later replaced those that had.
+#[test]
+fn who_is_called_weak_does_not_follow() {
+    const REQUESTS: &str = "113,118-119,122-139,147";
+    let holds = |faults, requests| {
+        planned_holds(Some(3), 88_400_550, (None, Vec::new()), faults, requests);
+    };
+    holds("0,4", REQUESTS);
+    holds("0-99", "0-999");
+}
+
+/// Both nodes lost their power while a demotion was noted. The simulator let the superblock be written and lost
+/// what the flush before it had made durable.
+#[test]
+fn a_superblock_that_was_written_has_its_flush_behind_it() {
+    planned_holds(Some(2), 97_500_093, (None, Vec::new()), "0-1", "3");
+    planned_holds(Some(2), 97_500_093, (None, Vec::new()), "0-99", "0-999");
+}

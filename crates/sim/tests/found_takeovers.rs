@@ -1,0 +1,46 @@
+//! Planned worlds in which a node took over from another one and both were there a moment later.
+
+mod common;
+
+use common::planned_holds;
+
+#[track_caller]
+fn holds(seed: u64, faults: &str, requests: &str) {
+    let takeover = Some("takeover,crash,partition,reset");
+    planned_holds(Some(3), seed, (takeover, Vec::new()), faults, requests);
+}
+
+/// A Primary was frozen without quorum and another node took over. The third one lost that one as well and met the
+/// frozen Primary, which has a majority with it. The new Primary had lost its own and hears of it by a ping: what
+/// it writes until then is not completed, and the simulator counted it.
+#[test]
+fn a_primary_whom_most_have_left_does_not_count_before_it_knows() {
+    holds(95_000_361, "2-3,6", "none");
+    holds(95_000_361, "0-99", "0-999");
+}
+
+/// The same with marks on both sides, of the same generation: a split brain was reported, and both were left alone.
+/// Now the connection is refused because there are two Primaries, and tried again.
+#[test]
+fn two_primaries_of_one_generation_are_no_split_brain() {
+    holds(88_200_140, "0-1", "0");
+    holds(88_200_140, "0-99", "0-999");
+    holds(88_200_194, "0-99", "0-999");
+}
+
+/// A target acknowledged the last write that the end of its resync waited for, and went on to the generation of its
+/// next source in the same step. The simulator asked whether the metadata said so, but the ack was of before.
+#[test]
+fn an_ack_that_ends_a_resync_is_of_the_generation_before() {
+    holds(88_200_486, "0-2,4-5,9", "2,4-5,30-31");
+    holds(88_200_486, "0-99", "0-999");
+    holds(35_200_052, "0-1,9", "0,3,13");
+    holds(35_200_052, "0-99", "0-999");
+}
+
+/// Two nodes had been Primary without quorum. They were demoted, and brought up to date, and called themselves that
+/// for ever: when the next Primary was demoted, followers resynced for nothing, each by its own view.
+#[test]
+fn a_node_that_was_brought_up_to_date_has_lost_no_quorum() {
+    holds(88_200_298, "0-99", "0-999");
+}
