@@ -341,14 +341,16 @@ impl Guest {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The model of its processors. A kernel without RDRAND waits some seconds for its random numbers,
-    /// and patches its code then. QEMU lets a second processor run into a patch that is being made,
-    /// which no real one does: an oops in `get_random_u64` has been seen. With RDRAND the patch is made
-    /// before the second one runs.
+    /// The model of its processors. QEMU 7.2 computes the flags of CMPXCHG16B from a stale state: bits of
+    /// an earlier operand end in EFLAGS, and an interrupt right after it pushes them. With NT, VM or DF set the
+    /// kernel dies in its allocator or its network path, wherever that is. Without CX16 it uses another way.
+    /// And a kernel without RDRAND waits some seconds for its random numbers, and patches its code then. QEMU
+    /// lets a second processor run into a patch that is being made, which no real one does: an oops in
+    /// `get_random_u64` has been seen. With RDRAND the patch is made before the second one runs.
     fn cpu(&self) -> String {
         match self.setup.cpus {
-            1 => self.setup.cpu_model.to_owned(),
-            _ => format!("{},+rdrand", self.setup.cpu_model),
+            1 => format!("{},-cx16", self.setup.cpu_model),
+            _ => format!("{},-cx16,+rdrand", self.setup.cpu_model),
         }
     }
 
