@@ -1,7 +1,8 @@
 //! How much processor time the proxy's threads have had, by name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::time::Duration;
 
 /// Microseconds by the name of the thread, those of a pool together. Empty where the kernel does
 /// not count.
@@ -15,6 +16,23 @@ pub(crate) fn cpu_us() -> BTreeMap<String, u64> {
         }
     }
     times
+}
+
+/// The numbers of this process's threads.
+pub(crate) fn ids() -> BTreeSet<u32> {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    let name = |task: std::io::Result<std::fs::DirEntry>| task.ok()?.file_name().into_string().ok();
+    tasks
+        .filter_map(name)
+        .filter_map(|id| id.parse().ok())
+        .collect()
+}
+
+/// Processor time of these threads, as far as they live.
+pub(crate) fn cpu_of(ids: &BTreeSet<u32>) -> Duration {
+    let task = |id: &u32| one(Path::new(&format!("/proc/self/task/{id}")));
+    let us = ids.iter().filter_map(task).map(|(_, us)| us).sum();
+    Duration::from_micros(us)
 }
 
 fn one(task: &Path) -> Option<(String, u64)> {
@@ -49,6 +67,10 @@ mod tests {
             .collect();
         (0..2).for_each(|_| wait.recv().unwrap());
         assert!(cpu_us().contains_key("some-pool"), "{:?}", cpu_us());
+        // Two of the pool, the test's own and the first of the process.
+        assert!(ids().len() >= 4, "{:?}", ids());
+        assert!(cpu_of(&ids()) > Duration::ZERO);
+        assert_eq!(cpu_of(&BTreeSet::new()), Duration::ZERO);
         drop(end);
         threads
             .into_iter()

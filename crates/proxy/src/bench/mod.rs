@@ -343,18 +343,26 @@ fn codecs(
         // As after the first burst: the memory of a full buffer is there.
         let full = (expected as u64 * MIB).min(FULL_BYTES);
         through(&pair, sample, full)?;
-        let before = processor_time();
+        let times = || {
+            let [a, b] = pair.processor_time();
+            [processor_time(), a, b]
+        };
+        let before = times();
         let (time, _) = through(&pair, sample, len * rounds)?;
-        let spent = processor_time().saturating_sub(before);
-        let per_gib = spent.as_secs_f64() / mib_s(len * rounds, Duration::from_secs(1)) * 1024.0;
+        let gib = (len * rounds) as f64 / (1 << 30) as f64;
+        let after = times();
+        let per_gib = |which: usize| after[which].saturating_sub(before[which]).as_secs_f64() / gib;
         let path = mib_s(len * rounds, time);
         report.add("codecs", format!("{name}: whole path"), path, "MiB/s");
-        report.add(
-            "codecs",
-            format!("{name}: processor time of all of it"),
-            per_gib,
-            "s/GiB",
-        );
+        let whose = ["all of it", "the sending proxy", "the receiving proxy"];
+        for (which, whose) in whose.iter().enumerate() {
+            report.add(
+                "codecs",
+                format!("{name}: processor time of {whose}"),
+                per_gib(which),
+                "s/GiB",
+            );
+        }
         if let Some(alone) = alone {
             let ratio = path / alone;
             report.add(
@@ -827,6 +835,15 @@ mod tests {
         let report = small(&["codecs"]);
         for plugin in PLUGINS {
             assert!(report.text().contains(&format!("{plugin}: whole path")));
+            let time = |whose: &str| {
+                let name = format!("{plugin}: processor time of {whose}");
+                let found = report.figures.iter().find(|figure| figure.name == name);
+                found.unwrap_or_else(|| panic!("{name} is missing")).value
+            };
+            let [sending, receiving] = ["the sending proxy", "the receiving proxy"].map(time);
+            assert!(sending > 0.0 && receiving > 0.0, "{}", report.text());
+            // The benchmark's own ends have the rest.
+            assert!(sending + receiving < time("all of it"), "{}", report.text());
         }
         let json: serde_json::Value = serde_json::from_str(&report.json()).unwrap();
         assert!(json["figures"].as_array().unwrap().len() > 20);

@@ -1,6 +1,6 @@
 //! Two proxies, a line between them and a fake DRBD at each end, all in this process over loopback.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
+use crate::threads;
 use crate::{Daemon, Options, Security, SharedSecret, generate_secret, random_bytes};
 
 /// How long anything that must happen may take.
@@ -53,6 +54,8 @@ pub(super) type Ends = (TcpStream, TcpStream);
 pub(super) struct Pair {
     pub(super) a: Daemon,
     pub(super) b: Daemon,
+    /// The threads of each.
+    threads: [BTreeSet<u32>; 2],
     ends: Vec<(SocketAddr, TcpListener)>,
     line: Option<Line>,
     idle: Mutex<Vec<Ends>>,
@@ -69,8 +72,9 @@ impl Pair {
             spill_directory: spill.map(|(directory, _)| directory),
             ..Options::default()
         };
-        let a = Daemon::start(options(setup.spill.clone()))?;
-        let b = Daemon::start(options(None))?;
+        let (before, a) = (threads::ids(), Daemon::start(options(setup.spill.clone()))?);
+        let (between, b) = (threads::ids(), Daemon::start(options(None))?);
+        let threads = [&between - &before, &threads::ids() - &between];
         // A loopback address of our own, so no port is taken.
         let [x, y, z, ..] = random_bytes()?;
         let ip = Ipv4Addr::new(127, 1 + x % 60, y, z.clamp(1, 254));
@@ -108,6 +112,7 @@ impl Pair {
         let pair = Pair {
             a,
             b,
+            threads,
             ends,
             line,
             idle,
@@ -162,6 +167,11 @@ impl Pair {
                 line.break_all();
             }
         }
+    }
+
+    /// Processor time that A and B have had.
+    pub(super) fn processor_time(&self) -> [Duration; 2] {
+        self.threads.each_ref().map(threads::cpu_of)
     }
 
     pub(super) fn wait(
