@@ -294,6 +294,9 @@ impl Resource {
     // Roles.
 
     fn command_primary(&mut self, id: CommandId, force: bool) {
+        if force && self.state.role == Role::Primary && self.force_next(id, None) {
+            return;
+        }
         for peer in self.established_peers().iter() {
             self.ping(peer);
         }
@@ -477,6 +480,11 @@ impl Resource {
                         what: Wait::Diskless(*volume),
                         until,
                     });
+                }
+                WishKind::ForceUpToDate(volume) => {
+                    if !self.force_next(id, Some(*volume)) {
+                        self.answer(id, Ok(answer));
+                    }
                 }
                 WishKind::Promote { .. } => {
                     // Asked for in words: closing the last opener does not demote.

@@ -30,6 +30,7 @@ pub mod event;
 pub mod exposed;
 pub mod fencing;
 pub mod few;
+mod forced;
 mod frozen;
 pub mod generation;
 pub mod handshake;

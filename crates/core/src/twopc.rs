@@ -5,6 +5,7 @@
 
 use alloc::collections::VecDeque;
 use alloc::format;
+use alloc::vec;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
@@ -73,6 +74,8 @@ pub enum WishKind {
         /// Absent peers are taken for Outdated.
         outdate_absent: bool,
     },
+    /// A Primary takes its own data of one volume for UpToDate, where nobody has good ones.
+    ForceUpToDate(VolumeNr),
     /// Become Secondary.
     Demote {
         /// Openers do not matter.
@@ -396,6 +399,11 @@ impl Resource {
                 None,
                 word(&[(StateWord::ROLE, Role::Secondary as u32)]),
             ),
+            WishKind::ForceUpToDate(volume) => (
+                *volume,
+                None,
+                word(&[(StateWord::DISK, disk(DiskState::UpToDate))]),
+            ),
             WishKind::Attach(volume) => (
                 *volume,
                 None,
@@ -468,19 +476,8 @@ impl Resource {
             } => {
                 let mut change = Change::new().role(Role::Primary);
                 for (volume, device) in &self.state.devices {
-                    let elsewhere = device.peers.values().any(|p| p.disk == DiskState::UpToDate);
-                    if *force_up_to_date
-                        && device.disk >= DiskState::Inconsistent
-                        && device.disk < DiskState::UpToDate
-                        && !elsewhere
-                    {
-                        change = change.disk(*volume, DiskState::UpToDate);
-                        // What waits for a source that has no good data either waits no longer.
-                        for (peer, p) in &device.peers {
-                            if p.repl == ReplState::PausedSyncT {
-                                change = change.repl(*volume, *peer, ReplState::Established);
-                            }
-                        }
+                    if *force_up_to_date {
+                        change = self.forced_data(change, *volume);
                     }
                     for (peer, p) in &device.peers {
                         let far = reachable.contains(*peer)
@@ -497,6 +494,7 @@ impl Resource {
                 change.ignore_openers = *force;
                 change
             }
+            WishKind::ForceUpToDate(volume) => self.forced_data(Change::new(), *volume),
             WishKind::Attach(volume) => Change::new().disk(*volume, DiskState::Negotiating),
             WishKind::Detach(volume) => {
                 let mut change = Change::new().disk(*volume, DiskState::Detaching);
@@ -627,7 +625,13 @@ impl Resource {
             };
             let refusal = own.err().unwrap_or_else(|| Refusal {
                 code: ErrorCode::CW_FAILED_BY_PEER,
-                text: "a peer refused the state change".into(),
+                text: match wish.kind {
+                    WishKind::Attach(volume) => format!(
+                        "a peer refused the attach, and its log says why; one that has no bitmap \
+                         for volume {volume} of this node (bitmap no) has to be adjusted first"
+                    ),
+                    _ => "a peer refused the state change".into(),
+                },
             });
             self.learn_from_refusal(&wish, &refusal);
             self.abort(&t);
@@ -745,10 +749,15 @@ impl Resource {
             self.send_outcome(t, to, incapable);
         }
         let members = t.reachable;
-        let behind: Vec<VolumeNr> = (self.state.devices.iter())
-            .filter(|(_, d)| d.disk < DiskState::UpToDate)
-            .map(|(volume, _)| *volume)
-            .collect();
+        let mut forced: Vec<VolumeNr> = match &wish.kind {
+            WishKind::Promote {
+                force_up_to_date: true,
+                ..
+            } => self.state.devices.keys().copied().collect(),
+            WishKind::ForceUpToDate(volume) => vec![*volume],
+            _ => Vec::new(),
+        };
+        forced.retain(|volume| self.may_be_forced(*volume));
         match &wish.kind {
             WishKind::Empty => {
                 self.hard_change(Change::new().members(members));
@@ -773,14 +782,8 @@ impl Resource {
         if !local_last {
             self.send_outcome(t, to, incapable);
         }
-        if let WishKind::Promote {
-            force_up_to_date: true,
-            ..
-        } = wish.kind
-        {
-            // The others are as current as before, and their peers follow them.
-            self.forced_generation(&behind);
-        }
+        // The others are as current as before, and their peers follow them.
+        self.forced_generation(&forced);
         self.end_wish(&wish, Ok(Answer::Done));
     }
 

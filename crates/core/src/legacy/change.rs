@@ -60,6 +60,7 @@ impl Resource {
                 self.twopc.legacy.push_back((*volume, change));
             }
             WishKind::Connect(_)
+            | WishKind::ForceUpToDate(_)
             | WishKind::Demote { .. }
             | WishKind::Attach(_)
             | WishKind::Resize { .. }

@@ -240,3 +240,29 @@ fn nodes_that_speak_8_4_take_the_first_words() {
         use_it(&mut w);
     }
 }
+
+/// The volume that is added to a Primary has no data anywhere yet.
+#[test]
+fn a_primary_makes_a_volume_that_was_added_good_by_force() {
+    for (seed, count) in [(1, 2), (2, 2), (3, 3), (4, 3)] {
+        let mut w = connected(seed, count, Setup::default());
+        w.command(0, Command::Primary { force: false });
+        w.pass(Duration::from_secs(1));
+        for index in 0..count {
+            add(&mut w, index);
+            w.pass(Duration::from_millis(200));
+            attach(&mut w, index);
+            w.pass(Duration::from_secs(1));
+        }
+        assert!(joined(&w), "seed {seed}: {:#?}", w.log);
+        assert_eq!(w.disk_state(0), DiskState::Inconsistent);
+        let id = w.command(0, Command::Primary { force: true });
+        w.pass_until("the first sync", 60, World::in_sync);
+        assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
+        let generation = w.generation(0);
+        let again = w.command(0, Command::Primary { force: true });
+        use_it(&mut w);
+        assert!(matches!(w.answers.get(&again), Some(Ok(_))));
+        assert_eq!(w.generation(0), generation, "good data stay what they are");
+    }
+}

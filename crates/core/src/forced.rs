@@ -1,0 +1,51 @@
+//! Data that are called good by force: `primary --force` where nobody has better ones
+//! (semantics.md, 7.1).
+
+use lockstep_format::units::VolumeNr;
+use lockstep_format::wire::{DiskState, ReplState};
+
+use crate::event::CommandId;
+use crate::resource::Resource;
+use crate::transition::Change;
+use crate::twopc::WishKind;
+
+impl Resource {
+    /// `primary --force` on a Primary is for volumes without good data, such as one that was added
+    /// since: each becomes a generation of its own. False if there is none behind this one.
+    pub(crate) fn force_next(&mut self, id: CommandId, behind: Option<VolumeNr>) -> bool {
+        let mut volumes = self.devices.keys().copied();
+        let next = |volume: &VolumeNr| Some(*volume) > behind && self.may_be_forced(*volume);
+        match volumes.find(next) {
+            Some(volume) => {
+                self.wish(WishKind::ForceUpToDate(volume), Some(id));
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// The own disk is not UpToDate, and nobody's is that this node knows of.
+    pub(crate) fn may_be_forced(&self, volume: VolumeNr) -> bool {
+        self.state.devices.get(&volume).is_some_and(|d| {
+            d.disk >= DiskState::Inconsistent
+                && d.disk < DiskState::UpToDate
+                && d.peers.values().all(|p| p.disk != DiskState::UpToDate)
+        })
+    }
+
+    /// The own data of a volume become the good ones, if there are no others.
+    pub(crate) fn forced_data(&self, mut change: Change, volume: VolumeNr) -> Change {
+        let device = self.state.devices.get(&volume);
+        let Some(device) = device.filter(|_| self.may_be_forced(volume)) else {
+            return change;
+        };
+        change = change.disk(volume, DiskState::UpToDate);
+        // What waits for a source that has no good data either waits no longer.
+        for (peer, p) in &device.peers {
+            if p.repl == ReplState::PausedSyncT {
+                change = change.repl(volume, *peer, ReplState::Established);
+            }
+        }
+        change
+    }
+}
