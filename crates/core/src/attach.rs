@@ -324,6 +324,7 @@ impl Resource {
             .try_into()
             .map_err(|_| invalid(format!("{path}: the superblock could not be read whole")))?;
         let (format, superblock) = self.decode_superblock(volume, path, block)?;
+        let in_use = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return Ok(());
         };
@@ -349,6 +350,16 @@ impl Resource {
                 format!(
                     "{}: {usable} usable sectors, but the volume has {} with good data",
                     disk.data_path, superblock.effective_size.0
+                ),
+            ));
+        }
+        if usable < in_use {
+            return Err(error(
+                ErrorCode::ERR_DISK_TOO_SMALL,
+                format!(
+                    "{}: {usable} usable sectors, but the volume has {in_use}; enlarge the disk, or \
+                     make the volume smaller first",
+                    disk.data_path
                 ),
             ));
         }

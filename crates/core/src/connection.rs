@@ -734,9 +734,9 @@ impl Resource {
     ) -> Result<Answer, CommandError> {
         let role = self.state.role;
         let conn_state = self.state.conn(peer);
-        let Some(conn) = self.connections.get_mut(&peer) else {
+        if !self.connections.contains_key(&peer) {
             return Err(crate::admin::no_peer(peer));
-        };
+        }
         if conn_state != ConnState::StandAlone {
             return Err(CommandError {
                 code: crate::command::ErrorCode::ERR_NET_CONFIGURED,
@@ -749,6 +749,10 @@ impl Resource {
                 text: "--discard-my-data is not possible on a Primary; demote it first".into(),
             });
         }
+        self.give_slots(peer)?;
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return Err(crate::admin::no_peer(peer));
+        };
         conn.discard_my_data = discard_my_data;
         conn.lost_split_brain = false;
         conn.tentative = tentative;

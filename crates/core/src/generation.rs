@@ -656,7 +656,10 @@ impl Generations {
         let mut counted = NodeMask::EMPTY;
         let configured: NodeMask = rotation.peers.iter().map(|peer| peer.node).collect();
         for peer in rotation.peers {
-            let leaves = peer.connected && peer.disk == DiskState::Diskless && !peer.has_bitmap;
+            // With a slot from the time when it had a disk it is tracked as before, or the disk
+            // could come back with the same generation and other data.
+            let untracked = !peer.has_bitmap && self.slot(peer.node).bitmap_index.is_none();
+            let leaves = peer.connected && peer.disk == DiskState::Diskless && untracked;
             let behind = (peer.disk <= DiskState::DUnknown && peer.disk != DiskState::Negotiating)
                 || rotation.weak.contains(peer.node);
             if !leaves

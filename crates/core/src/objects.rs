@@ -66,8 +66,8 @@ impl Resource {
         device.peers.insert(peer, PeerDevice::new(options));
         let mut outdated = false;
         if let Some(disk) = device.attached_mut() {
-            let index = disk.generations.allocate_slot(peer);
-            let index = index.or(disk.generations.slot(peer).bitmap_index);
+            // A new slot is given at `connect`: until then the options may say that none is wanted.
+            let index = disk.generations.slot(peer).bitmap_index;
             disk.io.set_slot(peer, index);
             outdated = disk
                 .generations
@@ -83,6 +83,41 @@ impl Resource {
             state.peers.insert(peer, p);
         }
         self.write_superblock(volume);
+    }
+
+    /// Bitmap slots for all volumes with a disk that are to have one for this peer.
+    pub(crate) fn give_slots(&mut self, peer: NodeId) -> Result<(), CommandError> {
+        let wants = |d: &Device| d.peers.get(&peer).is_some_and(|pd| pd.options.bitmap);
+        let volumes = self.devices.iter().filter(|(_, d)| wants(d));
+        let volumes: Vec<VolumeNr> = volumes.map(|(volume, _)| *volume).collect();
+        for volume in volumes {
+            self.give_slot(volume, peer)?;
+        }
+        Ok(())
+    }
+
+    /// A bitmap slot for a peer, unless it has one. A free slot has marks of all that was written
+    /// since day 0, so what it says of this peer is true.
+    fn give_slot(&mut self, volume: VolumeNr, peer: NodeId) -> Result<(), CommandError> {
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return Ok(());
+        };
+        if disk.io.slot(peer).is_some() {
+            return Ok(());
+        }
+        let Some(index) = disk.generations.allocate_slot(peer) else {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                format!(
+                    "volume {volume}: the metadata have {} bitmap slots, all taken; node {peer} \
+                     needs one; run `drbdadm create-md --max-peers` after a backup, or forget-peer",
+                    disk.generations.max_peers
+                ),
+            );
+        };
+        disk.io.set_slot(peer, Some(index));
+        self.write_superblock(volume);
+        Ok(())
     }
 
     pub(crate) fn del_peer(&mut self, peer: NodeId) -> Result<Answer, CommandError> {
@@ -120,20 +155,19 @@ impl Resource {
         volume: VolumeNr,
         options: PeerDeviceOptions,
     ) -> Result<Answer, CommandError> {
-        let Some(device) = self.devices.get_mut(&volume) else {
+        let Some(device) = self.devices.get(&volume) else {
             return Err(no_volume(volume));
         };
-        let attached = device.attached().is_some();
-        let Some(pd) = device.peers.get_mut(&peer) else {
+        let Some(pd) = device.peers.get(&peer) else {
             return Err(no_peer(peer));
         };
-        if attached && pd.options.bitmap != options.bitmap {
-            return fail(
-                ErrorCode::ERR_INVALID_REQUEST,
-                "bitmap can be changed only while the volume has no disk; detach first",
-            );
+        if !pd.options.bitmap && options.bitmap {
+            self.give_slot(volume, peer)?;
         }
-        pd.options = options;
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            // Without a bitmap a slot that the peer has keeps its marks until `forget-peer`.
+            pd.options = options;
+        }
         if self.is_established(peer) {
             self.send_sync_param(peer, volume);
         }

@@ -3,7 +3,7 @@
 use alloc::format;
 use alloc::string::String;
 
-use lockstep_format::units::VolumeNr;
+use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
 
 use crate::command::ErrorCode;
@@ -351,23 +351,31 @@ impl Resource {
                     );
                 }
             }
-            let has_bitmap = self
-                .devices
-                .get(&volume)
-                .and_then(|d| d.peers.get(peer))
-                .is_none_or(|pd| pd.options.bitmap);
-            if !has_bitmap
-                && before.disk == DiskState::Diskless
-                && p.disk > DiskState::Diskless
+            if !self.keeps_marks_for(volume, *peer)
+                && before.disk <= DiskState::Attaching
+                && p.disk > DiskState::Attaching
                 && p.disk != DiskState::DUnknown
             {
                 return refuse(
                     ErrorCode::ATTACH_NO_BITMAP,
-                    format!("node {peer} is configured diskless here (bitmap no)"),
+                    format!(
+                        "volume {volume} has no bitmap for node {peer} here (bitmap no): a disk \
+                         there could not be brought up to date"
+                    ),
                 );
             }
         }
         Ok(())
+    }
+
+    /// The changes that a peer misses can be marked: it is to have a bitmap, and has one if there is a
+    /// disk here.
+    fn keeps_marks_for(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return true;
+        };
+        let wanted = device.peers.get(&peer).is_none_or(|pd| pd.options.bitmap);
+        wanted && device.attached().is_none_or(|d| d.io.slot(peer).is_some())
     }
 
     /// The own disk may be called Outdated in `new` (semantics.md, 3.4 at the end).

@@ -29,6 +29,7 @@ mod balancing;
 mod basics;
 mod caught_up;
 mod chaos;
+mod clients;
 mod congesting;
 mod copies;
 mod csums;
@@ -982,18 +983,23 @@ impl World {
             if self.setup.client && self.setup.diskless == Some(index) {
                 continue;
             }
-            let (a, b) = (&self.nodes[0].data, &self.nodes[index].data);
-            let differs = a
-                .now
-                .keys()
-                .chain(b.now.keys())
-                .find(|block| a.block(**block) != b.block(**block));
-            assert_eq!(
-                differs, None,
-                "block of nodes 0 and {index}: {:#?}",
-                self.log
-            );
+            self.check_same_data_of(index);
         }
+    }
+
+    /// A node has what node 0 has.
+    fn check_same_data_of(&self, index: usize) {
+        let (a, b) = (&self.nodes[0].data, &self.nodes[index].data);
+        let differs = a
+            .now
+            .keys()
+            .chain(b.now.keys())
+            .find(|block| a.block(**block) != b.block(**block));
+        assert_eq!(
+            differs, None,
+            "block of nodes 0 and {index}: {:#?}",
+            self.log
+        );
     }
 
     /// Node 1 drops all it has and copies it from the others; `packets` counts from here on.

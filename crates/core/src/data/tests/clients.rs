@@ -1,0 +1,191 @@
+//! Nodes without a disk that get one, and peers that keep no bitmap for them.
+
+use super::*;
+use crate::command::ErrorCode;
+
+/// Three nodes, of which the last one is a client.
+fn with_client(seed: u64) -> World {
+    let setup = Setup {
+        diskless: Some(2),
+        client: true,
+        ..Setup::default()
+    };
+    clean(seed, 3, setup)
+}
+
+/// Nodes 0 and 1 keep a bitmap for node 2, or do not any more.
+fn set_bitmap(w: &mut World, bitmap: bool) {
+    for index in 0..2 {
+        let id = set_bitmap_of(w, index, bitmap);
+        assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
+    }
+    w.pass(Duration::from_secs(1));
+}
+
+fn set_bitmap_of(w: &mut World, index: usize, bitmap: bool) -> u64 {
+    let options = PeerDeviceOptions {
+        bitmap,
+        ..w.setup.peer.clone()
+    };
+    let (peer, volume) = (node_id(2), VOLUME);
+    w.command(
+        index,
+        Command::PeerDeviceOptions {
+            peer,
+            volume,
+            options,
+        },
+    )
+}
+
+fn attach(w: &mut World, index: usize) -> Result<Answer, CommandError> {
+    w.attach(index);
+    let id = w.next_id;
+    w.pass(Duration::from_secs(5));
+    w.answers.get(&id).expect("an answer").clone()
+}
+
+fn code(w: &World, id: u64) -> Option<ErrorCode> {
+    w.answers.get(&id)?.as_ref().err().map(|e| e.code)
+}
+
+/// Every node has the disk state that it is to have, and replicates.
+fn quiet(w: &World, disks: [DiskState; 3]) -> bool {
+    (0..3).all(|a| {
+        w.disk_state(a) == disks[a]
+            && (0..3).filter(|b| *b != a).all(|b| {
+                let state = &w.nodes[a].resource.state;
+                let p = state.peer_device(VOLUME, node_id(b));
+                p.repl == ReplState::Established && p.disk == disks[b]
+            })
+    })
+}
+
+const CLIENT: [DiskState; 3] = [
+    DiskState::UpToDate,
+    DiskState::UpToDate,
+    DiskState::Diskless,
+];
+const ALL: [DiskState; 3] = [DiskState::UpToDate; 3];
+
+#[test]
+fn a_disk_without_a_bitmap_at_the_peers_is_refused_and_nothing_else_changes() {
+    for seed in 1..9 {
+        let mut w = with_client(seed);
+        w.write(0, 0, 1 << 16, 1);
+        w.pass(Duration::from_secs(1));
+        for _ in 0..2 {
+            let error = attach(&mut w, 2).expect_err("no peer has a bitmap");
+            assert_eq!(error.code, ErrorCode::CW_FAILED_BY_PEER);
+            assert!(error.text.contains("bitmap no"), "{}", error.text);
+            assert!(quiet(&w, CLIENT), "seed {seed}: {:#?}", w.log);
+        }
+        let id = set_bitmap_of(&mut w, 0, true);
+        assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)));
+        attach(&mut w, 2).expect_err("one peer has none");
+        assert!(quiet(&w, CLIENT), "seed {seed}: {:#?}", w.log);
+        set_bitmap(&mut w, true);
+        assert_eq!(attach(&mut w, 2), Ok(Answer::Done), "{:#?}", w.log);
+        w.pass_until("the first sync", 60, |w| quiet(w, ALL));
+        w.check_same_data_of(2);
+        let id = w.write(0, 64, 4096, 2);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, id));
+        w.check_same_data_of(2);
+        w.check_idle();
+    }
+}
+
+#[test]
+fn a_disk_that_left_comes_back_with_what_was_written_while_there_was_no_bitmap() {
+    for seed in 1..9 {
+        let mut w = clean(seed, 3, Setup::default());
+        w.write(0, 0, 1 << 16, 1);
+        w.pass(Duration::from_secs(1));
+        let detach = Command::Detach {
+            volume: VOLUME,
+            force: false,
+            diskless: true,
+        };
+        w.command(2, detach);
+        w.pass(Duration::from_secs(1));
+        assert!(quiet(&w, CLIENT), "seed {seed}: {:#?}", w.log);
+        set_bitmap(&mut w, false);
+        w.write(0, 64, 1 << 16, 2);
+        w.pass(Duration::from_secs(1));
+        if seed % 2 == 0 {
+            w.cut_links();
+            w.pass_until("connections", 30, |w| quiet(w, CLIENT));
+            w.write(0, 128, 4096, 3);
+            w.pass(Duration::from_secs(1));
+        }
+        attach(&mut w, 2).expect_err("no peer has a bitmap");
+        set_bitmap(&mut w, true);
+        assert_eq!(attach(&mut w, 2), Ok(Answer::Done), "{:#?}", w.log);
+        w.pass_until("the resync", 60, |w| quiet(w, ALL));
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+/// Metadata for one peer: the second one is a client, or is refused.
+#[test]
+fn a_peer_that_is_added_takes_a_bitmap_slot_when_it_connects() {
+    let setup = Setup {
+        diskless: Some(2),
+        client: true,
+        ..Setup::default()
+    };
+    let mut w = World::stopped(1, 3, setup);
+    for index in 0..2 {
+        w.nodes[index].meta = fresh_meta(index, 1, &w.setup);
+    }
+    for index in 0..3 {
+        w.start(index);
+    }
+    w.pass(Duration::from_secs(3));
+    let peer = node_id(2);
+    let id = set_bitmap_of(&mut w, 0, true);
+    assert_eq!(code(&w, id), Some(ErrorCode::ERR_INVALID_REQUEST));
+    w.command(0, Command::Disconnect { peer, force: false });
+    w.pass(Duration::from_secs(1));
+    w.command(0, Command::DelPeer { peer });
+    let net = w.setup.net.clone();
+    let id = w.command(0, Command::NewPeer { peer, net });
+    assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
+    let connect = Command::Connect {
+        peer,
+        discard_my_data: false,
+        tentative: false,
+    };
+    let id = w.command(0, connect.clone());
+    assert_eq!(code(&w, id), Some(ErrorCode::ERR_INVALID_REQUEST));
+    let id = set_bitmap_of(&mut w, 0, false);
+    assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)));
+    let id = w.command(0, connect);
+    assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)));
+    w.pass(Duration::from_secs(3));
+    assert_eq!(w.repl(0, 2), ReplState::Established, "{:#?}", w.log);
+}
+
+#[test]
+fn a_disk_that_is_smaller_than_the_volume_is_refused_and_no_connection_is_lost() {
+    let mut w = clean(1, 2, Setup::default());
+    let detach = Command::Detach {
+        volume: VOLUME,
+        force: false,
+        diskless: false,
+    };
+    w.command(1, detach);
+    w.pass(Duration::from_secs(1));
+    let links = w.next_link;
+    w.nodes[1].data_bytes -= 1 << 20;
+    w.nodes[1].meta = fresh_meta(1, 1, &w.setup);
+    let error = attach(&mut w, 1).expect_err("too small");
+    assert_eq!(error.code, ErrorCode::ERR_DISK_TOO_SMALL, "{}", error.text);
+    assert_eq!(w.next_link, links);
+    assert_eq!(w.repl(0, 1), ReplState::Established, "{:#?}", w.log);
+    w.nodes[1].data_bytes += 1 << 20;
+    assert_eq!(attach(&mut w, 1), Ok(Answer::Done));
+    w.pass_until("the resync", 60, World::in_sync);
+}
