@@ -115,10 +115,14 @@ pub fn run(config: &DaemonConfig) -> anyhow::Result<()> {
         // Who comes now finds that nobody listens.
         let _ = std::fs::remove_file(&path);
     }
-    tracing::info!("lockstepd has ended in order");
-    if left == Left::Devices {
-        // As if it were killed: no thread may say anything more about I/O that waits.
-        std::process::exit(0);
+    match left {
+        Left::Nothing => tracing::info!("lockstepd has ended in order"),
+        Left::Devices => {
+            tracing::info!("lockstepd has ended in order");
+            // As if it were killed: no thread may say anything more about I/O that waits.
+            std::process::exit(0);
+        }
+        Left::Resources => std::process::exit(1),
     }
     Ok(())
 }
