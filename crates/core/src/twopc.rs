@@ -630,7 +630,7 @@ impl Resource {
                         "a peer refused the attach, and its log says why; one that has no bitmap \
                          for volume {volume} of this node (bitmap no) has to be adjusted first"
                     ),
-                    _ => "a peer refused the state change".into(),
+                    _ => "a peer refused the state change; its log says why".into(),
                 },
             });
             self.learn_from_refusal(&wish, &refusal);

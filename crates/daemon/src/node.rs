@@ -1088,7 +1088,7 @@ impl Node {
         let peer = node(peer)?;
         if known_peer(&entry, peer)?.paths.is_empty() {
             return refuse(
-                ErrorCode::NO_NET_CONFIG,
+                ErrorCode::ERR_INVALID_REQUEST,
                 format!("node {} has no path; `drbdsetup new-path` adds one", peer.0),
             );
         }

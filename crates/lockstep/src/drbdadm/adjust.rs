@@ -98,11 +98,16 @@ impl Run<'_> {
         for volume in target.volumes(self.config) {
             numbers.entry(volume.number).or_default().1 = Some(volume);
         }
+        let wanted = numbers.values().filter_map(|(_, wanted)| *wanted);
+        let minors: BTreeSet<u32> = wanted.filter_map(Volume::minor).collect();
         for (running, wanted) in numbers.into_values() {
             match (running, wanted) {
                 (Some(running), None) => {
                     if !self.wishes.skip_disk {
-                        self.remove(running, self.last_new_minor);
+                        // Another volume that is to have its minor comes after it.
+                        let gives = running.minor().is_some_and(|m| minors.contains(&m));
+                        let after = self.last_new_minor.filter(|_| !gives);
+                        self.remove(running, after);
                     }
                 }
                 (None, Some(wanted)) => self.create(wanted, self.first),

@@ -236,6 +236,19 @@ fn adjust_makes_only_the_differing_calls() {
             "drbdsetup attach 10 /dev/vg0/web0 /dev/vg0/web0 internal --al-extents=6007",
         ]
     );
+    // A volume with another number has the minor: it goes first.
+    let calls = changed(
+        "volume 1 { device minor 11; disk",
+        "volume 7 { device minor 11; disk",
+    );
+    assert_eq!(
+        calls[..3],
+        [
+            "drbdsetup detach --diskless 11",
+            "drbdsetup del-minor 11",
+            "drbdsetup new-minor web 11 1",
+        ]
+    );
     // A surplus path goes without a disconnect when another one stays.
     assert_eq!(
         changed(
