@@ -142,35 +142,7 @@ impl Resource {
                 self.command_detach(id, volume, force, diskless);
                 return;
             }
-            Command::DiskOptions {
-                volume,
-                mut options,
-            } => match self.devices.get_mut(&volume) {
-                Some(device) => match device.disk.as_mut() {
-                    Some(disk) => {
-                        // The size is agreed with the peers: only `resize` changes it.
-                        options.size_sectors = disk.options.size_sectors;
-                        let same_log = options.al_extents == disk.options.al_extents
-                            && options.al_updates == disk.options.al_updates;
-                        if same_log {
-                            disk.options = options;
-                            self.watch_disk(volume);
-                            Ok(Answer::Done)
-                        } else {
-                            fail(
-                                ErrorCode::ERR_INVALID_REQUEST,
-                                "al-extents and al-updates take effect at the next attach; \
-                                 detach first",
-                            )
-                        }
-                    }
-                    None => fail(
-                        ErrorCode::ERR_NO_DISK,
-                        format!("volume {volume} has no disk"),
-                    ),
-                },
-                None => Err(no_volume(volume)),
-            },
+            Command::DiskOptions { volume, options } => self.disk_options(volume, options),
             Command::PeerDeviceOptions {
                 peer,
                 volume,

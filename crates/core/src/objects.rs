@@ -11,7 +11,7 @@ use crate::admin::{fail, no_peer, no_volume};
 use crate::command::{Answer, CommandError, ErrorCode};
 use crate::connection::Connection;
 use crate::device::{Device, PeerDevice};
-use crate::options::{Fencing, NetOptions, PeerDeviceOptions};
+use crate::options::{DiskOptions, Fencing, NetOptions, PeerDeviceOptions};
 use crate::report::{Event, Object};
 use crate::resource::Resource;
 use crate::state::{ConnectionState, DeviceState, PeerDeviceState};
@@ -172,6 +172,35 @@ impl Resource {
             self.send_sync_param(peer, volume);
         }
         self.recalculate();
+        Ok(Answer::Done)
+    }
+
+    pub(crate) fn disk_options(
+        &mut self,
+        volume: VolumeNr,
+        mut options: DiskOptions,
+    ) -> Result<Answer, CommandError> {
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return Err(no_volume(volume));
+        };
+        let Some(disk) = device.disk.as_mut() else {
+            return fail(
+                ErrorCode::ERR_NO_DISK,
+                format!("volume {volume} has no disk"),
+            );
+        };
+        // The size is agreed with the peers: only `resize` changes it.
+        options.size_sectors = disk.options.size_sectors;
+        let same_log = options.al_extents == disk.options.al_extents
+            && options.al_updates == disk.options.al_updates;
+        if !same_log {
+            return fail(
+                ErrorCode::ERR_INVALID_REQUEST,
+                "al-extents and al-updates take effect at the next attach; detach first",
+            );
+        }
+        disk.options = options;
+        self.watch_disk(volume);
         Ok(Answer::Done)
     }
 
