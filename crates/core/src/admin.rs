@@ -1186,7 +1186,7 @@ impl Resource {
             format!("{path}: {fault:?} error on the disk"),
         );
         let to = if pass_on && fault == crate::data::DiskFault::Data {
-            if own <= DiskState::Inconsistent {
+            if own <= DiskState::Inconsistent || planted!(self, PassOnKeepsDisk) {
                 return;
             }
             DiskState::Inconsistent

@@ -47,6 +47,7 @@ impl Resource {
     pub(crate) fn disk_timeout_timer(&mut self, volume: VolumeNr) {
         let oldest = self.oldest_disk_operation(volume);
         let limit = self.disk_timeout(volume);
+        let hasty = planted!(self, DiskTimeoutHasty);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return;
         };
@@ -61,7 +62,7 @@ impl Resource {
         let due = since + limit;
         if self.now < due {
             self.timers.set(Timer::DiskTimeout(volume), due);
-        } else if suspect != Some(tag) {
+        } else if suspect != Some(tag) && !hasty {
             // If this process stood still itself, the answers are there but were not looked at.
             disk.suspect = Some(tag);
             let at = self.now + SECOND_LOOK;

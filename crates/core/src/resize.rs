@@ -516,6 +516,7 @@ impl Resource {
             match sizes {
                 Some(sizes) if sizes.disk_sectors != 0 => max = max.min(sizes.disk_sectors),
                 Some(_) => {}
+                None if planted!(self, AbsentSizeIgnored) => {}
                 None if self.slot_seen_with_disk(volume, node) => unknown.push(node),
                 None => {}
             }
@@ -665,7 +666,7 @@ impl Resource {
             (false, true) => Some(Side::Target),
             (true, true) if self.node_id < peer => Some(Side::Source),
             (true, true) => Some(Side::Target),
-            (false, false) if !primaries.is_empty() => None,
+            (false, false) if !primaries.is_empty() && !planted!(self, NewAreaTwoSources) => None,
             (false, false) if t.parents.contains(peer) => Some(Side::Target),
             (false, false) if t.children.contains(peer) => Some(Side::Source),
             (false, false) => None,

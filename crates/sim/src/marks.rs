@@ -241,6 +241,10 @@ pub const MARKS: &[(&str, &str)] = &[
     ),
     ("fault-options", "fault: the operator changed options"),
     ("fault-newuuid", "fault: the operator made a new generation"),
+    (
+        "verify-cut-short",
+        "a link was lost under a verify, and the next one went on where it was",
+    ),
 ];
 
 /// The set of marks that were reached.
