@@ -15,7 +15,7 @@ use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, ReplState, UuidFlags};
+use lockstep_format::wire::{ConnState, DeviceDescFlags, DiskState, ReplState, UuidFlags};
 
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
 use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
@@ -1093,6 +1093,10 @@ impl Resource {
             return Err(Refusal { code, text });
         }
         if device.attached().is_some_and(|disk| disk.resize.is_some()) {
+            if self.state.conn(peer) == ConnState::Connected {
+                self.follow_later(volume, peer, DeviceDescFlags::empty());
+                return Ok(());
+            }
             let text = format!("volume {volume} is being resized");
             let code = ErrorCode::HANDSHAKE_RETRY;
             return Err(Refusal { code, text });

@@ -509,6 +509,8 @@ registry! {
         "A write that is sent again leaves out peers that have come meanwhile.";
     LatePeerKept "late-peer-kept"
         "A peer that has all data under an old name stays so.";
+    ForgottenKeepsBits "forgotten-keeps-bits"
+        "The slot of a peer that is forgotten keeps its marks.";
     LeftMarksStay "left-marks-stay"
         "Marks between two nodes that a third one has brought up to date stay.";
 }

@@ -100,6 +100,12 @@ pub enum Fault {
     InvalidateRemote,
     /// One node's disk grows, and the operator resizes the volume: it becomes as large as all disks.
     GrowOne,
+    /// The operator starts an online verify of a few blocks where requests go.
+    VerifySpot,
+    /// The operator outdates a disk that is apart from the Primary.
+    Outdate,
+    /// The operator disconnects two nodes, and one of them forgets the other before they meet again.
+    Regroup,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -141,7 +147,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 15] = [
+pub const BY_NAME: [(Fault, &str); 18] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -157,6 +163,9 @@ pub const BY_NAME: [(Fault, &str); 15] = [
     (Fault::Order, "order"),
     (Fault::InvalidateRemote, "invalidate-remote"),
     (Fault::GrowOne, "grow-one"),
+    (Fault::VerifySpot, "verifyspot"),
+    (Fault::Outdate, "outdate"),
+    (Fault::Regroup, "regroup"),
 ];
 
 /// Kinds that make a disk report errors.
@@ -169,7 +178,7 @@ pub const ERRORS: [Fault; 4] = [
 
 /// Kinds that break no link and let no node die: only beside these nobody can become Primary while
 /// there is one, so that an attempt must be refused.
-pub const CALM: [Fault; 16] = [
+pub const CALM: [Fault; 17] = [
     Fault::Promote,
     Fault::Handover,
     Fault::Diskless,
@@ -183,6 +192,7 @@ pub const CALM: [Fault; 16] = [
     Fault::NewUuid,
     Fault::Verify,
     Fault::VerifyPart,
+    Fault::VerifySpot,
     Fault::Balance,
     Fault::Order,
     Fault::InvalidateRemote,
@@ -236,6 +246,7 @@ pub(crate) enum Undo {
     Open(usize, usize),
     Start(usize),
     Reconnect,
+    Regroup(usize, usize),
     Reattach,
     Pause(usize, usize, u16),
     InOrder(usize, u16),
@@ -291,6 +302,10 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
         }
         Undo::Start(node) => o.start(w, node),
         Undo::Reconnect => {
+            o.reconnect(w);
+        }
+        Undo::Regroup(node, peer) => {
+            o.forget_and_know(w, node, peer);
             o.reconnect(w);
         }
         Undo::Reattach => {
@@ -379,6 +394,14 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Disconnect => {
             let force = rng.permille(300);
             o.disconnect(w, a, b, force).then_some(Undo::Reconnect)
+        }
+        Fault::Regroup => {
+            let may = o.may_regroup(w, a, b) && o.disconnect(w, a, b, false);
+            may.then_some(Undo::Regroup(a, b))
+        }
+        Fault::Outdate => {
+            o.outdate(w, a, volume);
+            None
         }
         Fault::Detach => {
             let force = rng.permille(300);
@@ -514,6 +537,15 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
                 let middle = touched[rng.below(touched.len() as u64) as usize];
                 let first = middle.saturating_sub(rng.below(200));
                 o.verify(w, a, b, volume, Some((first, first + 300)));
+            }
+            None
+        }
+        Fault::VerifySpot => {
+            let touched = w.history.touched_blocks(volume);
+            if !touched.is_empty() {
+                let first = touched[rng.below(touched.len() as u64) as usize];
+                let first = first.saturating_sub(rng.below(4));
+                o.verify(w, a, b, volume, Some((first, first + rng.range(1, 12))));
             }
             None
         }

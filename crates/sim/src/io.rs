@@ -391,6 +391,7 @@ impl World {
     pub(crate) fn abandon_disk(&mut self, node: usize, v: usize) {
         self.trace(node, || format!("gives the disk of volume {v} up"));
         sometimes!(self.marks, "disk-given-up");
+        promises::gives_up_what_hangs(self, node, v);
         let disk = &mut self.nodes[node].disks[v];
         disk.given_up = true;
         disk.had_errors = true;

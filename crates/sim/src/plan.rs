@@ -361,7 +361,9 @@ impl Plan {
                 true => mixed(&[seed, 0x6b65_7074]),
                 false => 0,
             },
-            verifies: kinds.contains(&Fault::Verify) || kinds.contains(&Fault::VerifyPart),
+            verifies: [Fault::Verify, Fault::VerifyPart, Fault::VerifySpot]
+                .iter()
+                .any(|kind| kinds.contains(kind)),
             small,
             numb: orders.extras.contains(&Extra::Numb),
         }

@@ -182,6 +182,7 @@ fn shows(bug: Planted) -> Shows {
         | P::SupersededInPart
         | P::VerdictNotAwaited
         | P::NewcomersForgotten
+        | P::ForgottenKeepsBits
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -662,6 +663,7 @@ const RARE: &[Planted] = &[
     Planted::NewcomersForgotten,
     Planted::LatePeerKept,
     Planted::LeftMarksStay,
+    Planted::ForgottenKeepsBits,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
