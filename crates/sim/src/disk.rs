@@ -285,6 +285,8 @@ pub struct Disk {
     pub given_up: bool,
     /// Nobody is to wait for it: a forced detach.
     pub(crate) is_forced: bool,
+    /// Its data are being thrown away, because they are bad.
+    pub(crate) is_bad: bool,
     /// It was cured last then.
     pub(crate) answers_since: u64,
     /// Completes when nothing is in flight any more.
@@ -373,6 +375,7 @@ impl Disk {
             abandoned_meta: BTreeMap::new(),
             given_up: false,
             is_forced: false,
+            is_bad: false,
             answers_since: 0,
             closing: None,
             trouble: Trouble::default(),

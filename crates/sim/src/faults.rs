@@ -106,6 +106,10 @@ pub enum Fault {
     Outdate,
     /// The operator disconnects two nodes, and one of them forgets the other before they meet again.
     Regroup,
+    /// The operator gives a node a command that changes its metadata, and the node loses its power soon.
+    CutCommand,
+    /// The operator resizes a volume, and the node loses its power soon.
+    CutResize,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -147,7 +151,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 18] = [
+pub const BY_NAME: [(Fault, &str); 20] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -166,6 +170,8 @@ pub const BY_NAME: [(Fault, &str); 18] = [
     (Fault::VerifySpot, "verifyspot"),
     (Fault::Outdate, "outdate"),
     (Fault::Regroup, "regroup"),
+    (Fault::CutCommand, "cut-command"),
+    (Fault::CutResize, "cut-resize"),
 ];
 
 /// Kinds that make a disk report errors.
@@ -254,6 +260,8 @@ pub(crate) enum Undo {
     Cure(usize, u16),
     Resume(usize),
     CutAgain(usize),
+    /// It loses its power soon, for a while.
+    Cut(usize),
     /// Shapes of the network that are still to come, and what they are drawn from.
     Shuffle(u32, u64),
 }
@@ -262,7 +270,7 @@ impl Undo {
     /// What follows it, and so much later.
     pub(crate) fn next(self) -> Option<(u64, Undo)> {
         match self {
-            Undo::CutAgain(node) => Some((100 * MS, Undo::Start(node))),
+            Undo::CutAgain(node) | Undo::Cut(node) => Some((100 * MS, Undo::Start(node))),
             Undo::Shuffle(left @ 1.., seed) => {
                 let mut rng = Rng::new(mixed(&[seed, u64::from(left)]));
                 let typical = rng.pick(&[5 * MS, 50 * MS, 300 * MS, SECOND]);
@@ -334,7 +342,7 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
                 w.command(node, Command::ResumeIo);
             }
         }
-        Undo::CutAgain(node) => o.crash(w, node, Lose::Unflushed),
+        Undo::CutAgain(node) | Undo::Cut(node) => o.crash(w, node, Lose::Unflushed),
         Undo::Shuffle(left, seed) => shuffle(w, left, seed),
     }
 }
@@ -402,6 +410,25 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Outdate => {
             o.outdate(w, a, volume);
             None
+        }
+        Fault::CutCommand => {
+            match rng.below(6) {
+                0..=2 => {
+                    o.invalidate(w, a, volume, true);
+                }
+                3 => {
+                    o.invalidate_remote(w, a, volume, true);
+                }
+                4 => {
+                    o.detach(w, a, volume, false);
+                }
+                _ => o.outdate(w, a, volume),
+            }
+            Some(Undo::Cut(a))
+        }
+        Fault::CutResize => {
+            o.resize(w, rng, a, volume);
+            Some(Undo::Cut(a))
         }
         Fault::Detach => {
             let force = rng.permille(300);

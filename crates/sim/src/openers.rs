@@ -172,6 +172,7 @@ impl Operator {
         let Some(primary) = self.may_invalidate(w, peer) else {
             return false;
         };
+        w.expect_rot(peer, volume, reset);
         w.command(
             primary,
             Command::InvalidateRemote {

@@ -909,6 +909,7 @@ impl Operator {
         let Some(primary) = self.may_invalidate(w, node) else {
             return false;
         };
+        w.expect_rot(node, volume, reset);
         w.command(
             node,
             Command::Invalidate {

@@ -527,7 +527,9 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
     if wants(Fault::HangDisk) {
         settings.disk.disk_timeout_tenths = rng.pick(&[3, 10, 40]);
     }
-    if (wants(Fault::Resize) || wants(Fault::GrowOne)) && !config.metadata.is_external() {
+    if (wants(Fault::Resize) || wants(Fault::GrowOne) || wants(Fault::CutResize))
+        && !config.metadata.is_external()
+    {
         config.metadata = Where::External;
     }
     if wants(Fault::Takeover) {

@@ -142,47 +142,6 @@ fn shows(bug: Planted) -> Shows {
         | P::TargetMarksNotMerged
         | P::FlushWaitsForOnePeer
         | P::DurablePiecesNotFlushed
-        | P::VerifyGoesOnBehind
-        | P::VerifyNotTold
-        | P::TargetStartsEarly
-        | P::UnstableCounts
-        | P::StepsBack
-        | P::FullSyncNotNoted
-        | P::HashedNotFlushed
-        | P::EqualThoughChanged
-        | P::CopiedWithoutBits
-        | P::FullSyncUsesBitmap
-        | P::LostPrimaryUnnamed
-        | P::WeakVotesIgnored
-        | P::TieBreakerGivesQuorum
-        | P::LonelyQuorumRestored
-        | P::RecoveryWithoutFlush
-        | P::FullSyncFlagIgnored
-        | P::DisabledLogTrusted
-        | P::DetachIgnoresRequests
-        | P::OnlyCopyNotAwaited
-        | P::LocalReadTooEarly
-        | P::PeerAcksMerged
-        | P::PeerAckNamesFailed
-        | P::MoveErasesFirst
-        | P::MoveForgetsLog
-        | P::MoveUnstamped
-        | P::MoveWithoutDrain
-        | P::BehindServesReads
-        | P::WasAheadForgotten
-        | P::ConfirmWithoutFlush
-        | P::FailedFlushAcked
-        | P::LostEpochsForgotten
-        | P::PassOnKeepsDisk
-        | P::FailureUnnoted
-        | P::OnlyCopiesNotAwaited
-        | P::ProtocolBAsA
-        | P::WasAsyncForgotten
-        | P::CoarseBitsRounded
-        | P::SupersededInPart
-        | P::VerdictNotAwaited
-        | P::NewcomersForgotten
-        | P::ForgottenKeepsBits
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -197,13 +156,6 @@ fn shows(bug: Planted) -> Shows {
         | P::DisklessVotes
         | P::ResyncEndNotDurable
         | P::VoteForgotten
-        | P::RotationMissesOutdated
-        | P::BehindForgotten
-        | P::AheadKeepsGeneration
-        | P::ThawWithoutUuid
-        | P::SyncUuidEarly
-        | P::LegacyLossUnlabelled
-        | P::LegacyFollowsIgnored
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -279,6 +231,54 @@ fn shows(bug: Planted) -> Shows {
         | P::NoRoomForPeers
         | P::LatePeerKept
         | P::LeftMarksStay
+        | P::VerifyGoesOnBehind
+        | P::VerifyNotTold
+        | P::TargetStartsEarly
+        | P::UnstableCounts
+        | P::StepsBack
+        | P::FullSyncNotNoted
+        | P::HashedNotFlushed
+        | P::EqualThoughChanged
+        | P::RotationMissesOutdated
+        | P::CopiedWithoutBits
+        | P::BehindForgotten
+        | P::FullSyncUsesBitmap
+        | P::LostPrimaryUnnamed
+        | P::WeakVotesIgnored
+        | P::TieBreakerGivesQuorum
+        | P::LonelyQuorumRestored
+        | P::RecoveryWithoutFlush
+        | P::FullSyncFlagIgnored
+        | P::DisabledLogTrusted
+        | P::DetachIgnoresRequests
+        | P::OnlyCopyNotAwaited
+        | P::LocalReadTooEarly
+        | P::PeerAcksMerged
+        | P::PeerAckNamesFailed
+        | P::MoveErasesFirst
+        | P::MoveForgetsLog
+        | P::MoveUnstamped
+        | P::MoveWithoutDrain
+        | P::BehindServesReads
+        | P::AheadKeepsGeneration
+        | P::WasAheadForgotten
+        | P::ConfirmWithoutFlush
+        | P::FailedFlushAcked
+        | P::LostEpochsForgotten
+        | P::PassOnKeepsDisk
+        | P::FailureUnnoted
+        | P::OnlyCopiesNotAwaited
+        | P::ThawWithoutUuid
+        | P::ProtocolBAsA
+        | P::WasAsyncForgotten
+        | P::SyncUuidEarly
+        | P::LegacyLossUnlabelled
+        | P::LegacyFollowsIgnored
+        | P::CoarseBitsRounded
+        | P::SupersededInPart
+        | P::VerdictNotAwaited
+        | P::NewcomersForgotten
+        | P::ForgottenKeepsBits
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }

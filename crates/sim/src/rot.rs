@@ -2,7 +2,8 @@
 //! next connect mends it.
 
 use lockstep_core::command::Command;
-use lockstep_core::state::ReplSets;
+use lockstep_core::state::{ReplSets, ReplState};
+use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::VolumeNr;
 
 use crate::cover;
@@ -12,7 +13,7 @@ use crate::plan::SMALL_BLOCKS;
 use crate::rng::{Rng, mixed};
 use crate::sometimes;
 use crate::swarm::{rest, wait_for};
-use crate::world::{MS, SECOND, World, id, name};
+use crate::world::{MS, SECOND, Weather, World, id, name};
 
 /// Blocks at a device's end among which some change.
 const REACH: u64 = 200;
@@ -98,8 +99,13 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
         return;
     }
     // The driver's word may be on its way.
-    let marked = "what a verify has found is marked on both nodes";
-    wait_for(w, o, 20 * SECOND, marked, |w, _| unmarked(w, &changed));
+    let until = w.now + 20 * SECOND;
+    wait_for(w, o, 30 * SECOND, "news arrive", |w, _| {
+        unmarked(w, &changed).filter(|_| w.now < until)
+    });
+    if let Some(text) = unmarked(w, &changed) {
+        w.fail(text);
+    }
     if w.violation.is_some() || !o.disconnect(w, driver, 1 - driver, false) {
         return;
     }
@@ -132,6 +138,42 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
     }
 }
 
+impl World {
+    /// A replica is about to be thrown away as a whole: the reason is that something is wrong with it.
+    pub(crate) fn expect_rot(&mut self, node: usize, volume: u16, whole: bool) {
+        if self.config.weather == Weather::ByPlace && whole {
+            self.nodes[node].disks[usize::from(volume)].is_bad = true;
+        }
+    }
+}
+
+/// A disk that is thrown away is not called consistent any more: from now on what is wrong with it may be
+/// seen, in blocks that nobody has written.
+pub(crate) fn comes_to_light(w: &mut World, node: usize, volume: usize) {
+    let disk = &w.nodes[node].disks[volume];
+    let flags = disk.flags().filter(|_| disk.is_bad);
+    if flags.is_none_or(|f| f.contains(DeviceFlags::CONSISTENT)) {
+        return;
+    }
+    let connections = w.snapshot(node).map(|s| s.connections).unwrap_or_default();
+    let mut devices = connections.iter().flat_map(|c| &c.peer_devices);
+    let begins = ReplState::StartingSyncT;
+    if !devices.any(|p| usize::from(p.volume.0) == volume && p.repl_state == begins) {
+        return;
+    }
+    let touched = w.history.touched(volume as u16);
+    let mut rng = Rng::new(mixed(&[w.config.seed, w.now, 0x6261_64]));
+    let size = w.config.blocks;
+    for _ in 0..4 {
+        let block = rng.below(size);
+        if touched.binary_search(&block).is_err() {
+            w.nodes[node].disks[volume].content[block as usize] = (1 << 51) + block;
+        }
+    }
+    w.nodes[node].disks[volume].is_bad = false;
+    w.trace(node, || format!("== blocks of volume {volume} are bad"));
+}
+
 /// A block that differs and is not marked on both nodes.
 fn unmarked(w: &World, changed: &[(usize, u64)]) -> Option<String> {
     let misses = |(volume, block): &&(usize, u64)| {
@@ -142,7 +184,7 @@ fn unmarked(w: &World, changed: &[(usize, u64)]) -> Option<String> {
     };
     let (volume, block) = changed.iter().find(misses)?;
     Some(format!(
-        "block {block} of volume {volume} differs, and a verify has ended"
+        "a verify has ended, but not both nodes mark block {block} of volume {volume}, which differs"
     ))
 }
 
@@ -181,19 +223,49 @@ fn cut_short(
     all: &[Option<u64>],
 ) -> bool {
     start(w, driver, from, all);
-    let typical = rng.pick(&[5 * MS, 50 * MS, 200 * MS, SECOND]);
-    let until = w.now + rng.delay(typical);
-    wait_for(w, o, 100 * SECOND, "a verify runs", |w, _| {
-        (w.now < until).then(|| "time passes".into())
-    });
+    let share = rng.below(8);
+    let until = w.now + 20 * SECOND;
+    while w.now < until && w.violation.is_none() && !is_in_the_middle(w, driver, share) {
+        w.run_for(MS / 10);
+        o.tick(w);
+        if w.nodes[driver].commands.is_empty() && !verifies(w, driver) {
+            break;
+        }
+    }
     let begun = verifies(w, driver);
     sometimes!(w.marks, begun, "verify-cut-short");
+    // What is under way is lost.
+    w.set_blocked(0, 1, true);
+    w.set_blocked(1, 0, true);
     w.reset(0, 1);
+    w.run_for(50 * MS);
+    w.set_blocked(0, 1, false);
+    w.set_blocked(1, 0, false);
     meet_again(w, o);
     // Where none had begun, there is nothing to go on with.
     let none = vec![None; from.len()];
     let next: &[Option<u64>] = if begun { &none } else { from };
     w.violation.is_none() && verify(w, o, driver, next, all)
+}
+
+/// A verify has asked for blocks that were not compared yet, and so many eighths of all.
+fn is_in_the_middle(w: &World, driver: usize, share: u64) -> bool {
+    let Some(snapshot) = w.snapshot(driver) else {
+        return false;
+    };
+    let size = |volume: VolumeNr| {
+        let mut devices = snapshot.devices.iter().filter(|d| d.volume == volume);
+        devices.next().map_or(0, |d| d.size_sectors)
+    };
+    let mut devices = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
+    devices.any(|p| {
+        p.verify.as_ref().is_some_and(|v| {
+            let all = size(p.volume).saturating_sub(v.start_sector);
+            let asked = v.position_sector.saturating_sub(v.start_sector);
+            let compared = all.saturating_sub(v.left_sectors);
+            p.repl_state == ReplState::VerifyS && asked > compared && asked * 8 >= all * share
+        })
+    })
 }
 
 fn verifies(w: &World, node: usize) -> bool {

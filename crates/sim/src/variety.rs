@@ -60,6 +60,9 @@ pub fn orders(seed: u64) -> Orders {
         32 => of(Some(3), RESIZES, &[]),
         33 => of(Some(3), REGROUPS, &[Extra::Every]),
         34 => of(Some(2), REGROUPS, &[Extra::Every]),
+        35 if (seed / 37).is_multiple_of(2) => of(Some(2), CUT_COMMANDS, &[Extra::Every]),
+        35 => of(Some(2), CUT_COMMANDS, &[Extra::Every, Extra::Csums]),
+        36 if (seed / 37).is_multiple_of(2) => of(Some(3), QUORUMS, &[Extra::Every]),
         _ => Orders::default(),
     }
 }
@@ -119,6 +122,7 @@ const HANGS: &[Fault] = &[
 /// Volumes and their disks grow, volumes shrink, nodes lose power.
 const RESIZES: &[Fault] = &[
     Fault::Resize,
+    Fault::CutResize,
     Fault::Crash,
     Fault::Partition,
     Fault::PowerCut,
@@ -184,6 +188,25 @@ const SPOTS: &[Fault] = &[
     Fault::VerifySpot,
     Fault::Handover,
     Fault::Disconnect,
+];
+
+/// Nodes lose their power while a command changes their metadata, beside what gives resyncs something to do.
+const CUT_COMMANDS: &[Fault] = &[
+    Fault::CutCommand,
+    Fault::CutCommand,
+    Fault::CutCommand,
+    Fault::Reset,
+    Fault::Partition,
+    Fault::PowerCut,
+];
+
+/// Quorum among nodes with disks.
+const QUORUMS: &[Fault] = &[
+    Fault::Quorum,
+    Fault::Quorum,
+    Fault::Crash,
+    Fault::Partition,
+    Fault::Reset,
 ];
 
 /// Disks hang under processes that stand still themselves.
