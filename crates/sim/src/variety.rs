@@ -61,7 +61,7 @@ pub fn orders(seed: u64) -> Orders {
         33 => of(Some(3), REGROUPS, &[Extra::Every]),
         34 => of(Some(2), REGROUPS, &[Extra::Every]),
         35 if (seed / 37).is_multiple_of(2) => of(Some(2), CUT_COMMANDS, &[Extra::Every]),
-        35 => of(Some(2), CUT_COMMANDS, &[Extra::Every, Extra::Csums]),
+        35 => of(Some(3), CUT_COMMANDS, &[Extra::Every, Extra::Csums]),
         36 if (seed / 37).is_multiple_of(2) => of(Some(3), QUORUMS, &[Extra::Every]),
         _ => Orders::default(),
     }
