@@ -162,7 +162,7 @@ pub(crate) fn comes_to_light(w: &mut World, node: usize, volume: usize) {
         return;
     }
     let touched = w.history.touched(volume as u16);
-    let mut rng = Rng::new(mixed(&[w.config.seed, w.now, 0x6261_64]));
+    let mut rng = Rng::new(mixed(&[w.config.seed, w.now, 0x62_6164]));
     let size = w.config.blocks;
     for _ in 0..4 {
         let block = rng.below(size);
