@@ -1020,7 +1020,9 @@ impl Resource {
             let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
                 continue;
             };
-            if let Some(forgotten) = disk.generations.forget_peer(peer, false) {
+            if let Some(forgotten) = disk.generations.forget_peer(peer, false)
+                && !planted!(self, ForgottenKeepsBits)
+            {
                 match forgotten.copy_from {
                     Some(from) => disk.io.bitmap.copy_slot(from, forgotten.freed),
                     None => disk.io.bitmap.fill(forgotten.freed, true),
@@ -1166,7 +1168,7 @@ impl Resource {
             format!("{path}: {fault:?} error on the disk"),
         );
         let to = if pass_on && fault == crate::data::DiskFault::Data {
-            if own <= DiskState::Inconsistent {
+            if own <= DiskState::Inconsistent || planted!(self, PassOnKeepsDisk) {
                 return;
             }
             DiskState::Inconsistent

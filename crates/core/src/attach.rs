@@ -15,7 +15,7 @@ use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, ReplState, UuidFlags};
+use lockstep_format::wire::{ConnState, DeviceDescFlags, DiskState, ReplState, UuidFlags};
 
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
 use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
@@ -386,11 +386,13 @@ impl Resource {
         );
         disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY)
             && !planted!(self, CrashedPrimaryForgotten);
-        disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM);
+        disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM)
+            && !planted!(self, LostQuorumForgotten);
         disk.restore_quorum = superblock
             .flags
             .contains(DeviceFlags::HAVE_QUORUM | DeviceFlags::WAS_UP_TO_DATE)
-            && superblock.members == NodeMask::of(node_id);
+            && (superblock.members == NodeMask::of(node_id)
+                || planted!(self, LonelyQuorumRestored));
         disk.degraded = NodeMask::EMPTY;
         if superblock.flags.contains(DeviceFlags::PRIMARY_IND) {
             for peer in (0..NodeId::COUNT).map(NodeId) {
@@ -520,7 +522,7 @@ impl Resource {
             let no_log = superblock.flags.contains(
                 DeviceFlags::CRASHED_PRIMARY | DeviceFlags::PRIMARY_IND | DeviceFlags::AL_DISABLED,
             );
-            if no_log {
+            if no_log && !planted!(self, DisabledLogTrusted) {
                 for slot in 0..disk.io.bitmap.shape().slots() {
                     disk.io.bitmap.fill(slot, true);
                 }
@@ -551,6 +553,7 @@ impl Resource {
                     .slot(peer)
                     .flags
                     .contains(PeerFlags::FULL_SYNC)
+                && !planted!(self, FullSyncFlagIgnored)
             {
                 disk.io.bitmap.fill(slot, true);
             } else if let Some(slot) = index
@@ -618,6 +621,7 @@ impl Resource {
     /// overwritten: a log that is cut in the middle of that would not be readable.
     fn stamp_clean(&mut self, volume: VolumeNr) -> Result<(), CommandError> {
         let members = self.state.members;
+        let unflushed = planted!(self, RecoveryWithoutFlush);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return Ok(());
         };
@@ -632,7 +636,7 @@ impl Resource {
         // What this disk's writes of an earlier life left in its cache may be lost until it is
         // flushed, and only the log said so: the bits that come from it are cleared by a resync
         // that reads the cache.
-        let flush_data = disk.options.disk_flushes && !disk.info.write_through;
+        let flush_data = disk.options.disk_flushes && !disk.info.write_through && !unflushed;
         disk.generations.flags.insert(DeviceFlags::AL_CLEAN);
         if let Some((offset, bytes)) = disk.encode_superblock(0, members, false) {
             let op = MetaOp::Write {
@@ -926,7 +930,7 @@ impl Resource {
                 if pending > 0
                     || disk.resize.is_some()
                     || !disk.io.is_idle()
-                    || self.local_requests_open(volume)
+                    || self.local_requests_open(volume) && !planted!(self, DetachIgnoresRequests)
                 {
                     return;
                 }
@@ -1100,6 +1104,10 @@ impl Resource {
             return Err(Refusal { code, text });
         }
         if device.attached().is_some_and(|disk| disk.resize.is_some()) {
+            if self.state.conn(peer) == ConnState::Connected {
+                self.follow_later(volume, peer, DeviceDescFlags::empty());
+                return Ok(());
+            }
             let text = format!("volume {volume} is being resized");
             let code = ErrorCode::HANDSHAKE_RETRY;
             return Err(Refusal { code, text });

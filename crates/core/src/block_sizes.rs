@@ -71,6 +71,9 @@ impl Resource {
         let device = self.devices.get(&volume);
         let own = device.and_then(|d| d.attached());
         let own = own.map_or(8, |d| d.io.bitmap.shape().block().sectors());
+        if planted!(self, OwnBlocksOnly) {
+            return own;
+        }
         own.max(self.peer_block_sectors(volume, peer))
     }
 

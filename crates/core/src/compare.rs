@@ -871,7 +871,15 @@ fn apply_disk_states(h: &Handshake<'_>, verdict: &mut Verdict) {
             verdict.rule,
             Rule::Reconnected | Rule::LostQuorum | Rule::BothOff
         );
-        (by_rule && verdict.strategy.is_arbitrary()) || no_sync
+        // What a crashed Primary may have that its peer lacks is worth nothing on a disk that is not whole.
+        let source = match verdict.strategy.direction() {
+            Some(Direction::Source) => own,
+            _ => peer,
+        };
+        let crashed = h.is_lockstep()
+            && verdict.rule == Rule::CrashedPrimary
+            && source == DiskState::Inconsistent;
+        (by_rule && verdict.strategy.is_arbitrary()) || no_sync || crashed
     } else {
         one_inconsistent && (verdict.rule == Rule::BothOff || no_sync)
     };

@@ -403,6 +403,19 @@ fn rules_for_old_peers_find_lost_starts_and_ends() {
 }
 
 #[test]
+fn a_crashed_primary_that_is_not_whole_is_no_source() {
+    let crashed = Case::new(0x10, 0x10).with(|c| {
+        flag(&mut c.a, UuidFlags::CRASHED_PRIMARY);
+        c.a.disk = DiskState::Inconsistent;
+        c.net.protocol = Protocol::A;
+    });
+    // A kernel decides by the flag alone.
+    crashed.expect(Strategy::SourceUseBitmap, Rule::CrashedPrimary);
+    let ours = crashed.with(|c| c.features = Features::LOCKSTEP);
+    ours.expect(Strategy::TargetUseBitmap, Rule::CrashedPrimary);
+}
+
+#[test]
 fn the_better_disk_is_source_if_uuids_do_not_tell() {
     let inconsistent = Case::new(0x10, 0x10).with(|c| c.a.disk = DiskState::Inconsistent);
     inconsistent.expect(Strategy::TargetUseBitmap, Rule::BothOff);

@@ -141,6 +141,9 @@ impl Resource {
                 .get(&volume)
                 .and_then(|d| d.peers.get(&peer))
                 .is_some_and(|pd| pd.io.source_requests() > 0);
+            if busy && planted!(self, AheadEndForgotten) {
+                continue;
+            }
             if busy {
                 let at = self.now + RETRY;
                 self.timers.set(Timer::AheadEnd(peer), at);
@@ -173,9 +176,10 @@ impl Resource {
 
     /// A lost link on which the peer missed writes, whatever it acknowledged. Forgets it.
     pub(crate) fn was_ahead(&mut self, peer: NodeId) -> bool {
+        let forgets = planted!(self, WasAheadForgotten);
         self.connections
             .get_mut(&peer)
-            .is_some_and(|c| core::mem::take(&mut c.io.was_ahead))
+            .is_some_and(|c| core::mem::take(&mut c.io.was_ahead) && !forgets)
     }
 
     /// The generation of the data is still that of a peer that misses some: this node must not

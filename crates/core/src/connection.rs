@@ -624,7 +624,8 @@ impl Resource {
 
     /// The handshake's next packet did not come in time.
     pub(crate) fn handshake_timeout(&mut self, peer: NodeId) {
-        if self.state.conn(peer) == ConnState::Connecting {
+        if self.state.conn(peer) == ConnState::Connecting && !planted!(self, HandshakeNeverTimesOut)
+        {
             self.drop_connection(peer, ConnState::NetworkFailure);
         }
     }

@@ -112,7 +112,7 @@ pub struct LocalDisk {
     /// The driver was told to give its operations up.
     pub(crate) abandoned: bool,
     /// An operation that was found too old once.
-    pub(crate) suspect: Option<crate::event::Tag>,
+    pub(crate) suspect: Option<(crate::event::Tag, crate::time::Instant)>,
     /// A change of size or place of the metadata that is under way.
     pub(crate) resize: Option<crate::resize_local::LocalResize>,
     /// Superblock writes in flight and waiting.

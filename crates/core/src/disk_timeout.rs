@@ -47,6 +47,7 @@ impl Resource {
     pub(crate) fn disk_timeout_timer(&mut self, volume: VolumeNr) {
         let oldest = self.oldest_disk_operation(volume);
         let limit = self.disk_timeout(volume);
+        let hasty = planted!(self, DiskTimeoutHasty);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
             return;
         };
@@ -54,17 +55,19 @@ impl Resource {
             self.abandon_disk(volume);
             return;
         }
-        let suspect = disk.suspect.take();
+        // A process that stood still between the two looks has not waited for the second one.
+        let late = |(_, due): &(Tag, Instant)| self.now - *due >= SECOND_LOOK;
+        let suspect = disk.suspect.take().filter(|suspect| !late(suspect));
         let (Some((tag, since)), Some(limit)) = (oldest, limit) else {
             return;
         };
         let due = since + limit;
         if self.now < due {
             self.timers.set(Timer::DiskTimeout(volume), due);
-        } else if suspect != Some(tag) {
+        } else if suspect.map(|(tag, _)| tag) != Some(tag) && !hasty {
             // If this process stood still itself, the answers are there but were not looked at.
-            disk.suspect = Some(tag);
             let at = self.now + SECOND_LOOK;
+            disk.suspect = Some((tag, at));
             self.timers.set(Timer::DiskTimeout(volume), at);
         } else {
             let text = format!(

@@ -229,6 +229,7 @@ impl Resource {
 
     fn fence_outlived(&mut self, peer: NodeId) {
         match self.fences.peers.get(&peer) {
+            Some(Fence::Runs) if planted!(self, OutlivedFenceCounts) => {}
             Some(Fence::Runs) => {
                 self.fences.peers.insert(peer, Fence::Outlived);
             }

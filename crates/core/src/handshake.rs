@@ -645,24 +645,6 @@ impl Resource {
         Some(verdict)
     }
 
-    /// Wrong rows of the comparison table.
-    #[cfg(feature = "planted")]
-    fn planted_verdict(&self, mut verdict: compare::Verdict) -> compare::Verdict {
-        use compare::Rule;
-        let strategy = verdict.strategy;
-        if planted!(self, WrongRowBitmapSelf) {
-            verdict.strategy = match (verdict.rule, strategy) {
-                (Rule::BitmapSelf, Strategy::SourceUseBitmap) => Strategy::TargetUseBitmap,
-                (Rule::BitmapPeer, Strategy::TargetUseBitmap) => Strategy::SourceUseBitmap,
-                _ => strategy,
-            };
-        }
-        if planted!(self, MarkedBlocksRowMissing) && verdict.rule == Rule::MarkedBlocks {
-            verdict.strategy = Strategy::NoSync;
-        }
-        verdict
-    }
-
     /// One side has no disk: no sync decision, but generations still matter (13.8).
     pub(crate) fn decide_diskless(
         &mut self,

@@ -32,6 +32,7 @@ impl Resource {
             || self.new_uuid.is_some()
             || self.state.disk(volume) != DiskState::UpToDate
             || self.late_peer(volume).is_none()
+            || planted!(self, LatePeerKept)
         {
             return;
         }

@@ -90,8 +90,10 @@ impl Resource {
     }
 
     fn set_net(&mut self, peer: NodeId, net: NetOptions) {
+        let forgets = planted!(self, WasAsyncForgotten);
         if let Some(conn) = self.connections.get_mut(&peer) {
-            conn.io.was_async |= conn.net.protocol == Protocol::A && conn.link.is_some();
+            conn.io.was_async |=
+                conn.net.protocol == Protocol::A && conn.link.is_some() && !forgets;
             conn.net = net;
         }
     }

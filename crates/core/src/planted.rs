@@ -341,4 +341,216 @@ registry! {
         "A vote for a resize does not say how much room the node's disk has.";
     ShrinkKeepsMarks "shrink-keeps-marks"
         "A volume that shrinks keeps the marks behind its end.";
+    VerifyGoesOnBehind "verify-goes-on-behind"
+        "A verify that was cut short goes on behind the blocks that were under way.";
+    VerifyStopIgnored "verify-stop-ignored"
+        "A verify goes on behind its stop sector.";
+    VerifyIgnoresWrites "verify-ignores-writes"
+        "A verify compares blocks that are written meanwhile.";
+    VerifyNotTold "verify-not-told"
+        "The node that answers a verify does not mark what its driver finds.";
+    ResumeForgotten "resume-forgotten"
+        "A resync that was paused does not go on.";
+    RateUnlimited "rate-unlimited"
+        "A resync asks for all that is left at once.";
+    LostRequestsKept "lost-requests-kept"
+        "Resync requests of a lost link stay in the tables.";
+    TargetStartsEarly "target-starts-early"
+        "A resync target writes before its metadata call it Inconsistent.";
+    UnstableCounts "unstable-counts"
+        "A resync from a source that is not stable ends as one from a stable one.";
+    StepsBack "steps-back"
+        "A Primary whose disk is not whole is copied from a node with older data than its applications saw.";
+    FullSyncNotNoted "full-sync-not-noted"
+        "The metadata do not call for the full sync whose bits are being written.";
+    HashedNotFlushed "hashed-not-flushed"
+        "The digest of a block leaves before what was read is durable.";
+    EqualThoughChanged "equal-though-changed"
+        "A block counts as equal by a digest from before it was written.";
+    RotationMissesOutdated "rotation-misses-outdated"
+        "A new generation forgets the peers that are connected and Outdated.";
+    CopiedWithoutBits "copied-without-bits"
+        "A node that learns the generation of another does not take over its marks.";
+    BehindForgotten "behind-forgotten"
+        "A resync target does not take over which nodes its source knows to be behind.";
+    ProvisionalKept "provisional-kept"
+        "A slot that names a generation until its node follows keeps it.";
+    FullSyncUsesBitmap "full-sync-uses-bitmap"
+        "Where only the history relates two nodes, marks alone are copied.";
+    LostQuorumReversed "lost-quorum-reversed"
+        "The row lost-quorum gives the wrong direction.";
+    CrashedRowReversed "crashed-row-reversed"
+        "The row crashed-primary gives the wrong direction.";
+    ReconcileReversed "reconcile-reversed"
+        "Of two survivors of a Primary the one with fewer of its writes is the source.";
+    LostPrimaryUnnamed "lost-primary-unnamed"
+        "A survivor does not say which Primary it has lost.";
+    RetryCountsAsYes "retry-counts-as-yes"
+        "A node that asks to try a cluster-wide change again counts as agreeing.";
+    LostVoteCountsAsYes "lost-vote-counts-as-yes"
+        "A node that is lost before it answers counts as agreeing to a cluster-wide change.";
+    CommitNotForwarded "commit-not-forwarded"
+        "A commit does not reach the nodes behind a neighbour.";
+    AbortNotForwarded "abort-not-forwarded"
+        "An abort does not reach the nodes behind a neighbour.";
+    FarPrimaryOverlooked "far-primary-overlooked"
+        "A node becomes Primary although another one further away is.";
+    WeakVotesIgnored "weak-votes-ignored"
+        "Who cannot be reached by a Primary is not told in a commit.";
+    TieBreakerGivesQuorum "tie-breaker-gives-quorum"
+        "A tie-breaker gives quorum to nodes that had none.";
+    RedundancyIgnored "redundancy-ignored"
+        "quorum-minimum-redundancy is not asked for.";
+    LastManFalls "last-man-falls"
+        "Absent nodes that are known to be Outdated keep their votes.";
+    LonelyQuorumRestored "lonely-quorum-restored"
+        "A node that had quorum with others has it alone after a restart.";
+    LostQuorumForgotten "lost-quorum-forgotten"
+        "A Primary that lost quorum and died does not say so.";
+    RecoveryWithoutFlush "recovery-without-flush"
+        "An attach calls the log clean while data are in the disk's cache.";
+    FullSyncFlagIgnored "full-sync-flag-ignored"
+        "An attach does not mark what a full sync that was cut short calls for.";
+    DisabledLogTrusted "disabled-log-trusted"
+        "An attach after a crash trusts an activity log that was switched off.";
+    DetachIgnoresRequests "detach-ignores-requests"
+        "A detach does not wait for requests that are under way.";
+    ReadAskedAgain "read-asked-again"
+        "A read goes to the peer again that refused it.";
+    OnlyCopyNotAwaited "only-copy-not-awaited"
+        "A Primary without a disk goes by the protocol although the peer's copy is the only one.";
+    LocalReadTooEarly "local-read-too-early"
+        "A read does not wait for what the last Primary wrote.";
+    DagtagJumpUntold "dagtag-jump-untold"
+        "A peer does not hear of writes that it was not sent.";
+    PeerAcksMerged "peer-acks-merged"
+        "One peer ack stands for writes that different nodes have.";
+    PeerAckNamesFailed "peer-ack-names-failed"
+        "A peer ack names the Primary although the write failed there.";
+    AbsentSizeIgnored "absent-size-ignored"
+        "A resize does not ask how large the disks of absent nodes are.";
+    NewAreaTwoSources "new-area-two-sources"
+        "A Secondary copies the new area to others beside the Primary.";
+    MoveErasesFirst "move-erases-first"
+        "Metadata that move are erased at the old place before the new superblock is durable.";
+    MoveForgetsLog "move-forgets-log"
+        "Metadata move without the activity log.";
+    MoveUnstamped "move-unstamped"
+        "Metadata that overlap their new place move without the call for a full sync.";
+    MoveWithoutDrain "move-without-drain"
+        "Metadata move while log and bitmap are being written.";
+    BehindServesReads "behind-serves-reads"
+        "A peer that is Behind is read from.";
+    AheadKeepsGeneration "ahead-keeps-generation"
+        "A Primary that pulls ahead makes no new generation.";
+    WasAheadForgotten "was-ahead-forgotten"
+        "The loss of a peer that was Behind does not tell that it misses writes.";
+    AheadEndForgotten "ahead-end-forgotten"
+        "The end of Ahead is not tried again after an earlier resync.";
+    ConfirmWithoutFlush "confirm-without-flush"
+        "An early confirmation does not wait for a flush.";
+    FailedFlushAcked "failed-flush-acked"
+        "A barrier is acked as if its flush had not failed.";
+    ResentWithoutBarrier "resent-without-barrier"
+        "No barrier follows writes that are sent again.";
+    LostEpochsForgotten "lost-epochs-forgotten"
+        "What a lost connection left in the disk's cache stays there.";
+    PassOnKeepsDisk "pass-on-keeps-disk"
+        "With pass_on a disk with an error stays UpToDate.";
+    FailureUnnoted "failure-unnoted"
+        "A write that failed here completes before the metadata say so.";
+    ReadErrorUnmarked "read-error-unmarked"
+        "A block that the Primary could not read is not marked.";
+    SourceErrorUnmarked "source-error-unmarked"
+        "A block that a resync source could not read is not marked.";
+    OnlyCopiesNotAwaited "only-copies-not-awaited"
+        "With protocol A a write that failed here completes before the peer has it.";
+    DiskTimeoutHasty "disk-timeout-hasty"
+        "A disk is given up without a second look after the process stood still.";
+    FlushEndsFrozen "flush-ends-frozen"
+        "A flush completes while requests are frozen.";
+    ThawForgotten "thaw-forgotten"
+        "The end of a suspension does not look at writes that wait for lost peers.";
+    ThawWithoutUuid "thaw-without-uuid"
+        "The end of a suspension does not wait for the new generation that is due.";
+    SuspensionHoldsRanges "suspension-holds-ranges"
+        "Writes that wait for others keep their place during a suspension.";
+    FenceFreezesNothing "fence-freezes-nothing"
+        "resource-and-stonith does not freeze requests while the handler runs.";
+    OutlivedFenceCounts "outlived-fence-counts"
+        "The verdict of a fence-peer handler counts although the peer is back.";
+    ProtocolBAsA "protocol-b-as-a"
+        "With protocol B a write is acknowledged when it is sent.";
+    WasAsyncForgotten "was-async-forgotten"
+        "A change from protocol A forgets that earlier writes were only sent.";
+    SyncUuidEarly "sync-uuid-early"
+        "An 8.4 target hears of a resync whose UUID is not durable at its source.";
+    LegacyAcksNotAwaited "legacy-acks-not-awaited"
+        "The end of a resync overtakes its last acks to an 8.4 source.";
+    LegacyLossUnlabelled "legacy-loss-unlabelled"
+        "What an 8.4 Primary writes without its disk gets no generation of its own.";
+    LegacyFollowsIgnored "legacy-follows-ignored"
+        "A Primary makes a new generation that its 8.4 peer does not follow.";
+    CoarseBitsRounded "coarse-bits-rounded"
+        "Marks for a part of a larger bitmap block are dropped.";
+    OwnBlocksOnly "own-blocks-only"
+        "Requests of a resync go by the own size of bitmap blocks only.";
+    HandshakeNeverTimesOut "handshake-never-times-out"
+        "A handshake waits for ever for its next packet.";
+    KoCountIsOne "ko-count-is-one"
+        "A peer is given up after one timeout, whatever ko-count says.";
+    SupersededInPart "superseded-in-part"
+        "A write that an own one covers in part is not made again.";
+    VerdictNotAwaited "verdict-not-awaited"
+        "A write of the peer that decides does not wait for the answer to an own one.";
+    NoRoomForPeers "no-room-for-peers"
+        "Own writes of two Primaries may fill the whole activity log.";
+    NewcomersForgotten "newcomers-forgotten"
+        "A write that is sent again leaves out peers that have come meanwhile.";
+    LatePeerKept "late-peer-kept"
+        "A peer that has all data under an old name stays so.";
+    ForgottenKeepsBits "forgotten-keeps-bits"
+        "The slot of a peer that is forgotten keeps its marks.";
+    LeftMarksStay "left-marks-stay"
+        "Marks between two nodes that a third one has brought up to date stay.";
+}
+
+#[cfg(feature = "planted")]
+use crate::compare;
+
+#[cfg(feature = "planted")]
+impl crate::resource::Resource {
+    /// Wrong rows of the comparison table.
+    pub(crate) fn planted_verdict(&self, mut verdict: compare::Verdict) -> compare::Verdict {
+        use compare::{Rule, Strategy};
+        let strategy = verdict.strategy;
+        if planted!(self, WrongRowBitmapSelf) {
+            verdict.strategy = match (verdict.rule, strategy) {
+                (Rule::BitmapSelf, Strategy::SourceUseBitmap) => Strategy::TargetUseBitmap,
+                (Rule::BitmapPeer, Strategy::TargetUseBitmap) => Strategy::SourceUseBitmap,
+                _ => strategy,
+            };
+        }
+        if planted!(self, MarkedBlocksRowMissing) && verdict.rule == Rule::MarkedBlocks {
+            verdict.strategy = Strategy::NoSync;
+        }
+        use Rule as R;
+        let reversed = planted!(self, LostQuorumReversed) && verdict.rule == R::LostQuorum
+            || planted!(self, CrashedRowReversed)
+                && [R::CrashedPrimary, R::BothOff].contains(&verdict.rule)
+            || planted!(self, ReconcileReversed) && verdict.rule == R::ReconcileDagtag;
+        if reversed {
+            verdict.strategy = strategy.reversed().unwrap_or(strategy);
+        }
+        if planted!(self, FullSyncUsesBitmap)
+            && [R::HistoryPeer, R::HistorySelf].contains(&verdict.rule)
+        {
+            verdict.strategy = match strategy {
+                Strategy::SourceSetBitmap => Strategy::SourceUseBitmap,
+                Strategy::TargetSetBitmap => Strategy::TargetUseBitmap,
+                _ => strategy,
+            };
+        }
+        verdict
+    }
 }

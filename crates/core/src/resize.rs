@@ -23,6 +23,7 @@ use crate::data::Wanted;
 use crate::device::{DiskPhase, PeerSizes};
 use crate::event::{CommandId, DiskInfo, LinkId, Output, Stream};
 use crate::report::Level;
+use crate::resize_local::Found;
 use crate::resource::{Pending, Resource};
 use crate::transition::Change;
 use crate::twopc::{Transaction, Wish, WishKind, command_error};
@@ -71,6 +72,8 @@ pub(crate) enum ProbeFor {
     Follow {
         peer: NodeId,
         flags: DeviceDescFlags,
+        /// It has had to wait: what the peer said may be over.
+        late: bool,
     },
 }
 
@@ -120,6 +123,8 @@ pub(crate) struct Growth {
     early: Vec<EarlyRequest>,
     /// Peers that have grown as well, and were not compared with since.
     pub(crate) uncompared: NodeMask,
+    /// A connected peer's size changed while this node's disk was being changed: it is looked at after that.
+    follow: Option<(NodeId, DeviceDescFlags)>,
     /// This node's command grew the volume and the 8.4 peer has not followed yet.
     pending: Option<DeviceDescFlags>,
 }
@@ -294,7 +299,15 @@ impl Resource {
             ),
             (Ok(info), Some(disk)) => match disk.compare_info(&info) {
                 Err(text) => refusal(ErrorCode::ERR_DISK_TOO_SMALL, text),
-                Ok(crate::resize_local::Found::Moved(_)) if !disk.may_resize() => refusal(
+                Ok(Found::Moved(_))
+                    if !disk.may_resize() && matches!(wanted, ProbeFor::Follow { .. }) =>
+                {
+                    if let ProbeFor::Follow { peer, flags, .. } = wanted {
+                        self.follow_later(volume, peer, flags);
+                    }
+                    return;
+                }
+                Ok(Found::Moved(_)) if !disk.may_resize() => refusal(
                     ErrorCode::IN_TRANSIENT_STATE,
                     format!("volume {volume} is being resized or detached"),
                 ),
@@ -351,8 +364,8 @@ impl Resource {
                     self.twopc_progress();
                 }
             }
-            AfterResize::Probed(ProbeFor::Follow { peer, flags }) => {
-                self.follow_sizes(volume, peer, flags);
+            AfterResize::Probed(ProbeFor::Follow { peer, flags, late }) => {
+                self.follow_sizes(volume, peer, flags, late);
             }
             AfterResize::Sized {
                 command,
@@ -366,6 +379,24 @@ impl Resource {
             && let Some((sectors, area, after)) = device.growth.queued.pop_front()
         {
             self.change_size(volume, sectors, area, after);
+        } else if let Some(device) = self.devices.get_mut(&volume).filter(|d| idle(d))
+            && let Some((peer, flags)) = device.growth.follow.take()
+        {
+            self.probe_disk(
+                volume,
+                ProbeFor::Follow {
+                    peer,
+                    flags,
+                    late: true,
+                },
+            );
+        }
+    }
+
+    /// A connected peer has another size, and this node's disk is being changed: it follows after that.
+    pub(crate) fn follow_later(&mut self, volume: VolumeNr, peer: NodeId, flags: DeviceDescFlags) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.growth.follow = Some((peer, flags));
         }
     }
 
@@ -386,6 +417,7 @@ impl Resource {
             let queued = core::mem::take(&mut device.growth.queued);
             device.growth.sources_for = NodeMask::EMPTY;
             device.growth.early.clear();
+            device.growth.follow = None;
             for (_, _, after) in queued {
                 self.resize_failed(volume, after);
             }
@@ -516,6 +548,7 @@ impl Resource {
             match sizes {
                 Some(sizes) if sizes.disk_sectors != 0 => max = max.min(sizes.disk_sectors),
                 Some(_) => {}
+                None if planted!(self, AbsentSizeIgnored) => {}
                 None if self.slot_seen_with_disk(volume, node) => unknown.push(node),
                 None => {}
             }
@@ -665,7 +698,7 @@ impl Resource {
             (false, true) => Some(Side::Target),
             (true, true) if self.node_id < peer => Some(Side::Source),
             (true, true) => Some(Side::Target),
-            (false, false) if !primaries.is_empty() => None,
+            (false, false) if !primaries.is_empty() && !planted!(self, NewAreaTwoSources) => None,
             (false, false) if t.parents.contains(peer) => Some(Side::Target),
             (false, false) if t.children.contains(peer) => Some(Side::Source),
             (false, false) => None,
@@ -1010,12 +1043,19 @@ impl Resource {
         if now.wanted_sectors != before.wanted_sectors {
             disk.options.size_sectors = (now.wanted_sectors != 0).then_some(now.wanted_sectors);
         }
-        self.probe_disk(volume, ProbeFor::Follow { peer, flags });
+        self.probe_disk(
+            volume,
+            ProbeFor::Follow {
+                peer,
+                flags,
+                late: false,
+            },
+        );
         true
     }
 
     /// The peer has another size, and this node's disk is known: it follows.
-    fn follow_sizes(&mut self, volume: VolumeNr, peer: NodeId, flags: DeviceDescFlags) {
+    fn follow_sizes(&mut self, volume: VolumeNr, peer: NodeId, flags: DeviceDescFlags, late: bool) {
         let current = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let wanted = self
             .devices
@@ -1023,6 +1063,10 @@ impl Resource {
             .and_then(|d| d.attached())
             .and_then(|d| d.options.size_sectors);
         let size = self.new_size(volume).unwrap_or(current);
+        if size < current && wanted != Some(size) && late {
+            // It tells what it has now when it has changed itself; if it does not, the next handshake decides.
+            return;
+        }
         if size < current && wanted != Some(size) {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \

@@ -362,6 +362,7 @@ impl Resource {
     }
 
     fn move_progress(&mut self, volume: VolumeNr) {
+        let hasty = planted!(self, MoveWithoutDrain);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -370,7 +371,7 @@ impl Resource {
             return;
         };
         if job.step == MoveStep::Drain {
-            if !drained || writes_superblock {
+            if !(drained || hasty) || writes_superblock {
                 return;
             }
             disk.io.hold_pages(true);
@@ -417,7 +418,7 @@ impl Resource {
             return;
         }
         let overlaps = new.bitmap_byte() < old.superblock_byte() + BLOCK_BYTES as u64;
-        if !overlaps {
+        if !overlaps || planted!(self, MoveUnstamped) {
             self.move_copies(volume);
             return;
         }
@@ -456,6 +457,8 @@ impl Resource {
 
     /// Bitmap and log, as they are in memory, go to the new place.
     fn move_copies(&mut self, volume: VolumeNr) {
+        let erases = planted!(self, MoveErasesFirst);
+        let forgets = planted!(self, MoveForgetsLog);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -474,8 +477,15 @@ impl Resource {
                 flush_data: false,
             });
         }
+        if erases && let Some(old) = disk.layout.as_ref() {
+            job.writes.push_back(MetaOp::Write {
+                offset: old.superblock_byte(),
+                bytes: vec![0; BLOCK_BYTES],
+                flush_data: false,
+            });
+        }
         let log = disk.io.al.rewrite();
-        for (index, part) in log.chunks(MOVE_BYTES).enumerate() {
+        for (index, part) in log.chunks(MOVE_BYTES).enumerate().filter(|_| !forgets) {
             job.writes.push_back(MetaOp::Write {
                 offset: job.layout.al_byte() + (index * MOVE_BYTES) as u64,
                 bytes: part.to_vec(),

@@ -93,6 +93,9 @@ impl Resource {
             pd.resync_ready = false;
         }
         self.after_superblock(volume, AfterMeta::ResyncStart(peer));
+        if planted!(self, TargetStartsEarly) {
+            self.resync_target_ready(volume, peer);
+        }
     }
 
     /// The disk is known to be Inconsistent, durably.
@@ -141,7 +144,7 @@ impl Resource {
             self.end_resync(volume, peer, None);
             return;
         }
-        if unstable {
+        if unstable && !planted!(self, UnstableCounts) {
             self.log(
                 Level::Info,
                 Some(peer),
@@ -193,6 +196,10 @@ impl Resource {
                     .collect()
             })
             .unwrap_or_default();
+        let at_source = match planted!(self, BehindForgotten) {
+            true => NodeMask::EMPTY.complement(),
+            false => at_source,
+        };
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -383,7 +390,8 @@ impl Resource {
             && self.state.disk(volume) == DiskState::Inconsistent
             && is_real(exposed)
             && !exposed.same_generation(device.current_uuid())
-            && !self.is_legacy(peer);
+            && !self.is_legacy(peer)
+            && !planted!(self, StepsBack);
         if !beside_own || self.peer_uuids(volume, peer)?.knows(exposed) {
             return None;
         }
@@ -549,13 +557,14 @@ impl Resource {
     }
 
     fn mark_full_sync(&mut self, volume: VolumeNr, peer: NodeId) {
+        let noted = !planted!(self, FullSyncNotNoted);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
         disk.generations
             .slot_mut(peer)
             .flags
-            .insert(PeerFlags::FULL_SYNC);
+            .set(PeerFlags::FULL_SYNC, noted);
         self.after_superblock(volume, AfterMeta::FullSync(peer));
     }
 

@@ -175,6 +175,7 @@ impl Resource {
                 .is_some_and(|c| c.net.fencing == Fencing::ResourceAndStonith);
             let before = old.peer_device(volume, peer);
             if stonith
+                && !planted!(self, FenceFreezesNothing)
                 && role == Role::Primary
                 && p.repl < ReplState::Established
                 && p.disk == DiskState::DUnknown
@@ -537,6 +538,7 @@ impl Resource {
         }
         new.susp_quorum = new.role == Role::Primary && self.waits_for_quorum(new);
         if !new.susp_uuid
+            && !planted!(self, ThawWithoutUuid)
             && old.suspended()
             && !new.suspended()
             && new.role == Role::Primary
@@ -613,6 +615,7 @@ impl Resource {
                 {
                     match planted!(self, OutdatedCountsForQuorum) {
                         true => n.present += 1,
+                        false if planted!(self, LastManFalls) => n.unknown += 1,
                         false => n.outdated += 1,
                     }
                 } else if have_now && !new.members.contains(peer) {
@@ -639,9 +642,13 @@ impl Resource {
         }
         n.decide(
             self.options.quorum,
-            self.options.quorum_minimum_redundancy,
+            match planted!(self, RedundancyIgnored) {
+                true => Quorum::Off,
+                false => self.options.quorum_minimum_redundancy,
+            },
             quorate_peers,
-            old.devices.get(&volume).is_some_and(|d| d.quorum),
+            old.devices.get(&volume).is_some_and(|d| d.quorum)
+                || planted!(self, TieBreakerGivesQuorum),
         );
         if planted!(self, HalfIsQuorum) {
             n.have |= (n.up_to_date + n.present) * 2 + 1 >= n.voters;

@@ -189,7 +189,9 @@ impl Resource {
                         DiskState::Diskless | DiskState::Failed | DiskState::Outdated
                     )
                     && self.slot_uuid(*volume, *peer).is_zero();
-                due |= p.repl == ReplState::Ahead && was.repl != ReplState::Ahead;
+                due |= p.repl == ReplState::Ahead
+                    && was.repl != ReplState::Ahead
+                    && !planted!(self, AheadKeepsGeneration);
             }
             let failed = (before.disk > DiskState::Failed && after.disk == DiskState::Failed)
                 || (before.disk >= DiskState::Inconsistent && after.disk < DiskState::Inconsistent);
@@ -250,12 +252,13 @@ impl Resource {
             let before = old.connections.get(peer).copied().unwrap_or_default();
             if before.conn == ConnState::Connected && c.conn < ConnState::Connected {
                 let was_primary = before.peer_role == Role::Primary;
+                let named = !planted!(self, LostPrimaryUnnamed);
                 for conn in self.connections.values_mut() {
                     conn.told_lost.remove(*peer);
                 }
                 if let Some(conn) = self.connections.get_mut(peer) {
                     conn.told_lost = NodeMask::EMPTY;
-                    conn.notify_lost_primary = was_primary;
+                    conn.notify_lost_primary = was_primary && named;
                     conn.dagtag_fresh = false;
                 }
                 for device in self.devices.values_mut() {

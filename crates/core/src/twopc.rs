@@ -559,6 +559,7 @@ impl Resource {
             return;
         }
         t.waiting.remove(peer);
+        let careless = planted!(self, WeakVotesIgnored);
         match kind {
             ReplyKind::Yes if t.resize.is_some() => {
                 t.reachable = t.reachable.union(reply.reachable_nodes);
@@ -577,10 +578,12 @@ impl Resource {
                     t.reachable = t.reachable.union(reply.reachable_nodes);
                 }
                 t.primary_nodes = t.primary_nodes.union(reply.primary_nodes);
-                t.weak_nodes = t.weak_nodes.union(reply.weak_nodes());
+                if !careless {
+                    t.weak_nodes = t.weak_nodes.union(reply.weak_nodes());
+                }
             }
             ReplyKind::No => t.no = !planted!(self, TwopcNoIgnored),
-            ReplyKind::Retry => t.retry = true,
+            ReplyKind::Retry => t.retry = !planted!(self, RetryCountsAsYes),
         }
         self.twopc_progress();
     }
@@ -687,7 +690,7 @@ impl Resource {
                 let others = t.primary_nodes.without(self.node_id);
                 if !others.is_empty() {
                     let two = |peer| self.may_both_be_primary(peer);
-                    if !others.iter().all(two) {
+                    if !others.iter().all(two) && !planted!(self, FarPrimaryOverlooked) {
                         return Err(Refusal {
                             code: ErrorCode::TWO_PRIMARIES,
                             text: "another node is Primary, and two Primaries are not allowed"
@@ -948,6 +951,7 @@ impl Resource {
         t.children.remove(peer);
         let was_parent = t.parents.contains(peer);
         t.parents.remove(peer);
+        let yes = planted!(self, LostVoteCountsAsYes);
         let orphan = t.wish.is_none() && was_parent && t.parents.is_empty();
         let handshake_gone = t.handshake == Some(peer);
         if orphan {
@@ -958,7 +962,7 @@ impl Resource {
             self.next_wish();
         } else {
             if let Some(t) = self.twopc.current.as_mut()
-                && (!voted || handshake_gone)
+                && (!voted && !yes || handshake_gone)
             {
                 t.retry = true;
             }

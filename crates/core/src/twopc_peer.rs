@@ -444,7 +444,13 @@ impl Resource {
             return;
         };
         self.timers.clear(Timer::Twopc);
-        self.forward_outcome(peer, outcome, t.volume, commit);
+        let kept = match commit {
+            true => planted!(self, CommitNotForwarded),
+            false => planted!(self, AbortNotForwarded),
+        };
+        if !kept {
+            self.forward_outcome(peer, outcome, t.volume, commit);
+        }
         if !commit {
             if let Some(peer) = t.handshake {
                 self.handshake_aborted(peer);

@@ -855,6 +855,7 @@ impl Resource {
 
     /// A node that reports the new generation follows: its slot names nothing any more.
     fn retire_provisional(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) {
+        let keeps = planted!(self, ProvisionalKept);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
@@ -866,7 +867,7 @@ impl Resource {
             return;
         };
         let announced = set.flags.contains(UuidFlags::NEW_DATAGEN);
-        if announced || !set.current.same_generation(own) {
+        if announced || keeps || !set.current.same_generation(own) {
             return;
         }
         pd.provisional = None;
@@ -931,7 +932,9 @@ impl Resource {
         for item in &learned {
             if let Learned::Copy { from, to, .. } = item {
                 copied = true;
-                disk.io.bitmap.merge_slot(*from, *to);
+                if !planted!(self, CopiedWithoutBits) {
+                    disk.io.bitmap.merge_slot(*from, *to);
+                }
             }
         }
         self.write_superblock(volume);

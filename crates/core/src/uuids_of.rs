@@ -325,6 +325,11 @@ impl Resource {
                         ReplState::Established if self.gets_no_writes(*node, &p) => {
                             DiskState::Outdated
                         }
+                        _ if p.disk == DiskState::Outdated
+                            && planted!(self, RotationMissesOutdated) =>
+                        {
+                            DiskState::Consistent
+                        }
                         _ => p.disk,
                     },
                     connected: p.repl > ReplState::Off,

@@ -6,7 +6,6 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 use lockstep_format::disk::v09::DeviceFlags;
 
-use crate::disk::Where;
 use crate::world::{Asked, World, name};
 
 /// Whatever differs between two disks is marked on one of them, whoever dies now.
@@ -77,10 +76,7 @@ fn new_area(w: &World, volume: usize, nodes: [usize; 2]) -> Vec<u64> {
         let superblock = w.nodes[node].disks[volume].superblock();
         superblock.map_or(0, |s| s.effective_size.0 / 8)
     };
-    let first = match w.config.metadata {
-        Where::External | Where::Persistent => w.config.blocks,
-        Where::Internal => return Vec::new(),
-    };
+    let first = w.nodes[nodes[0]].disks[volume].first_blocks;
     let end = size(nodes[0]).min(size(nodes[1]));
     (first..end).step_by(7).collect()
 }

@@ -250,7 +250,7 @@ pub struct Disk {
     /// The metadata area.
     pub meta: Vec<u8>,
     /// Where it begins on its device.
-    meta_base: u64,
+    pub(crate) meta_base: u64,
     /// It is persistent memory.
     persistent: bool,
     /// Size of the metadata device.
@@ -263,6 +263,10 @@ pub struct Disk {
     pub keeps_discarded: bool,
     /// Where things are on it.
     pub layout: Layout,
+    /// Where they would be if the device ended where it once did, or does now; the last is now.
+    pub(crate) places: Vec<Layout>,
+    /// Blocks of data that it had at first.
+    pub(crate) first_blocks: u64,
     /// Opened by the node.
     pub open: bool,
     /// Operations in flight.
@@ -279,6 +283,12 @@ pub struct Disk {
     pub abandoned_meta: BTreeMap<u64, MetaOp>,
     /// The node has given it up and not closed it.
     pub given_up: bool,
+    /// Nobody is to wait for it: a forced detach.
+    pub(crate) is_forced: bool,
+    /// Its data are being thrown away, because they are bad.
+    pub(crate) is_bad: bool,
+    /// It was cured last then.
+    pub(crate) answers_since: u64,
     /// Completes when nothing is in flight any more.
     pub closing: Option<Tag>,
     /// What is wrong with it.
@@ -354,6 +364,8 @@ impl Disk {
             had_errors: false,
             keeps_discarded: false,
             layout,
+            places: vec![layout],
+            first_blocks: blocks,
             open: false,
             flying: Vec::new(),
             flying_meta: BTreeMap::new(),
@@ -362,21 +374,15 @@ impl Disk {
             abandoned: BTreeMap::new(),
             abandoned_meta: BTreeMap::new(),
             given_up: false,
+            is_forced: false,
+            is_bad: false,
+            answers_since: 0,
             closing: None,
             trouble: Trouble::default(),
             read: RefCell::default(),
             read_superblock: RefCell::default(),
             log_blocks: RefCell::default(),
         }
-    }
-
-    /// The device becomes larger by so many blocks (metadata elsewhere). What is new on it differs
-    /// from node to node.
-    pub fn grow(&mut self, node: usize, blocks: u64) {
-        let from = self.content.len() as u64;
-        let rubbish = |block| (1 << 50) + ((node as u64) << 40) + block;
-        self.content.extend((from..from + blocks).map(rubbish));
-        self.data_bytes += blocks * BLOCK;
     }
 
     /// What the node is told of it.
@@ -426,9 +432,12 @@ impl Disk {
         };
         self.meta[at..at + bytes.len()].copy_from_slice(bytes);
         let touches = |at: u64| offset < at + block && at < end;
+        let moves = self.places.iter().any(|l| touches(l.superblock_byte()));
+        if moves {
+            self.look_for_superblock();
+        }
         if touches(self.layout.superblock_byte()) {
-            self.read_superblock.take();
-            self.read.take();
+            self.forget_read();
         }
         let (log, geometry) = (self.layout.al_byte(), self.layout.geometry().al);
         if offset < log + geometry.bytes() && log < end {
@@ -440,6 +449,19 @@ impl Disk {
                 }
             }
         }
+    }
+
+    /// The superblock is another one than was read last.
+    fn forget_read(&mut self) {
+        self.read_superblock.take();
+        self.read.take();
+    }
+
+    /// The areas lie where this says.
+    pub(crate) fn lies_at(&mut self, layout: Layout) {
+        self.layout = layout;
+        self.log_blocks.take();
+        self.forget_read();
     }
 
     /// The bytes lie in the metadata area.
@@ -489,6 +511,7 @@ impl Disk {
 
     /// A write completes.
     pub fn write(&mut self, block: u64, content: &[u64], fua: bool) {
+        self.overwrite_metadata(block, content.len() as u64);
         for (block, value) in (block..).zip(content) {
             self.sequence += 1;
             let old = std::mem::replace(&mut self.content[block as usize], *value);
@@ -584,7 +607,7 @@ impl Disk {
         let mut any = false;
         for (i, chunk) in bytes.chunks(BLOCK_BYTES).enumerate() {
             let at = offset + (i * BLOCK_BYTES) as u64;
-            if at == self.layout.superblock_byte() {
+            if self.places.iter().any(|l| at == l.superblock_byte()) {
                 if rng.permille(500) {
                     self.store_meta(at, chunk);
                     any = true;
@@ -747,8 +770,17 @@ impl Disk {
         }
         let shape = self.layout.bitmap_shape(sectors);
         let base = self.meta_index(self.layout.bitmap_byte());
+        // A node without a slot, because it was forgotten, gets the lowest free one.
+        let taken = |slot: &u8| {
+            superblock
+                .peers
+                .iter()
+                .any(|p| p.bitmap_index == Some(*slot))
+        };
+        let free = || (0..superblock.geometry.max_peers).find(|slot| !taken(slot));
+        let slot = entry.bitmap_index.or_else(free);
         let is_marked = |block: u64| {
-            entry.bitmap_index.is_some_and(|slot| {
+            slot.is_some_and(|slot| {
                 let bit = block * 8 / shape.block().sectors();
                 let (byte, mask) = shape.position(slot, bit);
                 self.meta[base + byte as usize] & mask != 0

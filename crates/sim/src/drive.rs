@@ -423,6 +423,11 @@ impl<'a> Drive<'a> {
                 self.undo
                     .push((start + rng.delay(soon), Undo::CutAgain(node)));
             }
+            Some(Undo::Cut(node)) => {
+                let soon = rng.pick(&[w.config.disk_delay, w.config.disk_delay * 4, 5 * MS]);
+                let soon = rng.delay(soon) + rng.delay(w.config.net_delay);
+                self.undo.push((w.now + soon, Undo::Cut(node)));
+            }
             Some(undo) => self.undo.push((ends, undo)),
             None => {}
         }

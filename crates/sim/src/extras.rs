@@ -55,10 +55,12 @@ pub enum Extra {
     /// The dialect of DRBD 8.3, or an early one of 8.4: one volume, short requests, and nothing that
     /// came later.
     Old,
+    /// Metadata at the end of the devices, also where these grow.
+    Internal,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 19] = [
+pub const EXTRAS: [(Extra, &str); 20] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -78,6 +80,7 @@ pub const EXTRAS: [(Extra, &str); 19] = [
     (Extra::Secret, "secret"),
     (Extra::Openers, "openers"),
     (Extra::Old, "old"),
+    (Extra::Internal, "internal"),
 ];
 
 /// The word of one.
@@ -129,6 +132,7 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             config.bitmap_shifts = (0..config.nodes).map(|_| rng.range(12, 21) as u8).collect();
         }
         Extra::Pmem => config.metadata = Where::Persistent,
+        Extra::Internal => config.metadata = Where::Internal,
         Extra::Every | Extra::Bursts | Extra::KeptDiscards => {}
         Extra::Hot => {
             config.blocks = config.blocks.min(SMALL_BLOCKS);

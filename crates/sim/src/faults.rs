@@ -100,6 +100,16 @@ pub enum Fault {
     InvalidateRemote,
     /// One node's disk grows, and the operator resizes the volume: it becomes as large as all disks.
     GrowOne,
+    /// The operator starts an online verify of a few blocks where requests go.
+    VerifySpot,
+    /// The operator outdates a disk that is apart from the Primary.
+    Outdate,
+    /// The operator disconnects two nodes, and one of them forgets the other before they meet again.
+    Regroup,
+    /// The operator gives a node a command that changes its metadata, and the node loses its power soon.
+    CutCommand,
+    /// The operator resizes a volume, and the node loses its power soon.
+    CutResize,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -141,7 +151,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 15] = [
+pub const BY_NAME: [(Fault, &str); 20] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -157,6 +167,11 @@ pub const BY_NAME: [(Fault, &str); 15] = [
     (Fault::Order, "order"),
     (Fault::InvalidateRemote, "invalidate-remote"),
     (Fault::GrowOne, "grow-one"),
+    (Fault::VerifySpot, "verifyspot"),
+    (Fault::Outdate, "outdate"),
+    (Fault::Regroup, "regroup"),
+    (Fault::CutCommand, "cut-command"),
+    (Fault::CutResize, "cut-resize"),
 ];
 
 /// Kinds that make a disk report errors.
@@ -169,7 +184,7 @@ pub const ERRORS: [Fault; 4] = [
 
 /// Kinds that break no link and let no node die: only beside these nobody can become Primary while
 /// there is one, so that an attempt must be refused.
-pub const CALM: [Fault; 16] = [
+pub const CALM: [Fault; 17] = [
     Fault::Promote,
     Fault::Handover,
     Fault::Diskless,
@@ -183,6 +198,7 @@ pub const CALM: [Fault; 16] = [
     Fault::NewUuid,
     Fault::Verify,
     Fault::VerifyPart,
+    Fault::VerifySpot,
     Fault::Balance,
     Fault::Order,
     Fault::InvalidateRemote,
@@ -236,6 +252,7 @@ pub(crate) enum Undo {
     Open(usize, usize),
     Start(usize),
     Reconnect,
+    Regroup(usize, usize),
     Reattach,
     Pause(usize, usize, u16),
     InOrder(usize, u16),
@@ -243,6 +260,8 @@ pub(crate) enum Undo {
     Cure(usize, u16),
     Resume(usize),
     CutAgain(usize),
+    /// It loses its power soon, for a while.
+    Cut(usize),
     /// Shapes of the network that are still to come, and what they are drawn from.
     Shuffle(u32, u64),
 }
@@ -251,7 +270,7 @@ impl Undo {
     /// What follows it, and so much later.
     pub(crate) fn next(self) -> Option<(u64, Undo)> {
         match self {
-            Undo::CutAgain(node) => Some((100 * MS, Undo::Start(node))),
+            Undo::CutAgain(node) | Undo::Cut(node) => Some((100 * MS, Undo::Start(node))),
             Undo::Shuffle(left @ 1.., seed) => {
                 let mut rng = Rng::new(mixed(&[seed, u64::from(left)]));
                 let typical = rng.pick(&[5 * MS, 50 * MS, 300 * MS, SECOND]);
@@ -293,6 +312,10 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
         Undo::Reconnect => {
             o.reconnect(w);
         }
+        Undo::Regroup(node, peer) => {
+            o.forget_and_know(w, node, peer);
+            o.reconnect(w);
+        }
         Undo::Reattach => {
             o.reattach(w);
         }
@@ -319,7 +342,7 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
                 w.command(node, Command::ResumeIo);
             }
         }
-        Undo::CutAgain(node) => o.crash(w, node, Lose::Unflushed),
+        Undo::CutAgain(node) | Undo::Cut(node) => o.crash(w, node, Lose::Unflushed),
         Undo::Shuffle(left, seed) => shuffle(w, left, seed),
     }
 }
@@ -379,6 +402,33 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         Fault::Disconnect => {
             let force = rng.permille(300);
             o.disconnect(w, a, b, force).then_some(Undo::Reconnect)
+        }
+        Fault::Regroup => {
+            let may = o.may_regroup(w, a, b) && o.disconnect(w, a, b, false);
+            may.then_some(Undo::Regroup(a, b))
+        }
+        Fault::Outdate => {
+            o.outdate(w, a, volume);
+            None
+        }
+        Fault::CutCommand => {
+            match rng.below(6) {
+                0..=2 => {
+                    o.invalidate(w, a, volume, true);
+                }
+                3 => {
+                    o.invalidate_remote(w, a, volume, true);
+                }
+                4 => {
+                    o.detach(w, a, volume, false);
+                }
+                _ => o.outdate(w, a, volume),
+            }
+            Some(Undo::Cut(a))
+        }
+        Fault::CutResize => {
+            o.resize(w, rng, a, volume);
+            Some(Undo::Cut(a))
         }
         Fault::Detach => {
             let force = rng.permille(300);
@@ -514,6 +564,15 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
                 let middle = touched[rng.below(touched.len() as u64) as usize];
                 let first = middle.saturating_sub(rng.below(200));
                 o.verify(w, a, b, volume, Some((first, first + 300)));
+            }
+            None
+        }
+        Fault::VerifySpot => {
+            let touched = w.history.touched_blocks(volume);
+            if !touched.is_empty() {
+                let first = touched[rng.below(touched.len() as u64) as usize];
+                let first = first.saturating_sub(rng.below(4));
+                o.verify(w, a, b, volume, Some((first, first + rng.range(1, 12))));
             }
             None
         }

@@ -200,6 +200,7 @@ impl World {
             }
             RequestKind::Flush => {
                 if ok {
+                    promises::goes_on(self, node);
                     check::flushed_is_durable(self, node, asked.volume, asked.start);
                     let oldest = self.oldest_read();
                     self.history.flushed(asked.volume, asked.start, oldest);
@@ -211,7 +212,7 @@ impl World {
                 let hard = asked.kind == RequestKind::Write { fua: true };
                 if ok {
                     self.acked += 1;
-                    promises::majority_is_there(self, node);
+                    promises::majority_is_there(self, node, &asked);
                     promises::goes_on(self, node);
                     promises::generation_is_there(self, node, &asked);
                     for i in 0..asked.count {

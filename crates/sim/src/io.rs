@@ -10,6 +10,7 @@ use crate::check;
 use crate::cover;
 use crate::disk::{BLOCK, DataOp, Fate, Flying, MetaOp};
 use crate::promises;
+use crate::rot;
 use crate::sometimes;
 use crate::story;
 use crate::world::{Ev, MS, Place, World, name, span};
@@ -360,6 +361,7 @@ impl World {
                 let is_log = offset >= log && offset < log + disk.layout.geometry().al.bytes();
                 if offset == disk.layout.superblock_byte() {
                     promises::superblock_written(self, node, v);
+                    rot::comes_to_light(self, node, v);
                 }
                 if self.watches {
                     check::differences_are_marked(self);
@@ -391,6 +393,7 @@ impl World {
     pub(crate) fn abandon_disk(&mut self, node: usize, v: usize) {
         self.trace(node, || format!("gives the disk of volume {v} up"));
         sometimes!(self.marks, "disk-given-up");
+        promises::gives_up_what_hangs(self, node, v);
         let disk = &mut self.nodes[node].disks[v];
         disk.given_up = true;
         disk.had_errors = true;

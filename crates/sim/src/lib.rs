@@ -19,6 +19,7 @@ pub mod handlers;
 pub mod history;
 mod io;
 pub mod marks;
+mod moved;
 mod net;
 mod openers;
 pub mod operator;

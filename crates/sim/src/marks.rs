@@ -241,6 +241,18 @@ pub const MARKS: &[(&str, &str)] = &[
     ),
     ("fault-options", "fault: the operator changed options"),
     ("fault-newuuid", "fault: the operator made a new generation"),
+    (
+        "peer-forgotten",
+        "a node forgot a peer and was told of it anew",
+    ),
+    (
+        "fault-verifyspot",
+        "fault: the operator started a verify of a few blocks",
+    ),
+    (
+        "verify-cut-short",
+        "a link was lost under a verify, and the next one went on where it was",
+    ),
 ];
 
 /// The set of marks that were reached.

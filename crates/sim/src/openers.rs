@@ -6,11 +6,12 @@
 
 use lockstep_core::command::Command;
 use lockstep_core::resync_order::OrderVerdict;
-use lockstep_core::state::Role;
+use lockstep_core::state::{ConnState, Role};
 use lockstep_format::units::VolumeNr;
 
 use crate::operator::{GROWN_MOST_BLOCKS, Operator, peer_id};
 use crate::rng::Rng;
+use crate::sometimes;
 use crate::world::World;
 
 /// Volumes that front ends have open, and resyncs that wait for others.
@@ -116,7 +117,7 @@ impl Operator {
         let v = usize::from(volume);
         let most = w.config.blocks + GROWN_MOST_BLOCKS;
         let is_full = w.nodes[node].disks[v].content.len() as u64 > most;
-        if is_full || !w.config.metadata.is_external() || !self.is_up(node) || !w.has_disk(node) {
+        if is_full || !self.is_up(node) || !w.has_disk(node) {
             return;
         }
         let blocks = rng.pick(&[1, 8, 300, 1024]);
@@ -125,6 +126,39 @@ impl Operator {
             format!("== the disk of volume {volume} grows by {blocks} blocks here")
         });
         self.resize_at_most(w, node, volume);
+    }
+
+    /// Outdates a Secondary's disk while there is a Primary. One that follows the Primary refuses.
+    pub(crate) fn outdate(&mut self, w: &mut World, node: usize, volume: u16) {
+        let beside = self.primary.is_some_and(|primary| primary != node);
+        if beside && !self.is_changing() && self.is_up(node) && w.has_disk(node) {
+            let volume = VolumeNr(volume);
+            w.command(node, Command::Outdate { volume });
+        }
+    }
+
+    /// Both have disks, and somebody is Primary.
+    pub(crate) fn may_regroup(&self, w: &World, node: usize, peer: usize) -> bool {
+        self.primary.is_some() && w.has_disk(node) && w.has_disk(peer)
+    }
+
+    /// A node that has disconnected from another one forgets it, and is told of it anew.
+    pub(crate) fn forget_and_know(&mut self, w: &mut World, node: usize, peer: usize) {
+        let of_peer = |s: lockstep_core::report::Snapshot| {
+            let mut connections = s.connections.into_iter();
+            connections.find(|c| c.peer == peer_id(peer))
+        };
+        let connection = w.snapshot(node).and_then(of_peer);
+        let alone = connection.is_some_and(|c| c.state == ConnState::StandAlone);
+        let attached = w.nodes[node].disks.iter().all(|disk| disk.open);
+        if !alone || !attached || !self.is_up(node) || !w.nodes[node].commands.is_empty() {
+            return;
+        }
+        let id = peer_id(peer);
+        w.command(node, Command::DelPeer { peer: id });
+        w.command(node, Command::ForgetPeer { peer: id });
+        self.new_peer(w, node, peer);
+        sometimes!(w.marks, "peer-forgotten");
     }
 
     /// Throws a Secondary's data away, by a command to the Primary.
@@ -138,6 +172,7 @@ impl Operator {
         let Some(primary) = self.may_invalidate(w, peer) else {
             return false;
         };
+        w.expect_rot(peer, volume, reset);
         w.command(
             primary,
             Command::InvalidateRemote {

@@ -291,21 +291,7 @@ impl Operator {
             );
         }
         for peer in (0..nodes).filter(|p| *p != node) {
-            let mut net = self.settings.net.clone();
-            net.peer_name = name(peer).to_string();
-            let options = self.peer_options(w, peer);
-            let peer = peer_id(peer);
-            w.command(node, Command::NewPeer { peer, net });
-            for volume in 0..volumes {
-                w.command(
-                    node,
-                    Command::PeerDeviceOptions {
-                        peer,
-                        volume: VolumeNr(volume),
-                        options: options.clone(),
-                    },
-                );
-            }
+            self.new_peer(w, node, peer);
         }
         let attaches = match w.has_disk(node) {
             true => (0..volumes).map(|v| self.attach(w, node, v)).collect(),
@@ -316,6 +302,25 @@ impl Operator {
         self.stages[node] = Stage::Attaching(attaches);
         if self.settings.connect_first {
             self.connect_all(w, node);
+        }
+    }
+
+    /// The node is told of a peer.
+    pub(crate) fn new_peer(&self, w: &mut World, node: usize, peer: usize) {
+        let mut net = self.settings.net.clone();
+        net.peer_name = name(peer).to_string();
+        let options = self.peer_options(w, peer);
+        let peer = peer_id(peer);
+        w.command(node, Command::NewPeer { peer, net });
+        for volume in 0..w.config.volumes {
+            w.command(
+                node,
+                Command::PeerDeviceOptions {
+                    peer,
+                    volume: VolumeNr(volume),
+                    options: options.clone(),
+                },
+            );
         }
     }
 
@@ -792,6 +797,7 @@ impl Operator {
         // Who had everything until now must be known: without its disk the node cannot tell.
         self.learn(w);
         self.detached.insert((node, volume));
+        w.nodes[node].disks[usize::from(volume)].is_forced |= force;
         w.command(
             node,
             Command::Detach {
@@ -903,6 +909,7 @@ impl Operator {
         let Some(primary) = self.may_invalidate(w, node) else {
             return false;
         };
+        w.expect_rot(node, volume, reset);
         w.command(
             node,
             Command::Invalidate {
@@ -951,7 +958,7 @@ impl Operator {
     /// Makes a volume larger, after all its disks, or smaller again, but never smaller than it was
     /// at first.
     pub fn resize(&mut self, w: &mut World, rng: &mut Rng, node: usize, volume: u16) {
-        if !w.config.metadata.is_external() || !self.is_up(node) {
+        if !self.is_up(node) {
             return;
         }
         let v = usize::from(volume);

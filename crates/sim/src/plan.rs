@@ -361,7 +361,9 @@ impl Plan {
                 true => mixed(&[seed, 0x6b65_7074]),
                 false => 0,
             },
-            verifies: kinds.contains(&Fault::Verify) || kinds.contains(&Fault::VerifyPart),
+            verifies: [Fault::Verify, Fault::VerifyPart, Fault::VerifySpot]
+                .iter()
+                .any(|kind| kinds.contains(kind)),
             small,
             numb: orders.extras.contains(&Extra::Numb),
         }
@@ -525,7 +527,9 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
     if wants(Fault::HangDisk) {
         settings.disk.disk_timeout_tenths = rng.pick(&[3, 10, 40]);
     }
-    if (wants(Fault::Resize) || wants(Fault::GrowOne)) && !config.metadata.is_external() {
+    if (wants(Fault::Resize) || wants(Fault::GrowOne) || wants(Fault::CutResize))
+        && !config.metadata.is_external()
+    {
         config.metadata = Where::External;
     }
     if wants(Fault::Takeover) {

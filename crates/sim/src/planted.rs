@@ -193,6 +193,92 @@ fn shows(bug: Planted) -> Shows {
         | P::EarlyRequestsLost
         | P::LimitNotVoted
         | P::ShrinkKeepsMarks
+        | P::VerifyStopIgnored
+        | P::VerifyIgnoresWrites
+        | P::ResumeForgotten
+        | P::RateUnlimited
+        | P::LostRequestsKept
+        | P::ProvisionalKept
+        | P::LostQuorumReversed
+        | P::CrashedRowReversed
+        | P::ReconcileReversed
+        | P::RetryCountsAsYes
+        | P::LostVoteCountsAsYes
+        | P::CommitNotForwarded
+        | P::AbortNotForwarded
+        | P::FarPrimaryOverlooked
+        | P::RedundancyIgnored
+        | P::LastManFalls
+        | P::LostQuorumForgotten
+        | P::ReadAskedAgain
+        | P::DagtagJumpUntold
+        | P::AbsentSizeIgnored
+        | P::NewAreaTwoSources
+        | P::AheadEndForgotten
+        | P::ResentWithoutBarrier
+        | P::ReadErrorUnmarked
+        | P::SourceErrorUnmarked
+        | P::DiskTimeoutHasty
+        | P::FlushEndsFrozen
+        | P::ThawForgotten
+        | P::SuspensionHoldsRanges
+        | P::FenceFreezesNothing
+        | P::OutlivedFenceCounts
+        | P::LegacyAcksNotAwaited
+        | P::OwnBlocksOnly
+        | P::HandshakeNeverTimesOut
+        | P::KoCountIsOne
+        | P::NoRoomForPeers
+        | P::LatePeerKept
+        | P::LeftMarksStay
+        | P::VerifyGoesOnBehind
+        | P::VerifyNotTold
+        | P::TargetStartsEarly
+        | P::UnstableCounts
+        | P::StepsBack
+        | P::FullSyncNotNoted
+        | P::HashedNotFlushed
+        | P::EqualThoughChanged
+        | P::RotationMissesOutdated
+        | P::CopiedWithoutBits
+        | P::BehindForgotten
+        | P::FullSyncUsesBitmap
+        | P::LostPrimaryUnnamed
+        | P::WeakVotesIgnored
+        | P::TieBreakerGivesQuorum
+        | P::LonelyQuorumRestored
+        | P::RecoveryWithoutFlush
+        | P::FullSyncFlagIgnored
+        | P::DisabledLogTrusted
+        | P::DetachIgnoresRequests
+        | P::OnlyCopyNotAwaited
+        | P::LocalReadTooEarly
+        | P::PeerAcksMerged
+        | P::PeerAckNamesFailed
+        | P::MoveErasesFirst
+        | P::MoveForgetsLog
+        | P::MoveUnstamped
+        | P::MoveWithoutDrain
+        | P::BehindServesReads
+        | P::AheadKeepsGeneration
+        | P::WasAheadForgotten
+        | P::ConfirmWithoutFlush
+        | P::FailedFlushAcked
+        | P::LostEpochsForgotten
+        | P::PassOnKeepsDisk
+        | P::FailureUnnoted
+        | P::OnlyCopiesNotAwaited
+        | P::ThawWithoutUuid
+        | P::ProtocolBAsA
+        | P::WasAsyncForgotten
+        | P::SyncUuidEarly
+        | P::LegacyLossUnlabelled
+        | P::LegacyFollowsIgnored
+        | P::CoarseBitsRounded
+        | P::SupersededInPart
+        | P::VerdictNotAwaited
+        | P::NewcomersForgotten
+        | P::ForgottenKeepsBits
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -492,6 +578,92 @@ const RARE: &[Planted] = &[
     Planted::EarlyRequestsLost,
     Planted::LimitNotVoted,
     Planted::ShrinkKeepsMarks,
+    Planted::VerifyGoesOnBehind,
+    Planted::VerifyStopIgnored,
+    Planted::VerifyIgnoresWrites,
+    Planted::VerifyNotTold,
+    Planted::ResumeForgotten,
+    Planted::RateUnlimited,
+    Planted::LostRequestsKept,
+    Planted::TargetStartsEarly,
+    Planted::UnstableCounts,
+    Planted::StepsBack,
+    Planted::FullSyncNotNoted,
+    Planted::HashedNotFlushed,
+    Planted::EqualThoughChanged,
+    Planted::RotationMissesOutdated,
+    Planted::CopiedWithoutBits,
+    Planted::BehindForgotten,
+    Planted::ProvisionalKept,
+    Planted::FullSyncUsesBitmap,
+    Planted::LostQuorumReversed,
+    Planted::CrashedRowReversed,
+    Planted::ReconcileReversed,
+    Planted::LostPrimaryUnnamed,
+    Planted::RetryCountsAsYes,
+    Planted::LostVoteCountsAsYes,
+    Planted::CommitNotForwarded,
+    Planted::AbortNotForwarded,
+    Planted::FarPrimaryOverlooked,
+    Planted::WeakVotesIgnored,
+    Planted::TieBreakerGivesQuorum,
+    Planted::RedundancyIgnored,
+    Planted::LastManFalls,
+    Planted::LonelyQuorumRestored,
+    Planted::LostQuorumForgotten,
+    Planted::RecoveryWithoutFlush,
+    Planted::FullSyncFlagIgnored,
+    Planted::DisabledLogTrusted,
+    Planted::DetachIgnoresRequests,
+    Planted::ReadAskedAgain,
+    Planted::OnlyCopyNotAwaited,
+    Planted::LocalReadTooEarly,
+    Planted::DagtagJumpUntold,
+    Planted::PeerAcksMerged,
+    Planted::PeerAckNamesFailed,
+    Planted::AbsentSizeIgnored,
+    Planted::NewAreaTwoSources,
+    Planted::MoveErasesFirst,
+    Planted::MoveForgetsLog,
+    Planted::MoveUnstamped,
+    Planted::MoveWithoutDrain,
+    Planted::BehindServesReads,
+    Planted::AheadKeepsGeneration,
+    Planted::WasAheadForgotten,
+    Planted::AheadEndForgotten,
+    Planted::ConfirmWithoutFlush,
+    Planted::FailedFlushAcked,
+    Planted::ResentWithoutBarrier,
+    Planted::LostEpochsForgotten,
+    Planted::PassOnKeepsDisk,
+    Planted::FailureUnnoted,
+    Planted::ReadErrorUnmarked,
+    Planted::SourceErrorUnmarked,
+    Planted::OnlyCopiesNotAwaited,
+    Planted::DiskTimeoutHasty,
+    Planted::FlushEndsFrozen,
+    Planted::ThawForgotten,
+    Planted::ThawWithoutUuid,
+    Planted::SuspensionHoldsRanges,
+    Planted::FenceFreezesNothing,
+    Planted::OutlivedFenceCounts,
+    Planted::ProtocolBAsA,
+    Planted::WasAsyncForgotten,
+    Planted::SyncUuidEarly,
+    Planted::LegacyAcksNotAwaited,
+    Planted::LegacyLossUnlabelled,
+    Planted::LegacyFollowsIgnored,
+    Planted::CoarseBitsRounded,
+    Planted::OwnBlocksOnly,
+    Planted::HandshakeNeverTimesOut,
+    Planted::KoCountIsOne,
+    Planted::SupersededInPart,
+    Planted::VerdictNotAwaited,
+    Planted::NoRoomForPeers,
+    Planted::NewcomersForgotten,
+    Planted::LatePeerKept,
+    Planted::LeftMarksStay,
+    Planted::ForgottenKeepsBits,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

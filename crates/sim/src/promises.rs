@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use lockstep_core::options::Protocol;
+use lockstep_core::options::{Protocol, Quorum, ResourceOptions};
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, Role};
 use lockstep_format::disk::v09::DeviceFlags;
@@ -80,6 +80,8 @@ pub(crate) struct Seen {
     /// By volume: what the node that is being told of the end of a disk operation knew before, counted in
     /// changes of its metadata.
     pub(crate) known: [Option<u64>; MAX_VOLUMES],
+    /// Copies without which nothing is acknowledged.
+    pub(crate) copies: u32,
 }
 
 impl Seen {
@@ -94,6 +96,7 @@ impl Seen {
             changes: BTreeMap::new(),
             deprived: BTreeMap::new(),
             known: [None; MAX_VOLUMES],
+            copies: 0,
         }
     }
 
@@ -105,6 +108,19 @@ impl Seen {
     /// The node is not up any more.
     pub(crate) fn forget(&mut self, node: usize) {
         self.relied[node] = Relied::default();
+    }
+}
+
+/// A disk that answers is not given up, however long the node itself stood still.
+pub(crate) fn gives_up_what_hangs(w: &mut World, node: usize, volume: usize) {
+    let disk = &w.nodes[node].disks[volume];
+    let is_slow = disk.trouble.hangs || !disk.hung.is_empty() || disk.trouble.slowness > 1;
+    let was_slow = w.now < disk.answers_since + 5 * SECOND;
+    if !is_slow && !was_slow && !disk.is_forced && w.nodes[node].skew == 0 {
+        w.fail(format!(
+            "{} gives up the disk of volume {volume}, which answers",
+            name(node)
+        ));
     }
 }
 
@@ -149,7 +165,7 @@ pub(crate) fn goes_on(w: &mut World, node: usize) {
     let is_now = || w.snapshot(node).is_some_and(|s| !s.suspended.is_empty());
     if w.seen.relied[node].suspended && is_now() {
         w.fail(format!(
-            "{} acknowledges a write while its requests are suspended",
+            "{} completes a request while its requests are suspended",
             name(node)
         ));
     }
@@ -575,8 +591,38 @@ pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
     }
 }
 
+/// What `quorum-minimum-redundancy` asks for, where it is a number.
+pub(crate) fn copies(options: &ResourceOptions) -> u32 {
+    match options.quorum_minimum_redundancy {
+        Quorum::Number(copies) if options.quorum != Quorum::Off => u32::from(copies),
+        _ => 0,
+    }
+}
+
+/// Where so many copies are asked for, a node that counts on fewer acknowledges nothing. One without a
+/// disk goes by its peers.
+fn copies_are_there(w: &mut World, node: usize, asked: &Asked) {
+    let copies = w.seen.copies;
+    // With a tie-breaker one copy may be enough.
+    let mut clients = w.storage().end..w.nodes.len();
+    if copies == 0 || clients.any(|client| linked(w, node, client)) {
+        return;
+    }
+    let holders = w
+        .view(node)
+        .map_or(0, |v| v.holders[usize::from(asked.volume)]);
+    if copies > holders.count_ones() && holders & 1 << node != 0 {
+        w.fail(format!(
+            "{} acknowledges a write with {} copies, and {copies} are asked for",
+            name(node),
+            holders.count_ones()
+        ));
+    }
+}
+
 /// Where a majority is asked for, a node without one acknowledges nothing.
-pub(crate) fn majority_is_there(w: &mut World, node: usize) {
+pub(crate) fn majority_is_there(w: &mut World, node: usize, asked: &Asked) {
+    copies_are_there(w, node, asked);
     if w.wants_majority && w.view(node).is_some_and(|v| v.outnumbered) {
         w.fail(format!(
             "{} acknowledges a write, but most nodes are out of its reach",

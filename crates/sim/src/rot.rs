@@ -2,21 +2,39 @@
 //! next connect mends it.
 
 use lockstep_core::command::Command;
-use lockstep_core::state::ReplState;
+use lockstep_core::state::{ReplSets, ReplState};
+use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::VolumeNr;
 
 use crate::cover;
 use crate::drive::PATIENCE;
 use crate::operator::Operator;
+use crate::plan::SMALL_BLOCKS;
 use crate::rng::{Rng, mixed};
+use crate::sometimes;
 use crate::swarm::{rest, wait_for};
-use crate::world::{SECOND, World, id, name};
+use crate::world::{MS, SECOND, Weather, World, id, name};
 
 /// Blocks at a device's end among which some change.
 const REACH: u64 = 200;
 
+/// The same where the verify is cut short in between, and so many of them.
+const FAR: u64 = 1200;
+const FAR_COUNT: u64 = 40;
+
 /// So many verifies may be cut short by a link that is lost under them.
 const ATTEMPTS: usize = 4;
+
+/// What becomes of the verify.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// It runs to the volume's end.
+    Through,
+    /// The link is lost under it, and the next one goes on where it was.
+    CutShort,
+    /// It ends at a stop sector, and another one begins there.
+    Stops,
+}
 
 /// Two nodes are whole and at rest. One disk changes, a verify runs, the nodes part and meet.
 pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
@@ -24,6 +42,16 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
     // Between two Secondaries only an operator can say whose data are right.
     let Some(primary) = o.primary.filter(|_| !o.is_changing()) else {
         return;
+    };
+    let way = match mixed(&[seed, 0x77_6179]) % 4 {
+        // All of a large device takes longer than anybody waits.
+        0 | 1 if w.config.blocks <= SMALL_BLOCKS => Way::CutShort,
+        2 => Way::Stops,
+        _ => Way::Through,
+    };
+    let (reach, count) = match way {
+        Way::CutShort => (FAR, FAR_COUNT),
+        Way::Through | Way::Stops => (REACH, 3),
     };
     let mut changed = Vec::new();
     let mut from = Vec::new();
@@ -35,13 +63,14 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
             .map_or(0, |d| d.size_sectors / 8);
         let touched = w.history.touched(volume as u16);
         let node = rng.below(2) as usize;
-        from.push(size.saturating_sub(REACH));
-        for number in 0..3 {
+        from.push(size.saturating_sub(reach));
+        for number in 0..count {
             let block = match number {
                 0 => size.saturating_sub(1),
-                _ => from[volume] + rng.below(REACH.min(size)),
+                _ => from[volume] + rng.below(reach.min(size)),
             };
-            if touched.binary_search(&block).is_err() {
+            let is_new = !changed.contains(&(volume, block));
+            if is_new && touched.binary_search(&block).is_err() {
                 w.trace(node, || {
                     format!("== block {block} of volume {volume} changes on its disk")
                 });
@@ -51,20 +80,31 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
         }
     }
     let driver = rng.below(2) as usize;
-    if !verify(w, o, driver, &from) {
+    let from: Vec<_> = from.into_iter().map(Some).collect();
+    let all = vec![None; from.len()];
+    let verified = match way {
+        Way::Through => verify(w, o, driver, &from, &all),
+        Way::CutShort => cut_short(w, o, (driver, &mut rng), &from, &all),
+        Way::Stops => {
+            let middle = |first: &Option<u64>| first.map(|first| first + rng.range(1, reach));
+            let stops: Vec<_> = from.iter().map(middle).collect();
+            let verified = verify(w, o, driver, &from, &stops);
+            if verified {
+                nothing_behind_is_marked(w, &changed, &stops);
+            }
+            verified && w.violation.is_none() && verify(w, o, driver, &stops, &all)
+        }
+    };
+    if !verified {
         return;
     }
-    for (volume, block) in &changed {
-        let knows = |node: usize| cover::suspects(w, *volume, node, 1 - node, *block);
-        let content = |node: usize| w.nodes[node].disks[*volume].content[*block as usize];
-        // A verify that was cut short may have found it, and the next connect copied it.
-        let copied = content(0) == content(1);
-        if w.violation.is_none() && !knows(0) && !knows(1) && !copied {
-            w.fail(format!(
-                "a verify has ended, but neither node marks block {block} of volume {volume}, \
-                 which differs"
-            ));
-        }
+    // The driver's word may be on its way.
+    let until = w.now + 20 * SECOND;
+    wait_for(w, o, 30 * SECOND, "news arrive", |w, _| {
+        unmarked(w, &changed).filter(|_| w.now < until)
+    });
+    if let Some(text) = unmarked(w, &changed) {
+        w.fail(text);
     }
     if w.violation.is_some() || !o.disconnect(w, driver, 1 - driver, false) {
         return;
@@ -98,29 +138,171 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
     }
 }
 
-/// Verifies each volume from a block on, again where the link was lost under it; false if that failed.
-fn verify(w: &mut World, o: &mut Operator, driver: usize, from: &[u64]) -> bool {
+impl World {
+    /// A replica is about to be thrown away as a whole: the reason is that something is wrong with it.
+    pub(crate) fn expect_rot(&mut self, node: usize, volume: u16, whole: bool) {
+        if self.config.weather == Weather::ByPlace && whole {
+            self.nodes[node].disks[usize::from(volume)].is_bad = true;
+        }
+    }
+}
+
+/// A disk that is thrown away is not called consistent any more: from now on what is wrong with it may be
+/// seen, in blocks that nobody has written.
+pub(crate) fn comes_to_light(w: &mut World, node: usize, volume: usize) {
+    let disk = &w.nodes[node].disks[volume];
+    let flags = disk.flags().filter(|_| disk.is_bad);
+    if flags.is_none_or(|f| f.contains(DeviceFlags::CONSISTENT)) {
+        return;
+    }
+    let connections = w.snapshot(node).map(|s| s.connections).unwrap_or_default();
+    let mut devices = connections.iter().flat_map(|c| &c.peer_devices);
+    let begins = ReplState::StartingSyncT;
+    if !devices.any(|p| usize::from(p.volume.0) == volume && p.repl_state == begins) {
+        return;
+    }
+    let touched = w.history.touched(volume as u16);
+    let mut rng = Rng::new(mixed(&[w.config.seed, w.now, 0x62_6164]));
+    let size = w.config.blocks;
+    for _ in 0..4 {
+        let block = rng.below(size);
+        if touched.binary_search(&block).is_err() {
+            w.nodes[node].disks[volume].content[block as usize] = (1 << 51) + block;
+        }
+    }
+    w.nodes[node].disks[volume].is_bad = false;
+    w.trace(node, || format!("== blocks of volume {volume} are bad"));
+}
+
+/// A block that differs and is not marked on both nodes.
+fn unmarked(w: &World, changed: &[(usize, u64)]) -> Option<String> {
+    let misses = |(volume, block): &&(usize, u64)| {
+        let knows = |node: usize| cover::suspects(w, *volume, node, 1 - node, *block);
+        let content = |node: usize| w.nodes[node].disks[*volume].content[*block as usize];
+        // A verify that was cut short may have found it, and the next connect copied it.
+        content(0) != content(1) && !(knows(0) && knows(1))
+    };
+    let (volume, block) = changed.iter().find(misses)?;
+    Some(format!(
+        "a verify has ended, but not both nodes mark block {block} of volume {volume}, which differs"
+    ))
+}
+
+/// A verify that was told to stop has not looked behind.
+fn nothing_behind_is_marked(w: &mut World, changed: &[(usize, u64)], stops: &[Option<u64>]) {
+    let behind = |(volume, block): &&(usize, u64)| stops[*volume].is_some_and(|s| *block >= s);
+    for (volume, block) in changed.iter().filter(behind) {
+        if (0..2).any(|node| cover::suspects(w, *volume, node, 1 - node, *block)) {
+            let stop = stops[*volume].unwrap_or(0);
+            w.fail(format!(
+                "a verify that was to stop at block {stop} of volume {volume} has marked block {block}"
+            ));
+            return;
+        }
+    }
+}
+
+fn start(w: &mut World, driver: usize, from: &[Option<u64>], to: &[Option<u64>]) {
+    for (volume, (first, end)) in from.iter().zip(to).enumerate() {
+        let command = Command::Verify {
+            peer: id(1 - driver),
+            volume: VolumeNr(volume as u16),
+            start: first.map(|first| first * 8),
+            stop: end.map(|end| end * 8),
+        };
+        w.command(driver, command);
+    }
+}
+
+/// Each volume's verify loses its link, and the next one goes on.
+fn cut_short(
+    w: &mut World,
+    o: &mut Operator,
+    (driver, rng): (usize, &mut Rng),
+    from: &[Option<u64>],
+    all: &[Option<u64>],
+) -> bool {
+    start(w, driver, from, all);
+    let share = rng.below(8);
+    let until = w.now + 20 * SECOND;
+    while w.now < until && w.violation.is_none() && !is_in_the_middle(w, driver, share) {
+        w.run_for(MS / 10);
+        o.tick(w);
+        if w.nodes[driver].commands.is_empty() && !verifies(w, driver) {
+            break;
+        }
+    }
+    let begun = verifies(w, driver);
+    sometimes!(w.marks, begun, "verify-cut-short");
+    // What is under way is lost.
+    w.set_blocked(0, 1, true);
+    w.set_blocked(1, 0, true);
+    w.reset(0, 1);
+    w.run_for(50 * MS);
+    w.set_blocked(0, 1, false);
+    w.set_blocked(1, 0, false);
+    meet_again(w, o);
+    // Where none had begun, there is nothing to go on with.
+    let none = vec![None; from.len()];
+    let next: &[Option<u64>] = if begun { &none } else { from };
+    w.violation.is_none() && verify(w, o, driver, next, all)
+}
+
+/// A verify has asked for blocks that were not compared yet, and so many eighths of all.
+fn is_in_the_middle(w: &World, driver: usize, share: u64) -> bool {
+    let Some(snapshot) = w.snapshot(driver) else {
+        return false;
+    };
+    let size = |volume: VolumeNr| {
+        let mut devices = snapshot.devices.iter().filter(|d| d.volume == volume);
+        devices.next().map_or(0, |d| d.size_sectors)
+    };
+    let mut devices = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
+    devices.any(|p| {
+        p.verify.as_ref().is_some_and(|v| {
+            let all = size(p.volume).saturating_sub(v.start_sector);
+            let asked = v.position_sector.saturating_sub(v.start_sector);
+            let compared = all.saturating_sub(v.left_sectors);
+            p.repl_state == ReplState::VerifyS && asked > compared && asked * 8 >= all * share
+        })
+    })
+}
+
+fn verifies(w: &World, node: usize) -> bool {
+    let connections = w.snapshot(node).map(|s| s.connections).unwrap_or_default();
+    let mut devices = connections.iter().flat_map(|c| &c.peer_devices);
+    devices.any(|p| p.repl_state.is_verify())
+}
+
+fn meet_again(w: &mut World, o: &mut Operator) {
+    let mut round = 0u64;
+    wait_for(w, o, PATIENCE, "the nodes meet after a verify", |w, o| {
+        round += 1;
+        if round.is_multiple_of(50) {
+            o.heal(w);
+        }
+        rest(w)
+    });
+}
+
+/// Verifies each volume from a block on, or where the last one was cut short, to another one; again where
+/// the link was lost under it. False if that failed.
+fn verify(
+    w: &mut World,
+    o: &mut Operator,
+    driver: usize,
+    from: &[Option<u64>],
+    to: &[Option<u64>],
+) -> bool {
     for _ in 0..ATTEMPTS {
         let links = w.nodes[driver].links.clone();
-        for (volume, first) in from.iter().enumerate() {
-            let command = Command::Verify {
-                peer: id(1 - driver),
-                volume: VolumeNr(volume as u16),
-                start: Some(first * 8),
-                stop: None,
-            };
-            w.command(driver, command);
-        }
+        start(w, driver, from, to);
         wait_for(w, o, 100 * SECOND, "a verify ends", |w, _| {
-            let verifies = |node: usize| {
-                let snapshot = w.snapshot(node)?;
-                let mut devices = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
-                let runs = devices
-                    .any(|p| matches!(p.repl_state, ReplState::VerifyS | ReplState::VerifyT));
-                (runs || !w.nodes[node].commands.is_empty())
+            let waits = |node: usize| {
+                (verifies(w, node) || !w.nodes[node].commands.is_empty())
                     .then(|| format!("{} still verifies", name(node)))
             };
-            (0..2).find_map(verifies)
+            (0..2).find_map(waits)
         });
         if w.violation.is_some() {
             return false;
@@ -129,14 +311,7 @@ fn verify(w: &mut World, o: &mut Operator, driver: usize, from: &[u64]) -> bool 
             return true;
         }
         w.trace(driver, || "== the verify was cut short".into());
-        let mut round = 0u64;
-        wait_for(w, o, PATIENCE, "the nodes meet after a verify", |w, o| {
-            round += 1;
-            if round.is_multiple_of(50) {
-                o.heal(w);
-            }
-            rest(w)
-        });
+        meet_again(w, o);
     }
     if w.violation.is_none() {
         w.fail(format!(

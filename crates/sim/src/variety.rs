@@ -6,7 +6,7 @@ use crate::extras::Extra;
 use crate::faults::Fault;
 use crate::plan::{Orders, Size};
 
-/// The kinds of worlds in turn: four to six of twenty-nine are default worlds. Themes go by the last digits of
+/// The kinds of worlds in turn: five or six of thirty-seven are default worlds. Themes go by the last digits of
 /// the seed, so that a number without a common divisor leaves each of them its share.
 pub fn orders(seed: u64) -> Orders {
     let of = |nodes: Option<usize>, kinds: &[Fault], extras: &[Extra]| Orders {
@@ -15,9 +15,9 @@ pub fn orders(seed: u64) -> Orders {
         extras: extras.to_vec(),
         ..Orders::default()
     };
-    match seed % 29 {
+    match seed % 37 {
         1 => of(Some(3), CLIENTS, &[]),
-        2 if (seed / 29).is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
+        2 if (seed / 37).is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
         2 => of(None, &[], &[Extra::Old]),
         3 => of(Some(2), RESYNC_ERRORS, &[]),
         5 => of(None, &[], &[Extra::TwoPrimaries]),
@@ -25,11 +25,11 @@ pub fn orders(seed: u64) -> Orders {
         7 => of(None, DETACHES, &[]),
         9 => of(Some(2), HANGS, &[Extra::Blocks]),
         10 => of(None, &[], &[Extra::Congestion, Extra::Thin]),
-        11 if !(seed / 29).is_multiple_of(2) => of(Some(2), GROWTHS, &[]),
+        11 if !(seed / 37).is_multiple_of(2) => of(Some(2), GROWTHS, &[]),
         11 => of(Some(2), RESIZES, &[]),
-        12 if (seed / 29).is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
+        12 if (seed / 37).is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
         12 => of(Some(4), MEETINGS, &[Extra::Every, Extra::Hot]),
-        16 if (seed / 29).is_multiple_of(2) => of(None, &[], &[Extra::KeptDiscards]),
+        16 if (seed / 37).is_multiple_of(2) => of(None, &[], &[Extra::KeptDiscards]),
         13 => of(Some(2), ERRORS, &[]),
         14 => of(Some(2), VERIFIES, &[Extra::Csums, Extra::Thin]),
         15 => of(Some(3), TAKEOVERS, &[]),
@@ -41,7 +41,7 @@ pub fn orders(seed: u64) -> Orders {
             &[Extra::Congestion, Extra::Every, Extra::Hot],
         ),
         20 => of(Some(3), MEETINGS, &[Extra::Every, Extra::Bursts]),
-        21 if !(seed / 29).is_multiple_of(2) => {
+        21 if !(seed / 37).is_multiple_of(2) => {
             of(Some(2), HANGING, &[Extra::Every, Extra::Impatient])
         }
         22 => of(Some(3), HANDOVERS, &[Extra::Every, Extra::Hot]),
@@ -50,9 +50,19 @@ pub fn orders(seed: u64) -> Orders {
         25 => of(None, &[], &[Extra::Secret]),
         26 => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
         // Those that read back stay default worlds.
-        27 | 28 if (seed / 29).is_multiple_of(2) || seed % 20 == 13 => Orders::default(),
+        27 | 28 if (seed / 37).is_multiple_of(2) || seed % 20 == 13 => Orders::default(),
         27 => of(None, &[], &[Extra::Openers]),
         28 => of(None, ORDERS, &[Extra::Every, Extra::Openers]),
+        29 => of(Some(2), SPOTS, &[Extra::Every, Extra::Hot]),
+        30 if (seed / 37).is_multiple_of(2) => of(Some(2), GROWTHS, &[Extra::Internal]),
+        30 => of(Some(2), RESIZES, &[Extra::Internal]),
+        31 => of(Some(2), SLEEPS, &[Extra::Every]),
+        32 => of(Some(3), RESIZES, &[]),
+        33 => of(Some(3), REGROUPS, &[Extra::Every]),
+        34 => of(Some(2), REGROUPS, &[Extra::Every]),
+        35 if (seed / 37).is_multiple_of(2) => of(Some(2), CUT_COMMANDS, &[Extra::Every]),
+        35 => of(Some(3), CUT_COMMANDS, &[Extra::Every, Extra::Csums]),
+        36 if (seed / 37).is_multiple_of(2) => of(Some(3), QUORUMS, &[Extra::Every]),
         _ => Orders::default(),
     }
 }
@@ -112,6 +122,7 @@ const HANGS: &[Fault] = &[
 /// Volumes and their disks grow, volumes shrink, nodes lose power.
 const RESIZES: &[Fault] = &[
     Fault::Resize,
+    Fault::CutResize,
     Fault::Crash,
     Fault::Partition,
     Fault::PowerCut,
@@ -168,6 +179,48 @@ const PROMOTIONS: &[Fault] = &[
     Fault::Detach,
     Fault::Invalidate,
     Fault::Suspend,
+];
+
+/// A few blocks are verified while they are written.
+const SPOTS: &[Fault] = &[
+    Fault::VerifySpot,
+    Fault::VerifySpot,
+    Fault::VerifySpot,
+    Fault::Handover,
+    Fault::Disconnect,
+];
+
+/// Nodes lose their power while a command changes their metadata, beside what gives resyncs something to do.
+const CUT_COMMANDS: &[Fault] = &[
+    Fault::CutCommand,
+    Fault::CutCommand,
+    Fault::CutCommand,
+    Fault::Reset,
+    Fault::Partition,
+    Fault::PowerCut,
+];
+
+/// Quorum among nodes with disks.
+const QUORUMS: &[Fault] = &[
+    Fault::Quorum,
+    Fault::Quorum,
+    Fault::Crash,
+    Fault::Partition,
+    Fault::Reset,
+];
+
+/// Disks hang under processes that stand still themselves.
+const SLEEPS: &[Fault] = &[Fault::HangDisk, Fault::Freeze, Fault::Freeze, Fault::Reset];
+
+/// The operator outdates disks, and nodes forget their peers.
+const REGROUPS: &[Fault] = &[
+    Fault::Outdate,
+    Fault::Regroup,
+    Fault::Regroup,
+    Fault::Partition,
+    Fault::Disconnect,
+    Fault::Handover,
+    Fault::Crash,
 ];
 
 /// A disk stops answering for long, and who waits for it gives it up.
@@ -237,15 +290,15 @@ mod tests {
 
     #[test]
     fn many_worlds_are_default_ones_and_a_command_repeats_the_others() {
-        let all: Vec<Orders> = (0..29).map(orders).collect();
+        let all: Vec<Orders> = (0..37).map(orders).collect();
         assert_eq!(all.iter().filter(|o| is_open(o)).count(), 6);
         let reads_back = (0..400).filter(|seed| seed % 20 == 13);
         assert!(reads_back.filter(|seed| is_open(&orders(*seed))).count() >= 5);
-        let clients = orders(30).command(30);
+        let clients = orders(38).command(38);
         assert!(
-            clients.ends_with("--seed 30 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
+            clients.ends_with("--seed 38 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
             "{clients}"
         );
-        assert!(orders(34).command(34).ends_with("--with two-primaries"));
+        assert!(orders(42).command(42).ends_with("--with two-primaries"));
     }
 }

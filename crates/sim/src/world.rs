@@ -641,6 +641,7 @@ impl World {
         self.flushes_peers = options.protocol_max > 101;
         self.fua_is_two = options.protocol_max < WITH_DURABLE_WRITES;
         self.wants_majority = options.quorum == Quorum::Majority;
+        self.seen.copies = crate::promises::copies(&options);
         let seed = self.chance(Place::Node(node)).bits();
         let n = &mut self.nodes[node];
         n.life += 1;
@@ -732,6 +733,7 @@ impl World {
             happened: trouble.happened,
             ..Trouble::default()
         };
+        self.nodes[node].disks[usize::from(volume)].answers_since = self.now;
         self.unhang(node, usize::from(volume));
     }
 
@@ -814,7 +816,7 @@ impl World {
                     disk.trouble.happened = true;
                     Err("operations of its last use may still happen".to_string())
                 } else {
-                    disk.open = true;
+                    disk.opened();
                     Ok(disk.info())
                 };
                 let delay = self.delay(Place::Node(node), self.config.disk_delay);

@@ -101,3 +101,23 @@ fn the_last_disk_under_a_primary_without_one_is_not_taken_by_force() {
 fn a_peer_without_an_acknowledged_write_is_excluded_at_once() {
     holds(Some(3), 15_500_266, (None, Vec::new()), "0-99", "0-9999");
 }
+
+/// A read had hung for longer than `disk-timeout`, and the process stood still between its two looks at it. The
+/// disk had answered long before the second one, and was given up all the same.
+#[test]
+fn a_disk_is_looked_at_again_after_the_process_stood_still() {
+    let kinds = || (Some("hangdisk,freeze,freeze,reset"), vec![Extra::Every]);
+    holds(Some(2), 71, kinds(), "0,6", "0");
+    holds(Some(2), 71, kinds(), "0-99", "0-999");
+}
+
+/// A node was moving its metadata to the end of a disk that had grown when a connected peer told it another
+/// size: it did not follow, or gave up the connection until the operator asked for it.
+#[test]
+fn a_node_that_moves_its_metadata_follows_its_peers_after_that() {
+    const KINDS: &str = "resize,crash,partition,powercut";
+    let kinds = || (Some(KINDS), vec![Extra::Internal]);
+    holds(Some(3), 28, kinds(), "0-1,3", "0");
+    const REQUESTS: &str = "49,51,55,64,70";
+    holds(Some(3), 89, kinds(), "0-3,6,8-10,13", REQUESTS);
+}

@@ -81,3 +81,13 @@ fn the_uuid_of_a_resync_may_come_before_the_peer_has_agreed_to_it() {
     planned_holds(Some(2), 63, (None, vec![Extra::Old]), "0-99", "0-999");
     planned_holds(Some(2), 152, (None, vec![Extra::Old]), "0-99", "0-999");
 }
+
+/// Protocol B: a Primary crashed and came back, was copied from a third node, and met the last good copy in the
+/// middle of that. It became the source, as a crashed Primary, with a disk that was not whole: no good copy was left.
+#[test]
+fn a_crashed_primary_that_is_being_copied_is_no_source() {
+    const KINDS: &str = "cut-command,cut-command,cut-command,reset,partition,powercut";
+    let kinds = || (Some(KINDS), vec![Extra::Every, Extra::Csums]);
+    planned_holds(Some(3), 8, kinds(), "0,8,10-11,17-20", "1-16");
+    planned_holds(Some(3), 8, kinds(), "0-99", "0-999");
+}

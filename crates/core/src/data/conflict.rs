@@ -251,7 +251,7 @@ impl Resource {
         self.refuse_write(peer);
         let seq_num = self.next_seq(volume, peer);
         let ack = BlockAck { seq_num, ..ack };
-        let packet = match covered {
+        let packet = match covered || planted!(self, SupersededInPart) {
             true => Packet::Superseded(ack),
             false => Packet::RetryWrite(ack),
         };
@@ -292,7 +292,11 @@ impl Resource {
     /// A write that is on its way to a peer that decides: what the peer sends for the range waits
     /// for the answer.
     pub(super) fn await_verdict(&mut self, peer: NodeId, key: Key) {
-        if !self.both_may_write(peer) || !self.is_legacy(peer) || self.resolves_conflicts(peer) {
+        if !self.both_may_write(peer)
+            || !self.is_legacy(peer)
+            || self.resolves_conflicts(peer)
+            || planted!(self, VerdictNotAwaited)
+        {
             return;
         }
         if let Some(req) = self.io.requests.get(key)

@@ -249,7 +249,7 @@ impl Resource {
             true => 1,
             false => size_bytes,
         };
-        let shared = self.is_shared();
+        let shared = self.is_shared() && !planted!(self, NoRoomForPeers);
         let Some(io) = self.disk_io(volume) else {
             return true;
         };

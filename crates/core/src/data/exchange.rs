@@ -166,6 +166,7 @@ impl Resource {
 
     fn merge_runs(&mut self, peer: NodeId, volume: VolumeNr, total: u64, runs: &[(u64, u64)]) {
         let forgets_end = planted!(self, BitmapEndNotMerged);
+        let rounds = planted!(self, CoarseBitsRounded);
         let is_source = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS;
         if is_source && planted!(self, TargetMarksNotMerged) {
             return;
@@ -188,7 +189,12 @@ impl Resource {
         };
         let mut news = 0;
         for (at, run) in runs {
-            let end = (at + run).min(total).div_ceil(scale);
+            let end = (at + run).min(total);
+            let end = if rounds {
+                end / scale
+            } else {
+                end.div_ceil(scale)
+            };
             let mut begin = at / scale;
             let from = acked.partition_point(|bit| *bit < begin);
             for bit in acked[from..].iter().take_while(|bit| **bit < end) {

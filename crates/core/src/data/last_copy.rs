@@ -65,6 +65,9 @@ impl Resource {
         let cached = writes.iter().filter(|w| w.may_be_in_a_cache());
         let volumes: BTreeSet<VolumeNr> = cached.map(|w| w.volume).collect();
         for volume in volumes {
+            if planted!(self, LostEpochsForgotten) {
+                return;
+            }
             self.keep_last_copy(volume);
             self.write_superblock(volume);
         }

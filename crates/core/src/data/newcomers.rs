@@ -16,7 +16,7 @@ impl Resource {
         let Some(req) = self.io.requests.get(key) else {
             return;
         };
-        if req.completed || req.again {
+        if req.completed || req.again || planted!(self, NewcomersForgotten) {
             return;
         }
         let known = req.sent.union(req.accounted).union(req.mark);

@@ -25,7 +25,7 @@ impl Resource {
     /// A write is settled: the peers that it was sent to hear who has it.
     pub(super) fn note_peer_ack(&mut self, req: &AppRequest) {
         let mut mask = req.ok;
-        if req.local == Local::Ok {
+        if req.local == Local::Ok || planted!(self, PeerAckNamesFailed) {
             mask.insert(self.node_id);
         }
         if planted!(self, PeerAckNamesEverybody) {
@@ -42,7 +42,8 @@ impl Resource {
         if got.is_empty() {
             return;
         }
-        if !self.io.peer_ack.last.is_empty() && self.io.peer_ack.mask != mask {
+        let merges = planted!(self, PeerAcksMerged);
+        if !self.io.peer_ack.last.is_empty() && self.io.peer_ack.mask != mask && !merges {
             self.queue_peer_ack();
         }
         let queue = &mut self.io.peer_ack;

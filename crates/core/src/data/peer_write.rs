@@ -590,6 +590,7 @@ impl Resource {
         let disks: Vec<VolumeNr> = volumes
             .into_iter()
             .filter(|v| self.takes_writes(*v) && !planted!(self, BarrierAckWithoutFlush))
+            .filter(|_| epochs > 0 || !planted!(self, ConfirmWithoutFlush))
             .collect();
         let disks = match planted!(self, BarrierFlushesOneVolume) {
             true => disks.into_iter().take(1).collect(),
@@ -645,7 +646,7 @@ impl Resource {
         let Some(flush) = conn.io.flushing.take() else {
             return;
         };
-        if !flush.failed.is_empty() {
+        if !flush.failed.is_empty() && !planted!(self, FailedFlushAcked) {
             self.disown_writes(peer, &flush);
         }
         let Some(conn) = self.connections.get_mut(&peer) else {

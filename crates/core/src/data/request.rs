@@ -131,6 +131,7 @@ impl Resource {
     /// is not whole: after a power cut it would count as if the request had succeeded.
     pub(super) fn failure_is_unnoted(&self, volume: VolumeNr, local: Local) -> bool {
         local == Local::Failed
+            && !planted!(self, FailureUnnoted)
             && self.state.disk(volume) == DiskState::Inconsistent
             && !self.meta_is_durable(volume)
     }
@@ -201,6 +202,9 @@ impl Resource {
     /// reads waiting, and the resync may be what the suspension waits for: they start anew at its
     /// end.
     pub(crate) fn postpone_waiting(&mut self) {
+        if planted!(self, SuspensionHoldsRanges) {
+            return;
+        }
         for key in self.io.requests.keys() {
             let waits = self.io.requests.get(key).is_some_and(|req| {
                 let device = self.devices.get(&req.volume);
@@ -264,7 +268,9 @@ impl Resource {
         if local {
             // Just promoted: what the last Primary wrote may still be on its way to the disk here,
             // and with protocol A and B it is acknowledged.
-            if balances || self.peer_writes_in_flight(volume) || self.was_read_at_peer(volume) {
+            let early = planted!(self, LocalReadTooEarly);
+            let waits = self.peer_writes_in_flight(volume) || self.was_read_at_peer(volume);
+            if balances || waits && !early {
                 self.queue_local_read(key);
             } else {
                 self.local_read(key);
@@ -413,9 +419,10 @@ impl Resource {
                 || planted!(self, ReadFromAnyPeer) && p.disk == DiskState::Inconsistent
                 || planted!(self, ReadFromOutdated) && p.disk == DiskState::Outdated)
                 && p.repl > ReplState::Off
-                && !matches!(p.repl, ReplState::Ahead | ReplState::Behind)
+                && (!matches!(p.repl, ReplState::Ahead | ReplState::Behind)
+                    || planted!(self, BehindServesReads))
                 && conn.net.allow_remote_read
-                && !tried.contains(*peer);
+                && (!tried.contains(*peer) || planted!(self, ReadAskedAgain));
             if !usable {
                 continue;
             }
@@ -462,7 +469,9 @@ impl Resource {
         };
         req.local = Local::Failed;
         // Nobody knows what this block holds here: it is out of sync towards everybody.
-        self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        if !planted!(self, ReadErrorUnmarked) {
+            self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        }
         self.disk_failed(volume, DiskFault::Data);
         self.start_read(key);
     }
@@ -768,7 +777,8 @@ impl Resource {
             return;
         }
         let volume = req.volume;
-        let waits = self.completions_wait(volume) || self.failure_is_unnoted(volume, req.local);
+        let waits = self.completions_wait(volume) && !planted!(self, FlushEndsFrozen)
+            || self.failure_is_unnoted(volume, req.local);
         if waits && !self.io_fails(volume) {
             return;
         }

@@ -212,7 +212,14 @@ impl Resource {
             let ack = self.source_answer(volume, peer, &request);
             self.send(peer, Stream::Control, volume, Packet::NegRsDreply(ack));
             if failed {
-                self.set_out_of_sync(volume, request.sector, request.size_bytes, NodeMask::EMPTY);
+                if !planted!(self, SourceErrorUnmarked) {
+                    self.set_out_of_sync(
+                        volume,
+                        request.sector,
+                        request.size_bytes,
+                        NodeMask::EMPTY,
+                    );
+                }
                 self.disk_failed(volume, DiskFault::Data);
             }
             return;

@@ -199,7 +199,7 @@ impl Resource {
     /// A paused resync goes on: from the first bit, because marks may lie behind.
     pub(crate) fn resync_resumed(&mut self, volume: VolumeNr, peer: NodeId) {
         let now = self.now;
-        if !self.resync_is_ready(volume, peer) {
+        if !self.resync_is_ready(volume, peer) || planted!(self, ResumeForgotten) {
             return;
         }
         if let Some(sync) = self.target(volume, peer).filter(|sync| !sync.over) {
@@ -223,10 +223,11 @@ impl Resource {
 
     /// Requests that were not sent are forgotten; with a lost link also those that were.
     fn drop_waiting(&mut self, volume: VolumeNr, peer: NodeId) {
+        let keeps = planted!(self, LostRequestsKept);
         let Some(sync) = self.target(volume, peer) else {
             return;
         };
-        let lost = sync.lost;
+        let lost = sync.lost && !keeps;
         for key in sync.requests.keys() {
             let Some(sync) = self.target(volume, peer) else {
                 return;
@@ -305,6 +306,7 @@ impl Resource {
         let Some(slot) = disk.slot(peer) else { return };
         let left_sectors = disk.bitmap.out_of_sync_sectors(slot);
         let load = self.resync_load(volume, peer, left_sectors);
+        let all = u64::from(planted!(self, RateUnlimited)) * left_sectors;
         let Some(pd) = self
             .devices
             .get_mut(&volume)
@@ -314,6 +316,7 @@ impl Resource {
         };
         if let Some(sync) = pd.io.target.as_mut() {
             sync.pace.grant(now, &pd.options, load);
+            sync.pace.grant_sectors = sync.pace.grant_sectors.max(all);
         }
     }
 
@@ -1147,7 +1150,10 @@ impl Resource {
     /// node with marks towards an UpToDate peer says again who is in sync with it there; a third
     /// node that knows both of them as equal answers with that.
     pub(crate) fn left_marks_timer(&mut self, volume: VolumeNr) {
-        if self.state.disk(volume) != DiskState::UpToDate || self.connections.len() < 2 {
+        if self.state.disk(volume) != DiskState::UpToDate
+            || self.connections.len() < 2
+            || planted!(self, LeftMarksStay)
+        {
             return;
         }
         self.tell_marks_gone(volume);

@@ -155,13 +155,14 @@ impl Resource {
         stop: Option<u64>,
     ) {
         let block = self.common_block_sectors(volume, peer);
+        let ignores = planted!(self, VerifyStopIgnored);
         let Some(verify) = self.verify(volume, peer) else {
             return;
         };
         if let Some(start) = start {
             verify.next.start = start / block * block;
         }
-        verify.next.stop = stop;
+        verify.next.stop = stop.filter(|_| !ignores);
     }
 
     /// VerifyS or VerifyT begins.
@@ -194,13 +195,19 @@ impl Resource {
     /// The state says that no verify runs any more.
     pub(crate) fn verify_left(&mut self, volume: VolumeNr, peer: NodeId) {
         self.timers.clear(Timer::VerifyStep(volume, peer));
+        let skips = planted!(self, VerifyGoesOnBehind);
         let Some(verify) = self.verify(volume, peer) else {
             return;
         };
         verify.position = 0;
         if let Some(driver) = verify.driver.take() {
             // Cut short: the next one goes on with the first block that was not compared.
-            let first = verify.by_sector.keys().next().map(|s| s.0);
+            let first = verify
+                .by_sector
+                .keys()
+                .next()
+                .filter(|_| !skips)
+                .map(|s| s.0);
             verify.next.start = first.unwrap_or(driver.cursor).min(driver.cursor);
             if verify.next.start >= driver.end {
                 verify.next = Span::default();
@@ -591,7 +598,9 @@ impl Resource {
             .get(&volume)
             .is_some_and(|d| d.io.ranges.is_overlapped(watch));
         match theirs {
-            _ if overlapped => self.verify_result(volume, peer, key, OvResultCode::Skip),
+            _ if overlapped && !planted!(self, VerifyIgnoresWrites) => {
+                self.verify_result(volume, peer, key, OvResultCode::Skip)
+            }
             Some(theirs) if theirs.as_bytes() == ours => {
                 self.verify_result(volume, peer, key, OvResultCode::InSync);
             }
@@ -749,7 +758,7 @@ impl Resource {
         if !fits {
             let text = format!("verify result of {size_bytes} bytes at sector {sector}");
             self.protocol_error(peer, Some(volume), text);
-        } else if different {
+        } else if different && !planted!(self, VerifyNotTold) {
             self.verify_mark(volume, peer, sector, size_bytes);
         }
     }

@@ -356,18 +356,21 @@ impl Resource {
         let only_copy =
             req.local == Local::None || self.state.disk(volume) <= DiskState::Inconsistent;
         let may_set_in_sync = self.state.peer_device(volume, peer).repl.has_progress();
+        let careless = planted!(self, OnlyCopyNotAwaited);
         self.owe_less(volume, peer, sector, size);
         self.barrier_before(peer, epoch);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
         // Without a disk here the peer's copy is the only one: sent is not kept.
-        let only_copy = only_copy && conn.protocol() >= FIRST_WITH_ACK_FLAGS;
+        let only_copy = only_copy && conn.protocol() >= FIRST_WITH_ACK_FLAGS && !careless;
         let protocol = if only_copy {
             Protocol::C
         } else {
             conn.net.protocol
         };
+        let early = protocol == Protocol::B && planted!(self, ProtocolBAsA);
+        let protocol = if early { Protocol::A } else { protocol };
         let features = conn.features();
         let start = Dagtag(dagtag.0.wrapping_sub(u64::from(size) / Sector::SIZE));
         let jump = conn.io.mirror != Some(start);
@@ -378,7 +381,7 @@ impl Resource {
         conn.io.sent.push_back(key);
         conn.io.sent_count += 1;
         conn.io.ap_in_flight_sectors += u64::from(size) / Sector::SIZE;
-        if jump {
+        if jump && !planted!(self, DagtagJumpUntold) {
             self.send(peer, Stream::Data, VolumeNr::NONE, Packet::Dagtag(start));
         }
         let mut flags = DataFlags::empty();
@@ -469,7 +472,9 @@ impl Resource {
         }
         // Zero-outs are always possible, so a failed one is as bad as a failed write.
         if result.is_err() && !planted!(self, LocalErrorIgnored) {
-            self.await_only_copies(key);
+            if !planted!(self, OnlyCopiesNotAwaited) {
+                self.await_only_copies(key);
+            }
             // Nobody knows what is here now. With `pass_on` the disk stays, and whatever is marked
             // is not read from it.
             self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
@@ -1098,7 +1103,7 @@ impl Resource {
                 }
                 if resends && !planted!(self, ParkedNotResent) {
                     // The epoch may be over since long: its barrier follows.
-                    self.io.barriers_due = true;
+                    self.io.barriers_due |= !planted!(self, ResentWithoutBarrier);
                     if let Some(conn) = self.connections.get_mut(&peer) {
                         conn.io.resent_at = self.now;
                     }
@@ -1113,7 +1118,7 @@ impl Resource {
 
     /// The suspension ends with the state change that is being made.
     pub(crate) fn thawed(&mut self) {
-        self.io.parked_due = true;
+        self.io.parked_due |= !planted!(self, ThawForgotten);
     }
 
     /// A connected peer has lost its disk: nobody knows whether the writes on their way to it came
@@ -1138,9 +1143,14 @@ impl Resource {
 
     /// How long a write or a barrier may be without an answer; none if for ever.
     fn answer_limit(&self, peer: NodeId) -> Option<Duration> {
+        let ko = if planted!(self, KoCountIsOne) {
+            1
+        } else {
+            u64::MAX
+        };
         let net = &self.connections.get(&peer)?.net;
-        let limit =
-            Duration::from_tenths(u64::from(net.timeout_tenths)).times(u64::from(net.ko_count));
+        let limit = Duration::from_tenths(u64::from(net.timeout_tenths))
+            .times(u64::from(net.ko_count).min(ko));
         (limit.0 > 0).then_some(limit)
     }
 

@@ -134,6 +134,11 @@ impl Resource {
         };
         disk.generations.sync_uuid_as_source(peer, &mut rng);
         self.rng = rng;
+        if planted!(self, SyncUuidEarly) {
+            self.sync_uuid_durable(volume, peer);
+            self.write_superblock(volume);
+            return;
+        }
         self.after_superblock(volume, AfterMeta::SyncUuid(peer));
     }
 
@@ -216,6 +221,7 @@ impl Resource {
         let p = self.state.peer_device(volume, peer);
         let lost = usable(before) && after < DiskState::Inconsistent;
         if !lost
+            || planted!(self, LegacyLossUnlabelled)
             || !primary
             || !self.is_legacy(peer)
             || p.repl < ReplState::Established
@@ -317,6 +323,10 @@ impl Resource {
     /// An 8.4 source ends a resync with the target's state only if it has all acks by then. They
     /// go on the other stream: a ping behind them tells when they have arrived (wire.md, 3).
     pub(crate) fn legacy_await_acks(&mut self, volume: VolumeNr, peer: NodeId) {
+        if planted!(self, LegacyAcksNotAwaited) {
+            self.tell_resync_end(volume, peer);
+            return;
+        }
         let link = self
             .connections
             .get_mut(&peer)
@@ -358,6 +368,9 @@ impl Resource {
     /// A generation that an 8.4 peer would not follow is not made while it has all data: it is
     /// labelled when the peer is lost.
     pub(crate) fn legacy_follows(&self, volume: VolumeNr) -> bool {
+        if planted!(self, LegacyFollowsIgnored) {
+            return false;
+        }
         self.legacy_peer().is_some_and(|peer| {
             let p = self.state.peer_device(volume, peer);
             p.repl >= ReplState::Established

@@ -134,6 +134,10 @@ impl Resource {
         };
         if sync.hash_flushing.is_empty() && !sync.hashed.is_empty() {
             sync.hash_flushing = core::mem::take(&mut sync.hashed);
+            if planted!(self, HashedNotFlushed) {
+                self.hashed_flushed(volume, peer, Ok(()));
+                return;
+            }
             self.flush_disk(volume, FlushWaiter::Hashed(peer));
         }
     }
@@ -202,6 +206,7 @@ impl Resource {
             self.state.peer_device(volume, peer).repl,
             ReplState::SyncTarget | ReplState::PausedSyncT
         );
+        let careless = planted!(self, EqualThoughChanged);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
@@ -232,7 +237,8 @@ impl Resource {
         let (sector, size_bytes) = (request.sector, request.size_bytes);
         let changed = request
             .watch
-            .is_none_or(|watch| device.io.ranges.is_overlapped(watch));
+            .is_none_or(|watch| device.io.ranges.is_overlapped(watch))
+            && !careless;
         let settled = runs && !sync.over && !request.marked_again && !changed;
         if settled {
             pd.io.resync_same_sectors += u64::from(size_bytes) / Sector::SIZE;
