@@ -152,3 +152,12 @@ fn an_attach_whose_commit_came_too_late_is_answered() {
     numb_holds(88_900_103, "0,2", "60");
     numb_holds(88_900_103, "0-99", "0-999");
 }
+
+/// While a Primary noted the generation that it was about to announce, it sent its UUIDs for another reason. The
+/// follower took the note for a generation that was given up, and did not answer when it was announced: the
+/// generation was never made, and its requests and connections waited for ever.
+#[test]
+fn a_generation_that_is_about_to_be_announced_is_not_told_as_given_up() {
+    numb_holds(98_004_653, "0", "0");
+    numb_holds(98_004_653, "0-99", "0-999");
+}
