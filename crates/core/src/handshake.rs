@@ -872,22 +872,23 @@ impl Resource {
         }
         let mut peer_disk = self.disk_as_told(peer, volume, theirs.disk);
         if peer_disk == DiskState::Negotiating {
-            let inconsistent = self
-                .peer_uuids(volume, peer)
-                .is_some_and(|u| u.flags.contains(UuidFlags::INCONSISTENT));
-            peer_disk = DiskState::Negotiating;
+            if mine.disk < DiskState::Negotiating && self.is_lockstep(peer) {
+                // The two-phase commit of the attach timed out here. It waits for an answer that says
+                // that this node has heard of it.
+                self.hard_change(Change::new().peer_disk(volume, peer, peer_disk));
+            }
             if own >= DiskState::Inconsistent && mine.repl == ReplState::Established {
                 if self.is_legacy(peer) {
                     // No two-phase commit has announced the attach.
                     self.send_uuids(peer, volume, UuidFlags::empty());
                 }
-                self.attach_handshake(peer, volume, theirs, inconsistent);
+                self.attach_handshake(peer, volume, theirs);
                 return;
             }
         }
         if own == DiskState::Negotiating && mine.repl == ReplState::Established {
             self.hard_change(change); // Its role, and whether its operator pauses resyncs, are not told again.
-            self.attach_handshake(peer, volume, theirs, false);
+            self.attach_handshake(peer, volume, theirs);
             return;
         }
         // The end of a resync as its source hears of it.
@@ -1105,13 +1106,7 @@ impl Resource {
     }
 
     /// One side attaches while Established (semantics.md, 13.7).
-    fn attach_handshake(
-        &mut self,
-        peer: NodeId,
-        volume: VolumeNr,
-        theirs: PeerState,
-        _inconsistent: bool,
-    ) {
+    fn attach_handshake(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
         let own = self.state.disk(volume);
         let mut change = Change::new().peer_disk(volume, peer, theirs.disk);
         let has_uuids = self.peer_uuids(volume, peer).is_some();
@@ -1127,7 +1122,10 @@ impl Resource {
             let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
             let has_disk =
                 theirs.disk >= DiskState::Negotiating && theirs.disk != DiskState::DUnknown;
-            let answers = has_uuids && (!lockstep || theirs.pdsk == DiskState::Negotiating);
+            // Who heard of the attach by a state packet alone may have compared at once.
+            let has_heard = theirs.pdsk == DiskState::Negotiating
+                || matches!(theirs.repl, ReplState::WfBitmapS | ReplState::WfBitmapT);
+            let answers = has_uuids && (!lockstep || has_heard);
             if has_disk && !answers {
                 // It was sent before the peer heard of the attach, and says nothing about it.
                 self.hard_change(change);

@@ -57,8 +57,8 @@ pub(crate) enum SpreadStep {
 pub(crate) struct Plan {
     /// The sets before and after; none for a Primary that has no usable disk and labels what it
     /// exposes.
-    sets: Option<(Generations, Generations)>,
-    uuid: Uuid,
+    pub(crate) sets: Option<(Generations, Generations)>,
+    pub(crate) uuid: Uuid,
     views: Vec<PeerView>,
     pub(crate) confirm: NodeMask,
     noted: bool,

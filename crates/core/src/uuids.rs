@@ -136,6 +136,16 @@ impl PeerUuids {
         is_real(uuid) && self.history.iter().any(|entry| entry.same_generation(uuid))
     }
 
+    /// Takes a generation out of the history.
+    pub(crate) fn forget(&mut self, uuid: Uuid) {
+        if let Some(at) = self.history.iter().position(|e| e.same_generation(uuid)) {
+            self.history[at..].rotate_left(1);
+            if let Some(last) = self.history.last_mut() {
+                *last = Uuid::ZERO;
+            }
+        }
+    }
+
     /// Whether the data are of this generation or have come from it, as far as the set knows.
     pub fn knows(&self, uuid: Uuid) -> bool {
         let slots = self.slots.iter().map(|node| self.slot(node));

@@ -12,6 +12,7 @@ use crate::event::Stream;
 use crate::generation::{self, PeerView, SendContext};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
+use crate::uuid_spread::{NewUuid, SpreadStep};
 use crate::uuids::{PeerUuids, is_real};
 
 impl Resource {
@@ -425,11 +426,22 @@ impl Resource {
             node_mask,
         });
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        if let Some(planned) = self.planned_unheard(volume, peer) {
+            // It would be taken for one that was given up, and not followed when it is announced.
+            set.forget(planned);
+        }
         if !lockstep {
             // Only Lockstep knows the mark of a noted generation.
             set.history = set.history.map(Uuid::without_primary_bit);
         }
         Some(set)
+    }
+
+    /// The generation that this node is about to announce to the peer, which follows.
+    pub(crate) fn planned_unheard(&self, volume: VolumeNr, peer: NodeId) -> Option<Uuid> {
+        let noting = |new: &&NewUuid| new.step == SpreadStep::Noting;
+        let plan = self.new_uuid.as_ref().filter(noting)?.plans.get(&volume)?;
+        (plan.sets.is_some() && plan.confirm.contains(peer)).then_some(plan.uuid)
     }
 
     /// A Primary that both this node and the peer lost: what this node has of its stream.

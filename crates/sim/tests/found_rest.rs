@@ -134,3 +134,30 @@ fn the_end_of_a_pause_is_heard_during_an_attach() {
     planned_holds(None, 1378, (None, vec![Extra::Old]), "1,4,13", "5");
     planned_holds(None, 1378, (None, vec![Extra::Old]), "0-99", "0-999");
 }
+
+fn numb_holds(seed: u64, faults: &str, requests: &str) {
+    let numb = "stall,stall,stall,disconnect,handover,detach";
+    let kinds = (Some(numb), vec![Extra::Every, Extra::Numb]);
+    planned_holds(Some(3), seed, kinds, faults, requests);
+}
+
+/// A stream of data stood still for longer than `twopc-timeout` while a node attached its disk: a peer heard of the
+/// attach by a state packet alone, compared at once, and never said that it had heard. The disk stayed Negotiating, and
+/// its peers waited for its bitmap.
+#[test]
+fn an_attach_whose_commit_came_too_late_is_answered() {
+    numb_holds(120_000_544, "0-99", "0-999");
+    numb_holds(120_006_576, "3,7,13,15,17", "11");
+    numb_holds(120_006_576, "0-99", "0-999");
+    numb_holds(88_900_103, "0,2", "60");
+    numb_holds(88_900_103, "0-99", "0-999");
+}
+
+/// While a Primary noted the generation that it was about to announce, it sent its UUIDs for another reason. The
+/// follower took the note for a generation that was given up, and did not answer when it was announced: the
+/// generation was never made, and its requests and connections waited for ever.
+#[test]
+fn a_generation_that_is_about_to_be_announced_is_not_told_as_given_up() {
+    numb_holds(98_004_653, "0", "0");
+    numb_holds(98_004_653, "0-99", "0-999");
+}
