@@ -56,3 +56,18 @@ fn a_superblock_that_was_written_has_its_flush_behind_it() {
     planned_holds(Some(2), 97_500_093, (None, Vec::new()), "0-1", "3");
     planned_holds(Some(2), 97_500_093, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A write was at one peer and not yet at the other when the first was lost. The third node, which did not have
+/// the write yet, was the source of its next resync. Then the Primary told everybody that the lost one had the write.
+#[test]
+fn a_lost_peer_does_not_count_for_writes_that_others_lack() {
+    const KINDS: &str = "stall,stall,stall,disconnect,handover,detach";
+    let holds = |seed, faults, requests| {
+        let kinds = (Some(KINDS), vec![Extra::Every, Extra::Numb]);
+        planned_holds(Some(3), seed, kinds, faults, requests);
+    };
+    holds(120_005_416, "1,4,6,9,13", "22,33-34,36,151,161,163");
+    holds(120_005_416, "0-99", "0-999");
+    holds(88_900_118, "0-5", "8-9,426-429");
+    holds(88_900_118, "0-99", "0-999");
+}

@@ -24,7 +24,7 @@ pub(crate) struct PeerAckQueue {
 impl Resource {
     /// A write is settled: the peers that it was sent to hear who has it.
     pub(super) fn note_peer_ack(&mut self, req: &AppRequest) {
-        let mut mask = req.ok;
+        let mut mask = req.ok.difference(req.left);
         if req.local == Local::Ok || planted!(self, PeerAckNamesFailed) {
             mask.insert(self.node_id);
         }

@@ -72,6 +72,8 @@ pub(crate) struct AppRequest {
     pub(crate) mark: NodeMask,
     /// Peers whose bits were set already because a resync with them started.
     pub(crate) accounted: NodeMask,
+    /// Peers that have it and were lost before it was settled: a resync may have replaced it there.
+    pub(crate) left: NodeMask,
     /// For a flush: writes of each connection that have to be settled.
     pub(crate) waits: Vec<(NodeId, u64)>,
 }
@@ -139,6 +141,7 @@ impl AppRequest {
             in_sync: NodeMask::EMPTY,
             unsettled: NodeMask::EMPTY,
             parked: NodeMask::EMPTY,
+            left: NodeMask::EMPTY,
             mark: NodeMask::EMPTY,
             accounted: NodeMask::EMPTY,
             waits: Vec::new(),
@@ -644,6 +647,7 @@ impl Resource {
         req.in_sync = NodeMask::EMPTY;
         req.mark = NodeMask::EMPTY;
         req.accounted = NodeMask::EMPTY;
+        req.left = NodeMask::EMPTY;
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         self.io.log.retain(|other| *other != key);
         // The disk that is gone, or not whole, has it, and nobody else yet.
@@ -1038,9 +1042,17 @@ impl Resource {
             req.unsettled.remove(peer);
             self.try_complete(key);
         }
+        let others = self.connections.len() > 1;
         for key in self.io.log.iter() {
             if let Some(req) = self.io.requests.get_mut(*key) {
                 req.mark.remove(peer);
+                // It may become the target of a third node that does not have the write yet.
+                if others && req.ok.contains(peer) {
+                    req.left.insert(peer);
+                    req.in_sync.remove(peer);
+                    req.accounted.insert(peer);
+                    missed.push((req.volume, req.sector, req.size_bytes));
+                }
             }
         }
         // A write may stay unsettled for long, if quorum is lost with the next peer: this one may
