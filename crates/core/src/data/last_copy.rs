@@ -15,6 +15,7 @@ use alloc::collections::{BTreeSet, VecDeque};
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
+use super::Key;
 use super::peer_write::PeerWrite;
 use crate::event::DiskError;
 use crate::resource::Resource;
@@ -84,5 +85,18 @@ impl Resource {
             Ok(()) => self.peer_write_landed(volume, peer, number),
             Err(_) => self.peer_write_failed(volume, peer, number),
         }
+    }
+
+    /// Nothing here says what a lost peer misses before the generation is made that leaves it out.
+    /// If it comes back before that it has to get the write.
+    pub(super) fn cannot_mark(&self, key: Key) -> bool {
+        self.io.requests.get(key).is_some_and(|req| {
+            self.state.disk(req.volume) < DiskState::UpToDate
+                && !self.io_fails(req.volume)
+                && self
+                    .devices
+                    .get(&req.volume)
+                    .is_some_and(|d| d.new_uuid_pending)
+        })
     }
 }

@@ -1069,19 +1069,6 @@ impl Resource {
         self.want_held_uuids();
     }
 
-    /// Nothing here says what a lost peer misses before the generation is made that leaves it out.
-    /// If it comes back before that it has to get the write.
-    fn cannot_mark(&self, key: Key) -> bool {
-        self.io.requests.get(key).is_some_and(|req| {
-            self.state.disk(req.volume) < DiskState::UpToDate
-                && !self.io_fails(req.volume)
-                && self
-                    .devices
-                    .get(&req.volume)
-                    .is_some_and(|d| d.new_uuid_pending)
-        })
-    }
-
     /// Resends or gives up what was parked (semantics.md, 5.1 point 16).
     pub(crate) fn settle_parked(&mut self) {
         if self.io.parked == 0 {
