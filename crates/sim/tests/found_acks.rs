@@ -64,3 +64,14 @@ fn two_primaries_that_die_together_keep_what_was_flushed() {
     holds(Some(2), 1542, both(), "2-3,5,7,10", REQUESTS);
     holds(Some(3), 1542, both(), "0-99", "0-999");
 }
+
+/// A Primary without whole data lost its source under a flush. With `on-no-data-accessible io-error` the flush did not
+/// wait for the end of the suspension, which is right, but it was acknowledged: the other disk may have lost what was
+/// to be flushed, and is the source when it comes back.
+#[test]
+fn a_flush_that_cannot_wait_for_the_source_fails() {
+    for (nodes, seed) in [(3, 90), (2, 99_002_628)] {
+        let kinds = (None, vec![Extra::TwoPrimaries, Extra::TieBreaker]);
+        holds(Some(nodes), seed, kinds, "0-99", "0-999");
+    }
+}

@@ -787,7 +787,9 @@ impl Resource {
                 .values()
                 .any(|p| p.disk == DiskState::UpToDate && p.repl > ReplState::Off)
         });
-        let ok = req.local == Local::Ok || peer_has_data;
+        // Where it would have to wait and fails instead (io-error), what a lost peer did not make durable
+        // may be lost: this disk alone can be the target of that peer.
+        let ok = !waits && (req.local == Local::Ok || peer_has_data);
         let Some(req) = self.io.requests.remove(key) else {
             return;
         };
