@@ -243,6 +243,8 @@ pub struct PeerDevice {
     pub reconnect: bool,
     /// A running resync has a source that is not stable (semantics.md, 14.2).
     pub unstable_resync: bool,
+    /// The last thing that happened between the two is a resync, to its end.
+    pub was_copied: bool,
     /// Comparisons that hit a running resync.
     pub resync_again: u32,
     /// The superblock says Inconsistent: requests may be made.
@@ -368,6 +370,7 @@ impl PeerDevice {
             consider_resync: false,
             reconnect: false,
             unstable_resync: false,
+            was_copied: false,
             resync_again: 0,
             resync_ready: false,
             behind: lockstep_format::units::NodeMask::EMPTY,

@@ -341,6 +341,21 @@ impl<T: Copy> Intervals<T> {
             })
     }
 
+    /// Sectors of the ranges that overlap, of those origins that are picked.
+    pub fn overlaps(
+        &self,
+        sector: Sector,
+        size_bytes: u32,
+        pick: impl Fn(Origin) -> bool,
+    ) -> Vec<core::ops::Range<u64>> {
+        self.overlapping(sector.0, sector.end_of(size_bytes).0)
+            .into_iter()
+            .map(|index| self.range(index))
+            .filter(|range| pick(range.origin))
+            .map(|range| range.start..range.end)
+            .collect()
+    }
+
     /// A write of the local application that overlaps and is not completed to it.
     pub fn overlaps_local_write(&self, sector: Sector, size_bytes: u32) -> bool {
         self.any_overlap(sector, size_bytes, |origin, _| origin == Origin::LocalWrite)

@@ -152,6 +152,9 @@ impl Resource {
                 "resync ended, but its source was not stable; waiting for a stable one".into(),
             );
             self.end_resync(volume, peer, None);
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.was_copied = true;
+            }
             self.seek_stable_source(volume);
             return;
         }
@@ -515,6 +518,9 @@ impl Resource {
             self.legacy_source_ends(volume, peer);
         }
         self.hard_change(change);
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.was_copied = true;
+        }
         self.ahead_is_over(peer);
         self.resync_over(volume, peer, false);
         self.compare_with_old_target(volume, peer);

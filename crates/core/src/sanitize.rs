@@ -6,9 +6,10 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
 
 use crate::device::Reconcile;
+use crate::few::Few;
 use crate::options::{Fencing, OnLoss, Quorum};
 use crate::resource::Resource;
-use crate::state::{PeerDeviceState, ReplSets, State};
+use crate::state::{ConnectionState, PeerDeviceState, ReplSets, State};
 
 /// A difference in marked blocks below which the active source is kept (semantics.md, 14.3).
 const SOURCE_CHANGE_BLOCKS: u64 = 256;
@@ -189,6 +190,7 @@ impl Resource {
 
     /// One active source at a time (semantics.md, 14.3).
     fn select_resync_source(&self, volume: VolumeNr, old: &State, new: &mut State) {
+        let connections = new.connections.clone();
         let Some(state) = new.devices.get_mut(&volume) else {
             return;
         };
@@ -201,7 +203,7 @@ impl Resource {
             }
             return;
         }
-        let candidates: Vec<(NodeId, u64)> = state
+        let candidates: Vec<(NodeId, bool, u64)> = state
             .peers
             .iter()
             .filter(|(_, p)| {
@@ -213,14 +215,22 @@ impl Resource {
                     && p.disk >= DiskState::Outdated
                     && p.disk != DiskState::DUnknown
             })
-            .map(|(n, _)| (*n, self.out_of_sync_blocks(volume, *n)))
+            .map(|(n, _)| {
+                let unstable = self.ends_unstable(volume, *n, &connections);
+                (*n, unstable, self.out_of_sync_blocks(volume, *n))
+            })
             .collect();
         let current = candidates
             .iter()
-            .find(|(n, _)| old.peer_device(volume, *n).repl == ReplState::SyncTarget);
-        let best = candidates.iter().min_by_key(|(n, blocks)| (*blocks, n.0));
+            .find(|(n, ..)| old.peer_device(volume, *n).repl == ReplState::SyncTarget);
+        let best = candidates
+            .iter()
+            .min_by_key(|(n, unstable, blocks)| (*unstable, *blocks, n.0));
         let desired = match (current, best) {
-            (Some(current), Some(best)) if best.1 + SOURCE_CHANGE_BLOCKS <= current.1 => {
+            (Some(current), Some(best))
+                if best.1 < current.1
+                    || (best.1 == current.1 && best.2 + SOURCE_CHANGE_BLOCKS <= current.2) =>
+            {
                 Some(best.0)
             }
             (Some(current), _) => Some(current.0),
@@ -248,6 +258,28 @@ impl Resource {
                 p.susp_other = told || p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS;
             }
         }
+    }
+
+    /// What the source sends will not make this disk whole, because a Primary that this node did not
+    /// reach may have changed it meanwhile (14.2). A source that does comes first, so that what it
+    /// copies has not been copied before for nothing.
+    fn ends_unstable(
+        &self,
+        volume: VolumeNr,
+        source: NodeId,
+        connections: &Few<NodeId, ConnectionState>,
+    ) -> bool {
+        let device = self.devices.get(&volume);
+        let began = device
+            .and_then(|d| d.peers.get(&source))
+            .is_some_and(|pd| pd.resync_ready && pd.unstable_resync);
+        let primary = connections
+            .get(&source)
+            .is_some_and(|c| c.peer_role == Role::Primary);
+        let stable = self
+            .peer_uuids(volume, source)
+            .is_some_and(|u| self.is_stable_set(u));
+        began || !(primary || stable)
     }
 
     fn sanitize_peers_second(&self, volume: VolumeNr, old: &State, new: &mut State) {

@@ -318,6 +318,11 @@ impl Resource {
         let own_up = after.disk == DiskState::UpToDate;
         for (peer, p) in &after.peers {
             let before = old.peer_device(volume, *peer);
+            if before.repl != p.repl
+                && let Some(pd) = self.peer_device_mut(volume, *peer)
+            {
+                pd.was_copied = false;
+            }
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 self.resync_left(volume, *peer);
             }

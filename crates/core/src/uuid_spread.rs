@@ -932,12 +932,12 @@ impl Resource {
         for item in &learned {
             if let Learned::Copy { from, to, .. } = item {
                 copied = true;
-                if !planted!(self, CopiedWithoutBits) {
-                    disk.io.bitmap.merge_slot(*from, *to);
-                }
+                let bits = !planted!(self, CopiedWithoutBits);
+                bits.then(|| disk.io.bitmap.merge_slot(*from, *to));
             }
         }
         self.write_superblock(volume);
+        self.watch_left_marks(volume);
         for other in self.established_peers().iter() {
             let up = self.state.peer_device(volume, other).repl >= ReplState::Established;
             if up && (copied || other != peer) {

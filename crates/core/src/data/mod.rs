@@ -17,6 +17,7 @@ mod dagtag;
 mod disk;
 mod exchange;
 mod flush_due;
+mod in_sync;
 mod last_copy;
 mod local_op;
 mod newcomers;

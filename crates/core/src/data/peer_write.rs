@@ -8,9 +8,9 @@
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
-    BarrierAck, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, PeersInSync, Trim,
+    BarrierAck, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, Trim,
 };
 use lockstep_format::wire::{
     BIO_LEN_MAX, DISCARD_LEN_MAX, DataFlags, DiskState, Features, Packet, ReplState,
@@ -19,7 +19,6 @@ use lockstep_format::wire::{
 use super::conflict::{Clash, Incoming};
 use super::disk::FlushWaiter;
 use super::{DataOp, DiskFault, Owner};
-use crate::al::Extents;
 use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::resource::Resource;
@@ -165,7 +164,13 @@ impl Resource {
         });
     }
 
-    fn is_within(&self, volume: VolumeNr, sector: Sector, size_bytes: u32, most: u32) -> bool {
+    pub(super) fn is_within(
+        &self,
+        volume: VolumeNr,
+        sector: Sector,
+        size_bytes: u32,
+        most: u32,
+    ) -> bool {
         // A diskless node may not know the size yet.
         let end = self
             .devices
@@ -1040,74 +1045,5 @@ impl Resource {
         }
         self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
         self.target_kick(volume, peer);
-    }
-
-    /// `P_PEERS_IN_SYNC`: these nodes and this one have identical data in the range.
-    pub(crate) fn peers_in_sync(&mut self, peer: NodeId, volume: VolumeNr, sync: &PeersInSync) {
-        if !self.is_within(volume, sync.sector, sync.size_bytes, DISCARD_LEN_MAX) {
-            let text = format!(
-                "in-sync range of {} bytes at {}",
-                sync.size_bytes, sync.sector
-            );
-            self.protocol_error(peer, Some(volume), text);
-            return;
-        }
-        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
-        let sources = self.sources_of(volume);
-        let changed_by_another = self.is_target_of_another(volume, peer);
-        let known = self.is_known_to(volume, peer, sync.sector, sync.size_bytes);
-        if lockstep && (changed_by_another || !known) {
-            // The sender does not know this node's blocks.
-            return;
-        }
-        let gone = self.without_disk(volume);
-        let own = self.node_id;
-        let busy = self.devices.get(&volume).is_some_and(|d| {
-            d.io.ranges
-                .any_overlap(sync.sector, sync.size_bytes, |_, _| true)
-        });
-        let verified = self.verified(volume);
-        let careless = planted!(self, InSyncWhileBusy);
-        let Some(io) = self.disk_io(volume) else {
-            return;
-        };
-        let extents: Vec<AlExtent> = Extents::of(sync.sector, sync.size_bytes).iter().collect();
-        // Something is being written: what the sender saw may be over.
-        let hot = extents.iter().any(|extent| io.al.is_referenced(*extent));
-        if (busy || hot) && !careless {
-            return;
-        }
-        let mut cleared = 0;
-        // What a verify found is settled by a resync only. And a node that this one is to be copied from
-        // may itself have got newer blocks, which the sender has not heard of yet.
-        let mask = sync.mask.without(own).difference(verified);
-        // Nor is anything said about the blocks of a disk that has gone since: it misses what is written.
-        let mask = match lockstep {
-            true => mask.difference(sources).difference(gone),
-            false => mask,
-        };
-        let mut known_by = Vec::new();
-        for node in mask.iter() {
-            if let Some(slot) = io.slot(node) {
-                let blocks = io.bitmap.clear_range(slot, sync.sector, sync.size_bytes);
-                known_by.push((node, blocks));
-                cleared += blocks;
-            }
-        }
-        for (node, blocks) in known_by {
-            self.no_longer_owed(volume, node, blocks);
-        }
-        if cleared > 0 {
-            self.bits_cleared(volume);
-        }
-        // Whoever knows of another node in sync passes it on, also when the resync has ended
-        // meanwhile: its last packet crosses the state change on the other stream. Without news
-        // there is no answer, so two nodes do not answer each other for ever.
-        let known = if cleared > 0 {
-            NodeMask::EMPTY
-        } else {
-            sync.mask.with(peer)
-        };
-        self.tell_in_sync(volume, &extents, known);
     }
 }

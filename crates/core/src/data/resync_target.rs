@@ -8,13 +8,12 @@ use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{AlExtent, Dagtag, NodeId, NodeMask, Sector, VolumeNr};
-use lockstep_format::wire::packet::{
-    BlockAck, BlockId, BlockRequest, DagtagRequest, Data, PeersInSync,
-};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::{BlockAck, BlockId, BlockRequest, DagtagRequest, Data};
 use lockstep_format::wire::{Digest, DiskState, Features, Packet, ReplState, Role, bio_len_max};
 
 use super::disk::FlushWaiter;
+use super::in_sync::Part;
 use super::slab::{Key, Slab};
 use super::{DataOp, DiskFault, Owner};
 use crate::event::{DiskError, Payload, RequestKind, Stream};
@@ -44,9 +43,6 @@ const FLUSH_DELAY: Duration = Duration::from_millis(10);
 const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
 /// How long bits that were cleared may wait to be written.
 const BITMAP_DELAY: Duration = Duration::from_secs(2);
-/// How often third nodes are asked about marks that are left, and how many extents at once.
-const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
-const LEFT_MARKS_EXTENTS: usize = 64;
 /// Largest request in sectors.
 const MOST_SECTORS: u64 = 2048;
 
@@ -866,21 +862,21 @@ impl Resource {
         let done = core::mem::take(&mut sync.marking);
         let lost = sync.lost;
         let gone = !self.takes_writes(volume);
-        let mut extents = Vec::new();
+        let mut settled = Vec::new();
         for key in done {
             if lost {
                 self.target_forget(volume, peer, key);
             } else if gone {
                 self.target_failed(volume, peer, key);
             } else {
-                self.target_in_sync(volume, peer, key, &mut extents);
+                self.target_in_sync(volume, peer, key, &mut settled);
             }
         }
-        self.target_settled(volume, peer, &extents);
+        self.target_settled(volume, peer, &settled);
     }
 
-    fn target_settled(&mut self, volume: VolumeNr, peer: NodeId, extents: &[AlExtent]) {
-        self.tell_in_sync(volume, extents, NodeMask::EMPTY);
+    fn target_settled(&mut self, volume: VolumeNr, peer: NodeId, settled: &[Part]) {
+        self.tell_settled(volume, settled);
         self.bits_cleared(volume);
         self.start_target_flush(volume, peer);
         self.target_gone_if_empty(volume, peer);
@@ -893,7 +889,7 @@ impl Resource {
         volume: VolumeNr,
         peer: NodeId,
         key: Key,
-        extents: &mut Vec<AlExtent>,
+        settled: &mut Vec<Part>,
     ) {
         let Some(request) = self.target(volume, peer).and_then(|s| s.requests.get(key)) else {
             return;
@@ -906,11 +902,7 @@ impl Resource {
         {
             io.bitmap.clear_range(slot, sector, size_bytes);
         }
-        for extent in crate::al::Extents::of(sector, size_bytes).iter() {
-            if !extents.contains(&extent) {
-                extents.push(extent);
-            }
-        }
+        settled.push((sector, size_bytes));
         let seq_num = self.next_seq(volume, peer);
         let ack = BlockAck {
             sector,
@@ -1076,124 +1068,5 @@ impl Resource {
     pub(crate) fn bits_cleared(&mut self, volume: VolumeNr) {
         let at = self.now + BITMAP_DELAY;
         self.timers.set_earliest(Timer::BitmapWrite(volume), at);
-    }
-
-    /// Tells the peers who is in sync with this node in some extents (semantics.md, 19.7). With
-    /// `known` ones it is an answer to who said that these are equal, and given only by a node that
-    /// knows all of them and more as equal: so answers to answers end, whoever is connected.
-    pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, extents: &[AlExtent], known: NodeMask) {
-        if self.connections.len() < 2 {
-            // Nobody is left whose relation the packet could settle.
-            return;
-        }
-        let peers: Vec<NodeId> = self
-            .established()
-            .into_iter()
-            .filter(|peer| self.vouches_for(volume, *peer))
-            .collect();
-        let own = self.node_id;
-        let careless = planted!(self, EqualWhileWritten);
-        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
-        for extent in extents {
-            let sector = extent.first_sector();
-            let end = (sector.0 + AlExtent::SIZE / Sector::SIZE).min(size);
-            let size_bytes = (end.saturating_sub(sector.0) * Sector::SIZE) as u32;
-            let Some(device) = self.devices.get_mut(&volume) else {
-                return;
-            };
-            let writes = device
-                .io
-                .ranges
-                .any_overlap(sector, size_bytes, |origin, _| {
-                    matches!(origin, Origin::LocalWrite | Origin::PeerWrite(_))
-                });
-            let Some(io) = self.disk_io(volume) else {
-                return;
-            };
-            let busy = (writes || io.al.is_referenced(*extent)) && !careless;
-            if size_bytes == 0 || busy {
-                continue;
-            }
-            let bits = io.bitmap.extent_bits(*extent);
-            let mask: NodeMask = peers
-                .iter()
-                .copied()
-                .filter(|peer| {
-                    io.slot(*peer)
-                        .is_some_and(|slot| !io.bitmap.any_set(slot, bits.clone()))
-                })
-                .collect();
-            let knows_more = !mask.difference(known).is_empty();
-            let knows_all = known.difference(mask.with(own)).is_empty();
-            if !knows_more || !knows_all {
-                continue;
-            }
-            for peer in mask.iter() {
-                let packet = Packet::PeersInSync(PeersInSync {
-                    sector,
-                    mask,
-                    size_bytes,
-                });
-                self.send(peer, Stream::Control, volume, packet);
-            }
-        }
-    }
-
-    /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
-    pub(crate) fn watch_left_marks(&mut self, volume: VolumeNr) {
-        let at = self.now + LEFT_MARKS_DELAY;
-        self.timers.set_earliest(Timer::LeftMarks(volume), at);
-    }
-
-    /// `Timer::LeftMarks`: the news of a node in sync is dropped wherever a write is on its way,
-    /// and a mark between two nodes that were both copied from a third would stay for ever. So a
-    /// node with marks towards an UpToDate peer says again who is in sync with it there; a third
-    /// node that knows both of them as equal answers with that.
-    pub(crate) fn left_marks_timer(&mut self, volume: VolumeNr) {
-        if self.state.disk(volume) != DiskState::UpToDate
-            || self.connections.len() < 2
-            || planted!(self, LeftMarksStay)
-        {
-            return;
-        }
-        self.tell_marks_gone(volume);
-        let peers: Vec<NodeId> = self
-            .established()
-            .into_iter()
-            .filter(|peer| self.both_are_whole(volume, *peer))
-            .collect();
-        let Some(io) = self.disk_io(volume) else {
-            return;
-        };
-        let bits = io.bitmap.shape().bits();
-        let mut extents = Vec::new();
-        let mut left = false;
-        for slot in peers.iter().filter_map(|peer| io.slot(*peer)) {
-            left |= io.bitmap.count(slot) > 0;
-            let mut next = io.left_marks_cursor;
-            while let Some(bit) = io.bitmap.next_set(slot, next)
-                && extents.len() < LEFT_MARKS_EXTENTS
-            {
-                let extent = Sector(bit * io.bitmap.shape().block().sectors()).al_extent();
-                if !extents.contains(&extent) {
-                    extents.push(extent);
-                }
-                next = io.bitmap.extent_bits(extent).end;
-            }
-        }
-        if !left {
-            self.compare_unsettled(volume);
-            return;
-        }
-        // Extents that cannot be settled now do not keep the others from their turn.
-        io.left_marks_cursor = match extents.iter().max() {
-            Some(last) if extents.len() == LEFT_MARKS_EXTENTS => {
-                io.bitmap.extent_bits(*last).end.min(bits)
-            }
-            _ => 0,
-        };
-        self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
-        self.watch_left_marks(volume);
-        self.compare_unsettled(volume);
     }
 }

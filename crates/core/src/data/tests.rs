@@ -46,6 +46,7 @@ mod options;
 mod ordering;
 mod replicating;
 mod resizing;
+mod returning;
 mod stalling;
 mod thinning;
 mod two_primaries;
@@ -190,6 +191,8 @@ struct World {
     next_link: u64,
     next_id: u64,
     cut: bool,
+    /// Nodes that do not reach each other.
+    apart: Vec<(usize, usize)>,
     /// What is sent to this node on data streams waits.
     stalled: Option<usize>,
     hanging: stalling::Hanging,
@@ -290,6 +293,7 @@ impl World {
             next_link: 1,
             next_id: 1,
             cut: false,
+            apart: Vec::new(),
             stalled: None,
             hanging: stalling::Hanging::default(),
             spoil: None,
@@ -683,7 +687,7 @@ impl World {
                 let wants = |x: usize, y: usize| {
                     self.nodes[x].up && self.nodes[x].connecting.contains(&node_id(y))
                 };
-                if !wants(a, b) || !wants(b, a) {
+                if !wants(a, b) || !wants(b, a) || self.apart.contains(&(a, b)) {
                     continue;
                 }
                 let link = self.next_link;

@@ -9,7 +9,7 @@ use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use core::mem;
 
-use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
 use crate::resource::Resource;
@@ -28,6 +28,8 @@ pub(crate) struct Unsettled {
 struct Left {
     blocks: u64,
     rounds: u32,
+    /// Primaries were asked for the acks of what they have written.
+    flushed: bool,
 }
 
 impl Resource {
@@ -51,25 +53,44 @@ impl Resource {
     /// compare.
     pub(crate) fn compare_unsettled(&mut self, volume: VolumeNr) {
         let verified = self.verified(volume);
+        let writes = self.unsettled_writes(volume);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let mut all = mem::take(&mut io.unsettled.peers);
         let mut due = Vec::new();
+        let mut flushes = false;
         all.retain(|peer, left| {
             let blocks = io.slot(*peer).map_or(0, |slot| io.bitmap.count(slot));
-            left.rounds = match left.blocks == blocks {
+            // Nobody says anything about a block that is being written; the write settles it.
+            let written = |slot| writes.iter().map(move |w| (slot, w));
+            let written: u64 = (io.slot(*peer).into_iter().flat_map(written))
+                .map(|(slot, w)| {
+                    let size_bytes = ((w.end - w.start) * Sector::SIZE) as u32;
+                    io.bitmap.count_touched(slot, Sector(w.start), size_bytes)
+                })
+                .sum();
+            left.rounds = match left.blocks == blocks && written < blocks {
                 true => left.rounds + 1,
                 false => 0,
             };
             left.blocks = blocks;
             let marked = blocks > 0 && !verified.contains(*peer);
             if marked && left.rounds >= SETTLING_ROUNDS {
-                due.push(*peer);
+                left.rounds = 0;
+                if mem::replace(&mut left.flushed, true) {
+                    due.push(*peer);
+                } else {
+                    flushes = true;
+                }
             }
             marked
         });
         io.unsettled.peers = all;
+        if flushes {
+            // A busy Primary acks late, and until then nobody vouches for what it wrote.
+            self.flush_peer_acks();
+        }
         for peer in due {
             if self.is_busy(volume) {
                 return;

@@ -5,9 +5,7 @@
 //! leaves: the block may come from a resync whose link was lost before its flush. A block that is
 //! written while its digest is on its way stays marked and is asked for again.
 
-use alloc::vec::Vec;
-
-use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::{BlockAck, BlockRequest, DigestDagtagRequest, DigestRequest};
 use lockstep_format::wire::{BlockId, Digest, Packet, ReplState, UuidFlags};
@@ -250,8 +248,7 @@ impl Resource {
         }
         self.target_end(volume, peer, key);
         if settled {
-            let extents: Vec<_> = crate::al::Extents::of(sector, size_bytes).iter().collect();
-            self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
+            self.tell_settled(volume, &[(sector, size_bytes)]);
             self.bits_cleared(volume);
         }
         self.target_gone_if_empty(volume, peer);

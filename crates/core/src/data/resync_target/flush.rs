@@ -75,6 +75,21 @@ impl Resource {
         }
     }
 
+    /// Asks connected Primaries for the peer acks of what they have written so far.
+    pub(crate) fn flush_peer_acks(&mut self) {
+        self.io.flush_sequence += 1;
+        let flush_sequence = self.io.flush_sequence;
+        for primary in self.established() {
+            let connection = self.state.connections.get(&primary);
+            let is_primary = connection.is_some_and(|c| c.peer_role == Role::Primary);
+            let link = self.connections.get(&primary);
+            if is_primary && link.is_some_and(|c| c.protocol() >= WITH_FLUSH) {
+                let packet = Packet::FlushRequests(FlushRequests { flush_sequence });
+                self.send(primary, Stream::Data, VolumeNr::NONE, packet);
+            }
+        }
+    }
+
     /// A Primary was away when resyncs from other nodes began: they may owe marks of what it wrote
     /// since, and must not end before those are here.
     pub(super) fn request_flushes_of_others(&mut self, volume: VolumeNr, primary: NodeId) {

@@ -70,6 +70,7 @@ impl Resource {
         let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
         // The target of a resync that is paused is copied from another node meanwhile.
         let syncs = p.repl.is_sync() && p.repl != ReplState::PausedSyncS;
+        let syncs = syncs || self.was_copied(volume, peer);
         (self.both_are_whole(volume, peer) && known) || syncs || careless
     }
 
@@ -88,7 +89,22 @@ impl Resource {
             let slot = io.slot(peer);
             slot.is_some_and(|slot| io.bitmap.count_touched(slot, sector, size_bytes) > 0)
         });
-        (self.both_are_whole(volume, peer) || p.repl.is_sync()) && !marked
+        let compared = p.repl.is_sync() || self.was_copied(volume, peer);
+        (self.both_are_whole(volume, peer) || compared) && !marked
+    }
+
+    /// One of the two was copied from the other one, to the end, on this connection, but is not whole by
+    /// it because its source was not stable. What is said of the last blocks comes behind that end, and
+    /// without it whoever copies the target next would send them once more.
+    fn was_copied(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        let device = self.devices.get(&volume);
+        let pd = device.and_then(|d| d.peers.get(&peer));
+        let (good, copied) = (DiskState::UpToDate, DiskState::Inconsistent);
+        let disks = (self.state.disk(volume), p.disk);
+        p.repl == ReplState::Established
+            && [(good, copied), (copied, good)].contains(&disks)
+            && pd.is_some_and(|pd| pd.was_copied)
     }
 
     /// Connected nodes whose disk is away.
@@ -104,7 +120,7 @@ impl Resource {
         gone
     }
 
-    pub(super) fn both_are_whole(&self, volume: VolumeNr, peer: NodeId) -> bool {
+    pub(crate) fn both_are_whole(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let p = self.state.peer_device(volume, peer);
         p.repl == ReplState::Established
             && p.disk == DiskState::UpToDate
@@ -123,7 +139,7 @@ impl Resource {
 
     /// Peers that were told of marks towards them hear when none is left: they may vouch for this node
     /// again.
-    pub(super) fn tell_marks_gone(&mut self, volume: VolumeNr) {
+    pub(crate) fn tell_marks_gone(&mut self, volume: VolumeNr) {
         for peer in self.established() {
             let gone = self.is_lockstep(peer)
                 && self.both_are_whole(volume, peer)

@@ -1,0 +1,313 @@
+//! Who is in sync with whom (`P_PEERS_IN_SYNC`, semantics.md, 19.7): what a node says when its marks go,
+//! what it makes of such a word, and what becomes of marks between two nodes that a third one has
+//! copied.
+//!
+//! A word is about blocks that nobody writes: a write that is not settled may be at one node and not at
+//! the other. Kernels leave out every extent of 4 MiB with such a write. Between nodes of this project
+//! the rest of such an extent is named by its parts, so that a busy Primary does not keep marks between
+//! two others for ever.
+
+use alloc::collections::BTreeSet;
+use alloc::format;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use lockstep_format::units::{AlExtent, NodeId, NodeMask, Sector, VolumeNr};
+use lockstep_format::wire::packet::PeersInSync;
+use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet};
+
+use super::disk::DiskIo;
+use crate::al::Extents;
+use crate::event::Stream;
+use crate::interval::Origin;
+use crate::resource::Resource;
+use crate::time::Duration;
+use crate::timers::Timer;
+
+/// How often third nodes are asked about marks that are left, and how many extents at once.
+const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
+const LEFT_MARKS_EXTENTS: usize = 64;
+
+/// A range of a volume, as packets name it.
+pub(crate) type Part = (Sector, u32);
+
+impl Resource {
+    /// Tells the peers who is in sync with this node there. With `known` ones it is an answer to who
+    /// said that these are equal, and given only by a node that knows all of them and more as equal: so
+    /// answers to answers end, whoever is connected.
+    pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, parts: &[Part], known: NodeMask) {
+        if self.connections.len() < 2 {
+            // Nobody is left whose relation the packet could settle.
+            return;
+        }
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let is_write = |origin| matches!(origin, Origin::LocalWrite | Origin::PeerWrite(_));
+        for (extent, part) in by_extent(parts, size) {
+            let referenced = |io: &mut DiskIo| io.al.is_referenced(extent);
+            let hot = self.disk_io(volume).is_none_or(referenced);
+            let free = match planted!(self, EqualWhileWritten) {
+                true => alloc::vec![part],
+                false => self.free_parts(volume, part, is_write),
+            };
+            for part in free {
+                self.say_in_sync(volume, part, known, hot);
+            }
+        }
+    }
+
+    /// A resync has copied some ranges: whole extents are named, when their last block is there.
+    pub(super) fn tell_settled(&mut self, volume: VolumeNr, copied: &[Part]) {
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let extents = whole_extents(copied, size);
+        self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
+    }
+
+    /// One word; kernels are told of no extent that is being written.
+    fn say_in_sync(
+        &mut self,
+        volume: VolumeNr,
+        (sector, size_bytes): Part,
+        known: NodeMask,
+        hot: bool,
+    ) {
+        let equal = |peer: &NodeId| {
+            let disk = self.devices.get(&volume).and_then(|d| d.attached());
+            let io = disk.map(|disk| &disk.io);
+            let marks = io.and_then(|io| {
+                let slot = io.slot(*peer)?;
+                Some(io.bitmap.count_touched(slot, sector, size_bytes))
+            });
+            marks == Some(0) && self.vouches_for(volume, *peer)
+        };
+        let mask: NodeMask = self.established().into_iter().filter(equal).collect();
+        let knows_more = !mask.difference(known).is_empty();
+        let knows_all = known.difference(mask.with(self.node_id)).is_empty();
+        if size_bytes == 0 || !knows_more || !knows_all {
+            return;
+        }
+        for peer in mask.iter() {
+            if !hot || self.is_lockstep(peer) {
+                let packet = Packet::PeersInSync(PeersInSync {
+                    sector,
+                    mask,
+                    size_bytes,
+                });
+                self.send(peer, Stream::Control, volume, packet);
+            }
+        }
+    }
+
+    /// What of a range is not touched by a write that is on its way: whoever has it is not known. The
+    /// ranges in flight count by their origin.
+    fn free_parts(
+        &self,
+        volume: VolumeNr,
+        (sector, size_bytes): Part,
+        pick: impl Fn(Origin) -> bool,
+    ) -> Vec<Part> {
+        let device = self.devices.get(&volume);
+        let in_flight = device.map(|d| d.io.ranges.overlaps(sector, size_bytes, pick));
+        let mut taken = in_flight.unwrap_or_default();
+        taken.extend(self.unsettled_writes(volume));
+        taken.sort_unstable_by_key(|range| range.start);
+        let end = sector.end_of(size_bytes).0;
+        let mut free = Vec::new();
+        let mut at = sector.0;
+        for range in taken.into_iter().chain([end..end]) {
+            let until = range.start.min(end);
+            if until > at {
+                free.push((Sector(at), ((until - at) * Sector::SIZE) as u32));
+            }
+            at = at.max(range.end);
+        }
+        free
+    }
+
+    /// Where this node's writes, and those that it got, are not settled: who has them is not known.
+    pub(super) fn unsettled_writes(&self, volume: VolumeNr) -> Vec<Range<u64>> {
+        let own = self.io.log.iter().filter_map(|key| {
+            let req = self.io.requests.get(*key)?;
+            (req.volume == volume).then_some((req.sector, req.size_bytes))
+        });
+        let got = self.connections.values().flat_map(|conn| {
+            let writes = conn.io.writes.iter().filter(|w| w.volume == volume);
+            writes.map(|w| (w.sector, w.size_bytes))
+        });
+        own.chain(got)
+            .map(|(sector, size_bytes)| sector.0..sector.end_of(size_bytes).0)
+            .collect()
+    }
+
+    /// `P_PEERS_IN_SYNC`: these nodes and this one have identical data in the range.
+    pub(crate) fn peers_in_sync(&mut self, peer: NodeId, volume: VolumeNr, sync: &PeersInSync) {
+        if !self.is_within(volume, sync.sector, sync.size_bytes, DISCARD_LEN_MAX) {
+            let text = format!(
+                "in-sync range of {} bytes at {}",
+                sync.size_bytes, sync.sector
+            );
+            self.protocol_error(peer, Some(volume), text);
+            return;
+        }
+        // Something is being written: what the sender saw may be over.
+        let part = (sync.sector, sync.size_bytes);
+        let free = match planted!(self, InSyncWhileBusy) {
+            true => alloc::vec![part],
+            false => self.free_parts(volume, part, |_| true),
+        };
+        for part in free {
+            self.part_in_sync(peer, volume, part, sync.mask);
+        }
+    }
+
+    fn part_in_sync(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        (sector, size_bytes): Part,
+        equal: NodeMask,
+    ) {
+        let lockstep = self.is_lockstep(peer);
+        let sources = self.sources_of(volume);
+        let changed_by_another = self.is_target_of_another(volume, peer);
+        let known = self.is_known_to(volume, peer, sector, size_bytes);
+        if lockstep && (changed_by_another || !known) {
+            // The sender does not know this node's blocks.
+            return;
+        }
+        let gone = self.without_disk(volume);
+        let own = self.node_id;
+        let verified = self.verified(volume);
+        // What a verify found is settled by a resync only. And a node that this one is to be copied from
+        // may itself have got newer blocks, which the sender has not heard of yet.
+        let mask = equal.without(own).difference(verified);
+        // Nor is anything said about the blocks of a disk that has gone since: it misses what is written.
+        let mask = match lockstep {
+            true => mask.difference(sources).difference(gone),
+            false => mask,
+        };
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let mut known_by = Vec::new();
+        for node in mask.iter() {
+            if let Some(slot) = io.slot(node) {
+                let blocks = io.bitmap.clear_range(slot, sector, size_bytes);
+                known_by.push((node, blocks));
+            }
+        }
+        let cleared = known_by.iter().any(|(_, blocks)| *blocks > 0);
+        for (node, blocks) in known_by {
+            self.no_longer_owed(volume, node, blocks);
+        }
+        if cleared {
+            self.bits_cleared(volume);
+        }
+        // Whoever knows of another node in sync passes it on, also when the resync has ended
+        // meanwhile: its last packet crosses the state change on the other stream. Without news
+        // there is no answer, so two nodes do not answer each other for ever.
+        let known = match cleared {
+            true => NodeMask::EMPTY,
+            false => equal.with(peer),
+        };
+        self.tell_in_sync(volume, &[(sector, size_bytes)], known);
+    }
+
+    /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
+    pub(crate) fn watch_left_marks(&mut self, volume: VolumeNr) {
+        let at = self.now + LEFT_MARKS_DELAY;
+        self.timers.set_earliest(Timer::LeftMarks(volume), at);
+    }
+
+    /// A node that is not connected here, and of which another one has told that it lacks nothing.
+    fn caught_up_apart(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        self.state.conn(peer) < ConnState::Connected && self.slot_uuid(volume, peer).is_zero()
+    }
+
+    /// `Timer::LeftMarks`: the news of a node in sync is dropped wherever a write is on its way,
+    /// and a mark between two nodes that were both copied from a third would stay for ever. So a
+    /// node with marks towards an UpToDate peer says again who is in sync with it there; a third
+    /// node that knows both of them as equal answers with that.
+    pub(crate) fn left_marks_timer(&mut self, volume: VolumeNr) {
+        if self.state.disk(volume) != DiskState::UpToDate
+            || self.connections.len() < 2
+            || planted!(self, LeftMarksStay)
+        {
+            return;
+        }
+        self.tell_marks_gone(volume);
+        let device = self.devices.get(&volume);
+        let peers: Vec<NodeId> = device
+            .into_iter()
+            .flat_map(|d| d.peers.keys().copied())
+            .filter(|peer| {
+                self.both_are_whole(volume, *peer) || self.caught_up_apart(volume, *peer)
+            })
+            .collect();
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let bits = io.bitmap.shape().bits();
+        let mut extents = Vec::new();
+        let mut left = false;
+        for slot in peers.iter().filter_map(|peer| io.slot(*peer)) {
+            left |= io.bitmap.count(slot) > 0;
+            let mut next = io.left_marks_cursor;
+            while let Some(bit) = io.bitmap.next_set(slot, next)
+                && extents.len() < LEFT_MARKS_EXTENTS
+            {
+                let extent = Sector(bit * io.bitmap.shape().block().sectors()).al_extent();
+                if !extents.contains(&extent) {
+                    extents.push(extent);
+                }
+                next = io.bitmap.extent_bits(extent).end;
+            }
+        }
+        if !left {
+            self.compare_unsettled(volume);
+            return;
+        }
+        // Extents that cannot be settled now do not keep the others from their turn.
+        io.left_marks_cursor = match extents.iter().max() {
+            Some(last) if extents.len() == LEFT_MARKS_EXTENTS => {
+                io.bitmap.extent_bits(*last).end.min(bits)
+            }
+            _ => 0,
+        };
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let parts: Vec<Part> = extents.iter().map(|e| whole_extent(*e, size)).collect();
+        self.tell_in_sync(volume, &parts, NodeMask::EMPTY);
+        self.watch_left_marks(volume);
+        self.compare_unsettled(volume);
+    }
+}
+
+fn whole_extent(extent: AlExtent, size_sectors: u64) -> Part {
+    let first = extent.first_sector();
+    let end = (first.0 + AlExtent::SIZE / Sector::SIZE).min(size_sectors);
+    (first, (end.saturating_sub(first.0) * Sector::SIZE) as u32)
+}
+
+/// The extents that some ranges touch.
+fn whole_extents(parts: &[Part], size_sectors: u64) -> Vec<Part> {
+    let touched = parts
+        .iter()
+        .flat_map(|part| Extents::of(part.0, part.1).iter());
+    let extents: BTreeSet<AlExtent> = touched.collect();
+    let whole = |extent: &AlExtent| whole_extent(*extent, size_sectors);
+    extents.iter().map(whole).collect()
+}
+
+/// Cuts ranges at the borders of extents.
+fn by_extent(parts: &[Part], size_sectors: u64) -> Vec<(AlExtent, Part)> {
+    let mut found = Vec::new();
+    for (sector, size_bytes) in parts {
+        for extent in Extents::of(*sector, *size_bytes).iter() {
+            let (first, len) = whole_extent(extent, size_sectors);
+            let start = first.max(*sector);
+            let end = sector.end_of(*size_bytes).min(first.end_of(len));
+            let sectors = end.0.saturating_sub(start.0);
+            found.push((extent, (start, (sectors * Sector::SIZE) as u32)));
+        }
+    }
+    found
+}

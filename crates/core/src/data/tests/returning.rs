@@ -1,0 +1,107 @@
+//! A node that comes back to several others is copied once (semantics.md, 14.3 and 19.7).
+
+use super::*;
+
+const BLOCKS: u64 = 800;
+
+/// How node 2 goes, and whom it finds first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum First {
+    Both,
+    Primary,
+    Secondary,
+}
+
+/// Node 2 misses writes all over the device, comes back to `first`, and to the other node later. Says
+/// how many blocks were copied, with how many writes meanwhile, and how often it was a target.
+fn comes_back(seed: u64, dies: bool, first: First, later_ms: u64, writes: bool) -> (u64, usize) {
+    let mut setup = Setup::default();
+    setup.peer.c_max_rate_kib_s = 4096;
+    let mut w = clean(seed, 3, setup);
+    w.apart = vec![(0, 2), (1, 2)];
+    if dies {
+        w.crash(2);
+    } else {
+        w.cut_links_between(0, 2);
+        w.cut_links_between(1, 2);
+    }
+    w.run();
+    for n in 0..BLOCKS {
+        w.write(0, n * 40, 4096, n as u8);
+        if n % 50 == 0 {
+            w.pass(Duration::from_millis(20));
+        }
+    }
+    w.pass(Duration::from_secs(5));
+    assert_eq!(w.bits(0, 2), BLOCKS);
+    w.packets.clear();
+    w.log.clear();
+    if dies {
+        w.restart(2);
+    }
+    match first {
+        First::Both => w.apart.clear(),
+        First::Primary => w.apart = vec![(1, 2)],
+        First::Secondary => w.apart = vec![(0, 2)],
+    }
+    let goes_on = |w: &mut World, from: u64, ms: u64| {
+        for n in 0..ms / 10 {
+            w.pass(Duration::from_millis(10));
+            if writes {
+                // Beside the borders of blocks, so that no write settles a whole one.
+                w.write(0, from + n * 8, 4096, n as u8);
+            }
+        }
+    };
+    goes_on(&mut w, 3, later_ms);
+    w.apart.clear();
+    goes_on(&mut w, 5003, 8000);
+    w.pass_until("in sync", 60, World::in_sync);
+    w.pass(Duration::from_secs(8));
+    w.check_idle();
+    w.check_same_data();
+    for a in 0..3 {
+        let left: u64 = (0..3).filter(|b| *b != a).map(|b| w.bits(a, b)).sum();
+        assert_eq!(left, 0, "node {a}: {:#?}", w.log);
+    }
+    let copied = w.packets.get("rs data reply").copied().unwrap_or(0);
+    let began = w.log.iter().filter(|l| l.contains("-> SyncTarget")).count();
+    (copied, began)
+}
+
+/// As many blocks as are in flight when the source changes.
+const OVERLAP: u64 = BLOCKS / 7;
+
+#[test]
+fn whom_it_finds_first_makes_no_difference() {
+    for dies in [false, true] {
+        for seed in 9000..9006 {
+            let (copied, _) = comes_back(seed, dies, First::Both, 0, false);
+            assert!(copied <= BLOCKS + OVERLAP, "seed {seed}: {copied} blocks");
+            for later_ms in [300, 3000] {
+                let (copied, began) = comes_back(seed, dies, First::Primary, later_ms, false);
+                assert_eq!((copied, began), (BLOCKS, 1), "seed {seed}, {later_ms} ms");
+                let (copied, _) = comes_back(seed, dies, First::Secondary, later_ms, false);
+                assert!(copied <= BLOCKS + 2, "seed {seed}, {later_ms} ms: {copied}");
+            }
+        }
+    }
+}
+
+#[test]
+fn writes_meanwhile_are_not_copied_once_more_from_the_other_node() {
+    for seed in 9000..9004 {
+        for (first, later_ms) in [
+            (First::Both, 0),
+            (First::Primary, 300),
+            (First::Secondary, 300),
+        ] {
+            let (copied, began) = comes_back(seed, false, first, later_ms, true);
+            let changes = usize::from(first != First::Primary);
+            assert!(
+                copied <= BLOCKS + 40 && began <= 1 + changes,
+                "seed {seed}, {first:?}: {copied} blocks, {began} resyncs"
+            );
+        }
+    }
+}
