@@ -519,7 +519,7 @@ impl Resource {
         }
         self.hard_change(change);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
-            pd.was_copied = true;
+            pd.was_copied = disk == DiskState::Inconsistent;
         }
         self.ahead_is_over(peer);
         self.resync_over(volume, peer, false);

@@ -228,7 +228,7 @@ impl Resource {
             .min_by_key(|(n, unstable, blocks)| (*unstable, *blocks, n.0));
         let desired = match (current, best) {
             (Some(current), Some(best))
-                if best.1 < current.1
+                if (current.1 && !best.1)
                     || (best.1 == current.1 && best.2 + SOURCE_CHANGE_BLOCKS <= current.2) =>
             {
                 Some(best.0)

@@ -318,7 +318,7 @@ impl Resource {
         let own_up = after.disk == DiskState::UpToDate;
         for (peer, p) in &after.peers {
             let before = old.peer_device(volume, *peer);
-            if before.repl != p.repl
+            if (before.repl, before.disk, old.disk(volume)) != (p.repl, p.disk, after.disk)
                 && let Some(pd) = self.peer_device_mut(volume, *peer)
             {
                 pd.was_copied = false;

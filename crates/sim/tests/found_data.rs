@@ -71,3 +71,14 @@ fn a_lost_peer_does_not_count_for_writes_that_others_lack() {
     holds(88_900_118, "0-5", "8-9,426-429");
     holds(88_900_118, "0-99", "0-999");
 }
+
+/// A node vouched for one that followed a Primary which it did not reach itself: what that wrote was marked
+/// there alone. A third node, which was copied from both in turn, dropped its marks, told the one that had
+/// the write, and that dropped its own.
+#[test]
+fn nobody_vouches_for_who_follows_a_primary_out_of_reach() {
+    let holds =
+        |faults, requests| planned_holds(Some(4), 4167, (None, Vec::new()), faults, requests);
+    holds("2,5-6,8-9", "0,15-19,21");
+    holds("0-99", "0-999");
+}

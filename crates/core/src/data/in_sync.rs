@@ -14,7 +14,7 @@ use core::ops::Range;
 
 use lockstep_format::units::{AlExtent, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::PeersInSync;
-use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet};
+use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet, Role};
 
 use super::disk::DiskIo;
 use crate::al::Extents;
@@ -34,8 +34,14 @@ pub(crate) type Part = (Sector, u32);
 impl Resource {
     /// Tells the peers who is in sync with this node there. With `known` ones it is an answer to who
     /// said that these are equal, and given only by a node that knows all of them and more as equal: so
-    /// answers to answers end, whoever is connected.
-    pub(crate) fn tell_in_sync(&mut self, volume: VolumeNr, parts: &[Part], known: NodeMask) {
+    /// answers to answers end, whoever is connected. `from`: who said that.
+    pub(crate) fn tell_in_sync(
+        &mut self,
+        volume: VolumeNr,
+        parts: &[Part],
+        known: NodeMask,
+        from: Option<NodeId>,
+    ) {
         if self.connections.len() < 2 {
             // Nobody is left whose relation the packet could settle.
             return;
@@ -50,7 +56,7 @@ impl Resource {
                 false => self.free_parts(volume, part, is_write),
             };
             for part in free {
-                self.say_in_sync(volume, part, known, hot);
+                self.say_in_sync(volume, part, known, (hot, from));
             }
         }
     }
@@ -59,7 +65,7 @@ impl Resource {
     pub(super) fn tell_settled(&mut self, volume: VolumeNr, copied: &[Part]) {
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let extents = whole_extents(copied, size);
-        self.tell_in_sync(volume, &extents, NodeMask::EMPTY);
+        self.tell_in_sync(volume, &extents, NodeMask::EMPTY, None);
     }
 
     /// One word; kernels are told of no extent that is being written.
@@ -68,7 +74,7 @@ impl Resource {
         volume: VolumeNr,
         (sector, size_bytes): Part,
         known: NodeMask,
-        hot: bool,
+        (hot, from): (bool, Option<NodeId>),
     ) {
         let equal = |peer: &NodeId| {
             let disk = self.devices.get(&volume).and_then(|d| d.attached());
@@ -77,7 +83,8 @@ impl Resource {
                 let slot = io.slot(*peer)?;
                 Some(io.bitmap.count_touched(slot, sector, size_bytes))
             });
-            marks == Some(0) && self.vouches_for(volume, *peer)
+            let copied = || from == Some(*peer) && self.was_copied(volume, *peer);
+            marks == Some(0) && (self.vouches_for(volume, *peer) || copied())
         };
         let mask: NodeMask = self.established().into_iter().filter(equal).collect();
         let knows_more = !mask.difference(known).is_empty();
@@ -85,8 +92,12 @@ impl Resource {
         if size_bytes == 0 || !knows_more || !knows_all {
             return;
         }
+        let unseen = |node: &NodeId| self.changes_unseen(volume, *node, self.node_id);
+        let unseen: NodeMask = mask.iter().filter(unseen).collect();
         for peer in mask.iter() {
             if !hot || self.is_lockstep(peer) {
+                // Of itself the peer knows what this node cannot know.
+                let mask = mask.difference(unseen).with(peer);
                 let packet = Packet::PeersInSync(PeersInSync {
                     sector,
                     mask,
@@ -95,6 +106,25 @@ impl Resource {
                 self.send(peer, Stream::Control, volume, packet);
             }
         }
+    }
+
+    /// The node follows a Primary that the other one, `by`, is not connected to. What that one writes
+    /// is marked at the node alone, and nobody else can say who is equal to it.
+    fn changes_unseen(&self, volume: VolumeNr, node: NodeId, by: NodeId) -> bool {
+        let primaries = |node: NodeId| match self.peer_uuids(volume, node) {
+            Some(set) if !self.is_stable_set(set) => set.node_mask,
+            _ => NodeMask::EMPTY,
+        };
+        let connections = self.state.connections.iter();
+        let seen = match by == self.node_id {
+            true => connections
+                .filter(|(_, c)| c.peer_role == Role::Primary)
+                .map(|(node, _)| *node)
+                .collect(),
+            false => primaries(by),
+        };
+        let careless = planted!(self, VouchesForAnybody);
+        !careless && !primaries(node).difference(seen.with(by)).is_empty()
     }
 
     /// What of a range is not touched by a write that is on its way: whoever has it is not known. The
@@ -113,7 +143,7 @@ impl Resource {
         let end = sector.end_of(size_bytes).0;
         let mut free = Vec::new();
         let mut at = sector.0;
-        for range in taken.into_iter().chain([end..end]) {
+        for range in taken.into_iter().chain(core::iter::once(end..end)) {
             let until = range.start.min(end);
             if until > at {
                 free.push((Sector(at), ((until - at) * Sector::SIZE) as u32));
@@ -177,6 +207,9 @@ impl Resource {
         let gone = self.without_disk(volume);
         let own = self.node_id;
         let verified = self.verified(volume);
+        let unseen = |node: &NodeId| lockstep && self.changes_unseen(volume, *node, peer);
+        let unseen: NodeMask = equal.iter().filter(unseen).collect();
+        let equal = equal.difference(unseen);
         // What a verify found is settled by a resync only. And a node that this one is to be copied from
         // may itself have got newer blocks, which the sender has not heard of yet.
         let mask = equal.without(own).difference(verified);
@@ -209,7 +242,7 @@ impl Resource {
             true => NodeMask::EMPTY,
             false => equal.with(peer),
         };
-        self.tell_in_sync(volume, &[(sector, size_bytes)], known);
+        self.tell_in_sync(volume, &[(sector, size_bytes)], known, Some(peer));
     }
 
     /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
@@ -275,7 +308,7 @@ impl Resource {
         };
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let parts: Vec<Part> = extents.iter().map(|e| whole_extent(*e, size)).collect();
-        self.tell_in_sync(volume, &parts, NodeMask::EMPTY);
+        self.tell_in_sync(volume, &parts, NodeMask::EMPTY, None);
         self.watch_left_marks(volume);
         self.compare_unsettled(volume);
     }

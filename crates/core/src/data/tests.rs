@@ -28,6 +28,7 @@ mod added;
 mod balancing;
 mod basics;
 mod caught_up;
+mod chains;
 mod chaos;
 mod clients;
 mod congesting;

@@ -70,7 +70,6 @@ impl Resource {
         let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
         // The target of a resync that is paused is copied from another node meanwhile.
         let syncs = p.repl.is_sync() && p.repl != ReplState::PausedSyncS;
-        let syncs = syncs || self.was_copied(volume, peer);
         (self.both_are_whole(volume, peer) && known) || syncs || careless
     }
 
@@ -96,7 +95,7 @@ impl Resource {
     /// One of the two was copied from the other one, to the end, on this connection, but is not whole by
     /// it because its source was not stable. What is said of the last blocks comes behind that end, and
     /// without it whoever copies the target next would send them once more.
-    fn was_copied(&self, volume: VolumeNr, peer: NodeId) -> bool {
+    pub(crate) fn was_copied(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let p = self.state.peer_device(volume, peer);
         let device = self.devices.get(&volume);
         let pd = device.and_then(|d| d.peers.get(&peer));

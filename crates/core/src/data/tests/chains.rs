@@ -1,0 +1,155 @@
+//! Nodes in a row: who copies from a node that is not whole itself (semantics.md, 13.5, 14.3 and 19.5).
+
+use super::*;
+
+/// Node 1 is between the Primary, node 0, and node 2, which do not reach each other.
+fn row(seed: u64) -> World {
+    let mut setup = Setup::default();
+    setup.peer.c_max_rate_kib_s = 512;
+    let mut w = clean(seed, 3, setup);
+    w.apart = vec![(0, 2)];
+    w.cut_links_between(0, 2);
+    w.pass(Duration::from_secs(2));
+    w
+}
+
+fn write_all(w: &mut World, from: u64, fill: u8) {
+    for n in 0..200 {
+        w.write(0, from + n * 80, 4096, fill);
+    }
+    w.pass(Duration::from_secs(3));
+}
+
+fn reaches(w: &mut World, apart: &[(usize, usize)]) {
+    for (a, b) in apart {
+        w.cut_links_between(*a, *b);
+    }
+    w.apart = apart.to_vec();
+    w.run();
+}
+
+/// Node 1 missed writes and is in the middle of copying them from node 0; node 2 missed them as well.
+fn in_the_middle(seed: u64) -> World {
+    let mut w = row(seed);
+    reaches(&mut w, &[(0, 1), (0, 2), (1, 2)]);
+    write_all(&mut w, 0, 7);
+    reaches(&mut w, &[(0, 2), (1, 2)]);
+    w.pass_until("a resync", 20, |w| w.repl(1, 0) == ReplState::SyncTarget);
+    w.pass(Duration::from_millis(100));
+    assert_eq!(w.disk_state(1), DiskState::Inconsistent);
+    w
+}
+
+#[test]
+fn a_target_is_source_of_the_next_one_when_it_is_whole() {
+    for seed in 9100..9106 {
+        let mut w = in_the_middle(seed);
+        w.packets.clear();
+        w.log.clear();
+        reaches(&mut w, &[(0, 2)]);
+        w.pass_until("node 1 is whole", 60, |w| {
+            w.disk_state(1) == DiskState::UpToDate
+        });
+        w.pass(Duration::from_secs(10));
+        // Node 2 has the same, but cannot hear of what the Primary writes (14.2).
+        assert_eq!(w.repl(2, 1), ReplState::Established, "{:#?}", w.log);
+        assert_eq!(w.disk_state(2), DiskState::Inconsistent);
+        // It got nothing of a disk that was not whole: no block came twice.
+        let copied = w.packets.get("rs data reply").copied().unwrap_or(0);
+        assert!(copied <= 400, "{copied} blocks: {:#?}", w.log);
+        w.command(0, Command::Secondary { force: false });
+        w.pass_until("node 2 is whole", 60, |w| {
+            w.disk_state(2) == DiskState::UpToDate
+        });
+        w.pass(Duration::from_secs(5));
+        w.check_same_data();
+    }
+}
+
+#[test]
+fn without_its_source_a_target_goes_back_to_a_whole_disk_that_is_older() {
+    for seed in 9110..9116 {
+        let mut w = in_the_middle(seed);
+        reaches(&mut w, &[(0, 1), (0, 2), (1, 2)]);
+        w.apart = vec![(0, 1), (0, 2)];
+        w.pass_until("a decision", 60, |w| {
+            w.repl(1, 2) == ReplState::Established && w.disk_state(1) > DiskState::Inconsistent
+        });
+        w.pass(Duration::from_secs(2));
+        // The two are equal again, at the generation that both had, and neither is a current disk
+        // beside a Primary that may be alive.
+        assert_eq!(w.generation(1), w.generation(2));
+        let (a, b) = (&w.nodes[1].data, &w.nodes[2].data);
+        for block in 0..SIZE / 4096 {
+            assert_eq!(
+                a.block(block),
+                b.block(block),
+                "block {block}: {:#?}",
+                w.log
+            );
+        }
+        // What the Primary has written wins when it is back.
+        w.apart.clear();
+        w.pass_until("in sync", 60, World::in_sync);
+        w.pass(Duration::from_secs(5));
+        w.check_same_data();
+        assert_eq!(w.read(0, 80, 4096), vec![7; 4096]);
+    }
+}
+
+#[test]
+fn two_disks_that_are_not_whole_wait_for_a_source() {
+    for seed in 9120..9126 {
+        let mut w = row(seed);
+        reaches(&mut w, &[(0, 1), (0, 2), (1, 2)]);
+        write_all(&mut w, 0, 7);
+        // Both are copied from the Primary and lose it in the middle.
+        reaches(&mut w, &[(1, 2)]);
+        w.pass_until("two resyncs", 20, |w| {
+            [1, 2]
+                .iter()
+                .all(|n| w.repl(*n, 0) == ReplState::SyncTarget)
+        });
+        w.pass(Duration::from_millis(100));
+        reaches(&mut w, &[(0, 1), (0, 2)]);
+        w.pass(Duration::from_secs(30));
+        for (n, peer) in [(1, 2), (2, 1)] {
+            assert_eq!(w.disk_state(n), DiskState::Inconsistent, "{:#?}", w.log);
+            assert_eq!(w.repl(n, peer), ReplState::Established, "{:#?}", w.log);
+        }
+        // Nobody is promoted by mistake; an operator who has no other node chooses one of them.
+        let id = w.command(1, Command::Primary { force: false });
+        w.pass(Duration::from_secs(5));
+        assert!(
+            matches!(w.answers.get(&id), Some(Err(_))),
+            "{:?}",
+            w.answers.get(&id)
+        );
+        if seed % 2 == 0 {
+            w.apart.clear();
+            w.pass_until("in sync", 60, World::in_sync);
+        } else {
+            let id = w.command(1, Command::Primary { force: true });
+            w.pass(Duration::from_secs(5));
+            assert!(
+                matches!(w.answers.get(&id), Some(Ok(_))),
+                "{:?}",
+                w.answers.get(&id)
+            );
+            w.pass_until("a copy", 60, |w| w.disk_state(2) == DiskState::UpToDate);
+            w.pass(Duration::from_secs(2));
+            let (a, b) = (&w.nodes[1].data, &w.nodes[2].data);
+            for block in 0..SIZE / 4096 {
+                assert_eq!(
+                    a.block(block),
+                    b.block(block),
+                    "block {block}: {:#?}",
+                    w.log
+                );
+            }
+            continue;
+        }
+        w.pass(Duration::from_secs(5));
+        w.check_same_data();
+    }
+}
