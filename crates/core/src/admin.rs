@@ -61,6 +61,10 @@ pub(crate) enum Wait {
     },
     /// The writes in flight, before a demotion.
     Demote,
+    /// Writes that only this disk keeps, before it is detached.
+    Detach(VolumeNr),
+    /// A two-phase commit under way for a detach.
+    Detaching(VolumeNr),
     /// A connection to be StandAlone.
     StandAlone(NodeId),
     /// A disk to be gone.
@@ -382,6 +386,11 @@ impl Resource {
                 Wait::Demote if self.requests_are_through() => {
                     self.wish(WishKind::Demote { force: false }, Some(item.id));
                 }
+                Wait::Detach(volume) if self.may_lose_disk(volume) => {
+                    let what = Wait::Detaching(volume);
+                    self.waiting.push(Waiting { what, ..item });
+                    self.wish(WishKind::Detach(volume), Some(item.id));
+                }
                 Wait::Quiet if self.io_is_quiet() => {
                     self.answer(item.id, Ok(Answer::Done));
                 }
@@ -407,6 +416,9 @@ impl Resource {
     ) {
         let position = self.waiting.iter().position(|w| w.id == id);
         let waiting = position.map(|i| self.waiting.swap_remove(i));
+        if matches!(kind, WishKind::Detach(_)) {
+            self.admission_changed();
+        }
         match (waiting.map(|w| (w.what, w.until)), result) {
             (
                 Some((
@@ -677,7 +689,9 @@ impl Resource {
             .get(&volume)
             .is_some_and(|d| d.peers.values().any(|p| p.repl >= ReplState::Established));
         if connected {
-            self.wish(WishKind::Detach(volume), Some(id));
+            self.close_epoch();
+            let what = Wait::Detach(volume);
+            self.waiting.push(Waiting { id, what, until });
             return;
         }
         let mut change = Change::new().disk(volume, DiskState::Detaching);

@@ -12,6 +12,7 @@
 mod ack_times;
 mod audit;
 mod balance;
+mod before_detach;
 mod conflict;
 mod dagtag;
 mod disk;

@@ -113,6 +113,7 @@ impl Resource {
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
             || self.is_demoting()
+            || self.waits_for_detach(volume)
             || self.waits_for_old_target(volume)
             || self.awaits_first_state(volume)
             || self
