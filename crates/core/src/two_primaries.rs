@@ -60,7 +60,7 @@ impl Resource {
     }
 
     /// The configuration gives the peer no bitmap, so it never has a disk.
-    fn is_client(&self, peer: NodeId) -> bool {
+    pub(crate) fn is_client(&self, peer: NodeId) -> bool {
         let mut devices = self.devices.values();
         devices.all(|d| d.peers.get(&peer).is_some_and(|pd| !pd.options.bitmap))
     }

@@ -306,8 +306,13 @@ impl Resource {
             for (volume, device) in &self.state.devices {
                 if let Some(disk) = disk {
                     let known = device.peers.get(&initiator).map(|p| p.disk);
+                    // A disk that was detached beside this Primary comes back as an outdated one.
+                    let detached = mask.has(StateWord::CONN)
+                        && known == Some(DiskState::Diskless)
+                        && !self.is_client(initiator);
                     let lowers = disk == DiskState::Outdated
-                        && known.is_some_and(|d| d < DiskState::Outdated);
+                        && known.is_some_and(|d| d < DiskState::Outdated)
+                        && !detached;
                     let raises = disk == DiskState::UpToDate
                         && known.is_some_and(|d| d < DiskState::Inconsistent);
                     if !lowers && !raises {
