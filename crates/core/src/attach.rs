@@ -706,6 +706,7 @@ impl Resource {
             && !exposed.is_zero()
             && !current_elsewhere
             && !on_disk.knows(exposed)
+            && !self.was_kept_alone(volume, on_disk)
     }
 
     fn data_not_current(&self, volume: VolumeNr, path: &str, current: Uuid) -> CommandError {
@@ -744,6 +745,10 @@ impl Resource {
         for uuid in announced {
             disk.generations.note_planned(uuid);
         }
+        self.take_kept_generation(volume);
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
         // The bits that a full sync calls for are on disk now.
         let all = superblock_calls_for_all(&disk.generations);
         for node in (0..NodeId::COUNT).map(NodeId) {
@@ -890,6 +895,9 @@ impl Resource {
             DiskPhase::Attached { .. } => {}
         }
         disk.leaving = Some(Leaving::Drain { graceful });
+        if !graceful {
+            self.disk_is_lost(volume);
+        }
         self.detach_progress(volume);
     }
 

@@ -43,6 +43,9 @@ pub struct Device {
     /// Generations before the one that the last disk had when it went: who is still at one of them
     /// has older data than this node has shown.
     pub left_behind: Vec<Uuid>,
+    /// The last disk's generation, where that disk alone has what applications were told is written,
+    /// and the one that was exposed since then instead, which no peer knows.
+    pub kept_alone: Option<(Uuid, Uuid)>,
     /// A new current UUID is due (semantics.md, 12.4).
     pub new_uuid_pending: bool,
     /// It became Primary: what it writes gets a generation of its own in any case, because the
@@ -187,7 +190,7 @@ pub enum AfterMeta {
     /// Full sync with this peer is marked on disk; the bits may follow.
     FullSync(NodeId),
     /// The UUID of a resync towards this 8.4 peer is durable; the peer may know it.
-    SyncUuid(NodeId),
+    SyncUuid(NodeId, Uuid),
     /// A new size, or the metadata's new place, is durable.
     Resized,
 }
@@ -227,6 +230,8 @@ pub struct PeerDevice {
     /// It wants them when it becomes Inconsistent otherwise: as above, until it has asked for them
     /// once (`P_ENABLE_REPLICATION`).
     pub replicates_now: bool,
+    /// It has asked for writes while this node, its source, was still in the exchange of bitmaps.
+    pub replicates_early: bool,
     /// This node's disk state as sent with it: the comparison goes by what both know.
     pub sent_disk: lockstep_format::wire::DiskState,
     /// Size in sectors that the peer was told last.
@@ -362,6 +367,7 @@ impl PeerDevice {
             asked_marks: false,
             replicates_to_target: true,
             replicates_now: true,
+            replicates_early: false,
             sent_disk: lockstep_format::wire::DiskState::Diskless,
             sent_sectors: 0,
             presented: None,
@@ -401,6 +407,7 @@ impl Device {
             exposed_uuid: Uuid::ZERO,
             told_uuid: Uuid::ZERO,
             left_behind: Vec::new(),
+            kept_alone: None,
             announced: Vec::new(),
             unmade: None,
             new_uuid_pending: false,

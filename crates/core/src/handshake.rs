@@ -384,8 +384,10 @@ impl Resource {
                 }
             }
             Packet::EnableReplication(now) => {
+                let exchanges = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS;
                 if let Some(pd) = self.peer_device_mut(volume, peer) {
                     pd.replicates_now = now.enable;
+                    pd.replicates_early = now.enable && exchanges;
                 }
                 self.hard_change(Change::new().replication(volume, peer, now.enable));
             }

@@ -429,7 +429,7 @@ impl Resource {
                 // A third node may have joined since the peer asked for marks.
                 p.replication = true;
             } else if p.repl.is_sync_source() && !before.repl.is_sync_source() {
-                p.replication = asked.replicates_to_target;
+                p.replication = asked.replicates_to_target || asked.replicates_early;
             } else if p.disk == DiskState::Inconsistent
                 && !(was && before.disk == DiskState::Inconsistent)
             {

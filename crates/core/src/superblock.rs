@@ -145,7 +145,7 @@ impl Resource {
             AfterMeta::ResyncStart(peer) => self.resync_target_ready(volume, peer),
             AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
             AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),
-            AfterMeta::SyncUuid(peer) => self.sync_uuid_durable(volume, peer),
+            AfterMeta::SyncUuid(peer, uuid) => self.sync_uuid_durable(volume, peer, uuid),
             AfterMeta::Resized => self.resize_durable(volume),
         }
     }

@@ -828,6 +828,9 @@ impl Resource {
             if before.repl == p.repl {
                 continue;
             }
+            if let Some(pd) = self.peer_device_mut(volume, *peer) {
+                pd.replicates_early = false;
+            }
             match p.repl {
                 ReplState::WfSyncUuid => self.legacy_target_waits(volume, *peer),
                 ReplState::WfBitmapS | ReplState::WfBitmapT => {

@@ -169,11 +169,12 @@ impl Resource {
             return false;
         };
         let is_old = |old: Uuid| old.same_generation(set);
+        let kept_here = device.kept_alone.is_some_and(|(kept, _)| is_old(kept));
         let behind = match device.attached() {
             None => device.left_behind.iter().copied().any(is_old),
             // On its way out.
             Some(disk) if self.state.disk(volume) < DiskState::Inconsistent => {
-                disk.generations.older().any(is_old)
+                kept_here || disk.generations.older().any(is_old)
             }
             Some(_) => false,
         };

@@ -84,6 +84,8 @@ pub(crate) enum FlushWaiter {
     Epochs(NodeId, u64),
     /// Resync data received from a peer.
     Target(NodeId),
+    /// Writes of the source that took the place of resync data.
+    ResyncEnd(NodeId, u64),
     /// Blocks whose digests go to a peer.
     Hashed(NodeId),
     /// A write of a peer without a disk, which this disk alone has.
@@ -662,6 +664,7 @@ impl Resource {
             FlushWaiter::App(key) => self.app_flush_done(key, result),
             FlushWaiter::Epochs(peer, serial) => self.epochs_flushed(volume, peer, serial, result),
             FlushWaiter::Target(peer) => self.target_flushed(volume, peer, result),
+            FlushWaiter::ResyncEnd(peer, serial) => self.end_flushed(volume, peer, serial),
             FlushWaiter::Hashed(peer) => self.hashed_flushed(volume, peer, result),
             FlushWaiter::LastCopy(peer, number) => {
                 self.last_copy_flushed(volume, peer, number, result);

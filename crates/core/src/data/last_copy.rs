@@ -11,14 +11,20 @@
 //! this disk takes over the new generation.
 
 use alloc::collections::{BTreeSet, VecDeque};
+use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState};
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState, Role};
 
 use super::Key;
 use super::peer_write::PeerWrite;
 use crate::event::DiskError;
+use crate::generation::{Generations, Rotation};
+use crate::options::Protocol;
+use crate::report::Level;
 use crate::resource::Resource;
+use crate::state::ReplSets;
+use crate::uuids::is_real;
 
 impl Resource {
     /// What `peer` writes is on this disk and on no other one.
@@ -35,7 +41,12 @@ impl Resource {
         });
         let sender = self.state.peer_device(volume, peer);
         let flushes = flushes && !planted!(self, LastCopyInCache);
-        flushes && !others && sender.repl > ReplState::Off && sender.disk <= DiskState::Inconsistent
+        // A sender that is about to be this disk's target may be one already: its state is on the way.
+        let overwritten = sender.repl == ReplState::WfBitmapS || sender.repl.is_sync_source();
+        flushes
+            && !others
+            && sender.repl > ReplState::Off
+            && (sender.disk <= DiskState::Inconsistent || overwritten)
     }
 
     /// Writes of this node are marked towards the peer, or will be: it was never sent them.
@@ -72,6 +83,91 @@ impl Resource {
             self.keep_last_copy(volume);
             self.write_superblock(volume);
         }
+    }
+
+    /// The link broke before the peer had a write that applications take for done: with protocol A it was merely sent.
+    /// If this node's disk is gone as well no other disk has it, and the peer's data must not pass for what
+    /// applications have seen. They get a generation that the peer does not know; the own disk, if it comes back,
+    /// takes it.
+    pub(super) fn copies_are_lost(&mut self, volumes: Vec<VolumeNr>, peer: NodeId) {
+        for volume in volumes {
+            self.keep_alone(volume, peer);
+        }
+    }
+
+    /// The same, where the link broke first and nothing was written since: no generation says what the peer misses.
+    pub(crate) fn disk_is_lost(&mut self, volume: VolumeNr) {
+        let peers: Vec<NodeId> = self
+            .connections
+            .values()
+            .filter(|conn| conn.net.protocol == Protocol::A)
+            .map(|conn| conn.peer)
+            .filter(|peer| self.state.peer_device(volume, *peer).repl == ReplState::Off)
+            .filter(|peer| self.lacks_writes(volume, *peer))
+            .collect();
+        for peer in peers {
+            self.keep_alone(volume, peer);
+        }
+    }
+
+    fn keep_alone(&mut self, volume: VolumeNr, peer: NodeId) {
+        let gone = self.state.disk(volume) <= DiskState::Failed;
+        let mut rng = self.rng.clone();
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let old = device.exposed_uuid;
+        let set = device.peers.get(&peer).and_then(|pd| pd.uuids.as_ref());
+        let follows = set.is_some_and(|set| set.current.same_generation(old));
+        if self.state.role != Role::Primary || !gone || !follows || !is_real(old) {
+            return;
+        }
+        let given = Uuid(rng.uuid().0 | Uuid::PRIMARY_BIT);
+        device.exposed_uuid = given;
+        device.kept_alone = Some((old, given));
+        device.left_behind.push(old);
+        self.rng = rng;
+        let text = "writes that were acknowledged are on no disk but the one that failed: attach it again, or \
+                    demote this node to go on with older data";
+        self.log(Level::Error, None, Some(volume), text.into());
+    }
+
+    /// This disk has what `copies_are_lost` speaks of.
+    pub(crate) fn was_kept_alone(&self, volume: VolumeNr, on_disk: &Generations) -> bool {
+        let kept = self.devices.get(&volume).and_then(|d| d.kept_alone);
+        kept.is_some_and(|(kept, _)| kept.same_generation(on_disk.current))
+    }
+
+    /// The disk is back, and this node still Primary: its data get the generation that is exposed, which makes
+    /// it the source of whoever lacks them.
+    pub(crate) fn take_kept_generation(&mut self, volume: VolumeNr) {
+        let views = self.peer_views(volume);
+        let (dagtag, role) = (self.io.dagtag, self.state.role);
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
+        let exposed = device.exposed_uuid;
+        let Some((kept, given)) = device.kept_alone.take() else {
+            return;
+        };
+        let Some(disk) = device.disk.as_mut() else {
+            return;
+        };
+        let same = kept.same_generation(disk.generations.current);
+        if !same || !given.same_generation(exposed) {
+            return;
+        }
+        if role != Role::Primary {
+            device.exposed_uuid = kept;
+            return;
+        }
+        let rotation = Rotation {
+            peers: &views,
+            weak: views.iter().map(|view| view.node).collect(),
+            dagtag,
+        };
+        let generations = &mut disk.generations;
+        generations.receive_new_datagen(exposed, &rotation, DiskState::UpToDate, role);
     }
 
     pub(crate) fn last_copy_flushed(

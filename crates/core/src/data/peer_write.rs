@@ -215,6 +215,7 @@ impl Resource {
             // attached one and have got the bitmap.
             flags.remove(DataFlags::MAY_SET_IN_SYNC);
             if has_disk {
+                self.legacy_diskless_writes(volume, peer);
                 self.mark_towards(volume, peer, sector, size_bytes);
             }
         }
@@ -493,8 +494,9 @@ impl Resource {
             if in_sync
                 && let Some(io) = self.disk_io(volume)
                 && let Some(slot) = io.slot(peer)
+                && io.bitmap.clear_range(slot, sector, size) > 0
             {
-                io.bitmap.clear_range(slot, sector, size);
+                self.target_overwritten(volume, peer);
             }
             let ack = self.block_ack(volume, peer, sector, id, size);
             let packet = if in_sync {

@@ -80,6 +80,10 @@ pub(crate) struct TargetSync {
     flush_waits: Vec<(NodeId, NodeMask)>,
     flush_sequence: u64,
     flush_asked: Instant,
+    /// A write of the source has cleared marks, and no flush since is known of.
+    overwritten: bool,
+    /// Number of the flush before the end that is in flight.
+    end_flush: Option<u64>,
     /// All peers send their writes, or were asked to.
     replicating: bool,
     /// Marks that were left at the end of the last pass without replication.
@@ -178,6 +182,8 @@ impl Resource {
                 sync.hashed = old.hashed;
                 sync.hash_flushing = old.hash_flushing;
                 sync.held = old.held;
+                sync.overwritten = old.overwritten;
+                sync.end_flush = old.end_flush;
                 sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
             }
             sync.left_bits = total.unwrap_or(0);
@@ -462,6 +468,9 @@ impl Resource {
     /// No further bit in this pass: finished, or once more from the start.
     fn end_pass(&mut self, volume: VolumeNr, peer: NodeId) {
         let now = self.now;
+        if self.source_exchanges(volume, peer) {
+            return;
+        }
         let count = self
             .disk_io(volume)
             .and_then(|io| io.slot(peer).map(|slot| io.bitmap.count(slot)));
@@ -487,31 +496,12 @@ impl Resource {
             }
             return;
         }
-        // A node that is gone or not UpToDate any more owes no answer.
-        let mut waits = core::mem::take(&mut sync.flush_waits);
-        for (primary, nodes) in &mut waits {
-            let up_to_date = |node: NodeId| {
-                self.is_established(node)
-                    && self.state.peer_device(volume, node).disk == DiskState::UpToDate
-            };
-            let reachable = self.is_established(*primary);
-            *nodes = nodes
-                .iter()
-                .filter(|node| reachable && up_to_date(*node))
-                .collect();
+        if self.flush_is_awaited(volume, peer) || self.flush_before_end(volume, peer) {
+            return;
         }
-        waits.retain(|(_, nodes)| !nodes.is_empty());
         let Some(sync) = self.target(volume, peer) else {
             return;
         };
-        sync.flush_waits = waits;
-        if !sync.flush_waits.is_empty() {
-            // A node that was not connected to the Primary then never hears of the question.
-            if now - sync.flush_asked >= FLUSH_PATIENCE {
-                self.request_flushes(volume, peer);
-            }
-            return;
-        }
         let failed = left;
         sync.over = true;
         sync.failed = failed;

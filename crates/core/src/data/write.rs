@@ -1020,7 +1020,7 @@ impl Resource {
         conn.io.resync_in_flight_sectors = 0;
         conn.io.flush_requests.clear();
         self.io.peer_ack.last.retain(|(node, _)| *node != peer);
-        let mut missed = Vec::new();
+        let (mut missed, mut lost) = (Vec::new(), Vec::new());
         for key in sent {
             let parks = suspended || self.cannot_mark(key);
             let Some(req) = self.io.requests.get_mut(key) else {
@@ -1036,6 +1036,9 @@ impl Resource {
             req.pending.remove(peer);
             if !forgets {
                 req.ok.remove(peer);
+                if req.completed && req.local == Local::Ok && req.ok.is_empty() {
+                    lost.push(req.volume);
+                }
                 missed.push((req.volume, req.sector, req.size_bytes));
             }
             req.in_sync.remove(peer);
@@ -1060,6 +1063,7 @@ impl Resource {
         for (volume, sector, size_bytes) in missed {
             self.mark_towards(volume, peer, sector, size_bytes);
         }
+        self.copies_are_lost(lost, peer);
         self.settle_log();
         self.lose_reads(peer);
         self.settle_flushes(peer);

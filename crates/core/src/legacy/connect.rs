@@ -134,22 +134,22 @@ impl Resource {
         };
         disk.generations.sync_uuid_as_source(peer, &mut rng);
         self.rng = rng;
+        let uuid = self.slot_uuid(volume, peer);
         if planted!(self, SyncUuidEarly) {
-            self.sync_uuid_durable(volume, peer);
+            self.sync_uuid_durable(volume, peer, uuid);
             self.write_superblock(volume);
             return;
         }
-        self.after_superblock(volume, AfterMeta::SyncUuid(peer));
+        self.after_superblock(volume, AfterMeta::SyncUuid(peer, uuid));
     }
 
-    /// The resync's UUID is durable here.
-    pub(crate) fn sync_uuid_durable(&mut self, volume: VolumeNr, peer: NodeId) {
+    /// A resync's UUID is durable here. That of one that a broken link has ended is not told any more.
+    pub(crate) fn sync_uuid_durable(&mut self, volume: VolumeNr, peer: NodeId, uuid: Uuid) {
         let repl = self.state.peer_device(volume, peer).repl;
-        if !matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS) || !self.is_legacy(peer)
-        {
+        let is_source = matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS);
+        if !is_source || !self.is_legacy(peer) || self.slot_uuid(volume, peer) != uuid {
             return;
         }
-        let uuid = self.slot_uuid(volume, peer);
         self.send(peer, Stream::Data, volume, Packet::SyncUuid(uuid));
     }
 
@@ -162,6 +162,10 @@ impl Resource {
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.early_sync_uuid = Some(uuid);
             }
+            return;
+        }
+        if self.state.disk(volume) < DiskState::Inconsistent {
+            // The disk failed meanwhile, and the source has not heard of it.
             return;
         }
         if !matches!(repl, ReplState::WfSyncUuid | ReplState::Behind) {
@@ -218,11 +222,23 @@ impl Resource {
             .connections
             .get(&peer)
             .is_some_and(|c| c.peer_role == Role::Primary);
-        let p = self.state.peer_device(volume, peer);
         let lost = usable(before) && after < DiskState::Inconsistent;
-        if !lost
-            || planted!(self, LegacyLossUnlabelled)
-            || !primary
+        if lost && primary {
+            self.legacy_label_peers(volume, peer);
+        }
+    }
+
+    /// The peer writes without a disk. If that went together with the link nobody has labelled what it writes.
+    pub(crate) fn legacy_diskless_writes(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.is_legacy(peer) {
+            self.legacy_label_peers(volume, peer);
+        }
+    }
+
+    /// A new generation for what the peer writes without a disk, if there is none yet.
+    fn legacy_label_peers(&mut self, volume: VolumeNr, peer: NodeId) {
+        let p = self.state.peer_device(volume, peer);
+        if planted!(self, LegacyLossUnlabelled)
             || !self.is_legacy(peer)
             || p.repl < ReplState::Established
             || self.state.disk(volume) != DiskState::UpToDate

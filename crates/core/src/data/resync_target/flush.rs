@@ -1,13 +1,15 @@
-//! The flush before the end of a resync: peer acks that are still on their way (semantics.md, 19.6).
+//! What the end of a resync waits for: a source that is not through with its start, peer acks that are still on their way (semantics.md, 19.6),
+//! and a flush of the own disk.
 
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::FlushRequests;
-use lockstep_format::wire::{DiskState, Packet, Role};
+use lockstep_format::wire::{DiskState, Packet, ReplState, Role};
 
-use super::TargetSync;
+use super::{FLUSH_PATIENCE, TargetSync};
 use crate::connection::{Connection, WITH_FLUSH};
+use crate::data::disk::FlushWaiter;
 use crate::event::Stream;
 use crate::resource::Resource;
 
@@ -87,6 +89,82 @@ impl Resource {
                 let packet = Packet::FlushRequests(FlushRequests { flush_sequence });
                 self.send(primary, Stream::Data, VolumeNr::NONE, packet);
             }
+        }
+    }
+
+    /// The source is not through with the exchange of bitmaps, because of a handler, say. Until it is it sends
+    /// nothing and tells only marks of its writes; a disk that lacks them must not be taken for whole. (8.4 begins
+    /// with the UUID of the resync.)
+    pub(super) fn source_exchanges(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let state = device.and_then(|d| d.peers.get(&peer)?.last_state);
+        !self.is_legacy(peer) && state.is_some_and(|state| state.repl == ReplState::WfBitmapS)
+    }
+
+    /// Some node owes the answer to a flush.
+    pub(super) fn flush_is_awaited(&mut self, volume: VolumeNr, peer: NodeId) -> bool {
+        let now = self.now;
+        let Some(sync) = self.target(volume, peer) else {
+            return false;
+        };
+        // A node that is gone or not UpToDate any more owes no answer.
+        let mut waits = core::mem::take(&mut sync.flush_waits);
+        for (primary, nodes) in &mut waits {
+            let up_to_date = |node: NodeId| {
+                self.is_established(node)
+                    && self.state.peer_device(volume, node).disk == DiskState::UpToDate
+            };
+            let reachable = self.is_established(*primary);
+            *nodes = nodes
+                .iter()
+                .filter(|node| reachable && up_to_date(*node))
+                .collect();
+        }
+        waits.retain(|(_, nodes)| !nodes.is_empty());
+        let Some(sync) = self.target(volume, peer) else {
+            return false;
+        };
+        sync.flush_waits = waits;
+        if sync.flush_waits.is_empty() {
+            return false;
+        }
+        // A node that was not connected to the Primary then never hears of the question.
+        if now - sync.flush_asked >= FLUSH_PATIENCE {
+            self.request_flushes(volume, peer);
+        }
+        true
+    }
+
+    /// Marks that a write of the source has cleared stood for older data that applications may have flushed
+    /// already. Metadata that call the disk UpToDate must not outlive that write.
+    pub(super) fn flush_before_end(&mut self, volume: VolumeNr, peer: NodeId) -> bool {
+        let serial = self.io.flush_sequence + 1;
+        let Some(sync) = self.target(volume, peer) else {
+            return false;
+        };
+        if sync.overwritten && sync.end_flush.is_none() {
+            sync.overwritten = false;
+            sync.end_flush = Some(serial);
+            self.io.flush_sequence = serial;
+            self.flush_disk(volume, FlushWaiter::ResyncEnd(peer, serial));
+            return true;
+        }
+        sync.end_flush.is_some()
+    }
+
+    /// A write of the source has cleared marks.
+    pub(crate) fn target_overwritten(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(sync) = self.target(volume, peer) {
+            sync.overwritten = true;
+        }
+    }
+
+    /// The flush before the end is done. A disk whose flush failed is gone, and the resync with it.
+    pub(crate) fn end_flushed(&mut self, volume: VolumeNr, peer: NodeId, serial: u64) {
+        let sync = self.target(volume, peer);
+        if let Some(sync) = sync.filter(|sync| sync.end_flush == Some(serial)) {
+            sync.end_flush = None;
+            self.target_kick(volume, peer);
         }
     }
 
