@@ -135,7 +135,7 @@ fn not_on_disk(
         let found = disk.content.get(block as usize).copied();
         if found.is_some_and(|found| !is_as_new(w, volume, block, found, value)) {
             return Some(format!(
-                "{} says that it has {value} in block {block} of volume {volume}, and its disk has \
+                "{} says that it has version {value} in block {block} of volume {volume}, and its disk has \
                  {found:?}; {}",
                 name(node),
                 w.history.describe(volume, block)
@@ -211,7 +211,7 @@ fn epoch_is_durable(w: &mut World, node: usize, link: u64, wanted: u32) {
         if let Some((block, old)) = lost {
             let text = format!(
                 "{} acknowledges a barrier, but would lose block {block} of volume {volume} of its epoch \
-                 with its power and have {old} there; {}",
+                 with its power and have version {old} there; {}",
                 name(node),
                 w.history.describe(volume, block)
             );

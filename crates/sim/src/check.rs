@@ -6,6 +6,7 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 use lockstep_format::disk::v09::DeviceFlags;
 
+use crate::history::seconds;
 use crate::world::{Asked, World, name};
 
 /// Whatever differs between two disks is marked on one of them, whoever dies now.
@@ -139,9 +140,10 @@ pub fn flushed_is_durable(w: &mut World, primary: usize, volume: u16, issued: u6
         });
         if let Some((block, old)) = lost {
             let text = format!(
-                "{} acknowledges a flush of volume {volume} that began at {issued}, but {} would \
-                 lose block {block} with its power and have {old} there; {}",
+                "{} acknowledges a flush of volume {volume} that began at {}, but {} would \
+                 lose block {block} with its power and have version {old} there; {}",
                 name(primary),
+                seconds(issued),
                 name(node),
                 w.history.describe(volume, block)
             );
@@ -180,7 +182,7 @@ pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: 
     if let Some((block, old)) = lost {
         let text = format!(
             "{} acknowledges a durable write of volume {}, but {} would lose block {block} \
-             with its power and have {old} there; {}",
+             with its power and have version {old} there; {}",
             name(primary),
             asked.volume,
             name(node),
@@ -378,6 +380,18 @@ pub fn lacks_a_disk(w: &mut World) -> bool {
         w.view(node)
             .is_none_or(|view| view.holders.iter().take(volumes).any(|h| *h != all))
     })
+}
+
+/// Two nodes of before protocol 91 are apart because one of them missed the end of a resync: the comparison of that time
+/// has no answer (semantics.md, 13.3, rules 34 and 35), so the operator has to write new metadata on one of them.
+pub fn is_refused_for_its_age(w: &mut World, protocol: u32) -> bool {
+    const WORDS: &str = "requires-newer-protocol";
+    protocol < 91
+        && (0..w.nodes.len()).any(|n| w.nodes[n].log.iter().any(|l| l.text.contains(WORDS)))
+        && w.snapshot(0).is_some_and(|snapshot| {
+            let mut connections = snapshot.connections.iter();
+            connections.all(|c| c.state != ConnState::Connected)
+        })
 }
 
 /// It is plain at first sight that the cluster is not at rest; spares making the reason's text.

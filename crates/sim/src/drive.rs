@@ -208,6 +208,8 @@ impl<'a> Drive<'a> {
         let mut round = 0u64;
         let takeover = self.plan.takeover;
         let mut whole_since = None;
+        let mut refused = false;
+        let protocol = o.settings.resource.protocol_max;
         let mut progress = Progress::of(w);
         let what = "everything is in sync again";
         wait_for(w, o, PATIENCE * 20, what, |w, o| {
@@ -223,6 +225,10 @@ impl<'a> Drive<'a> {
                 pair.look(w, o);
             } else if round > takeover / (20 * MS) && o.primary.is_none() && !o.is_changing() {
                 promote_an_heir(w, o, round);
+            }
+            if check::is_refused_for_its_age(w, protocol) {
+                refused = true;
+                return None;
             }
             let lacks_a_disk = check::lacks_a_disk(w);
             // With protocol A nobody waits for what a stream or a process holds that stands still.
@@ -244,7 +250,11 @@ impl<'a> Drive<'a> {
                 (!stays).then(|| "it does not stay so".to_string())
             })
         });
-        if w.violation.is_some() {
+        if refused {
+            check::differences_are_marked(w);
+            check::one_primary(w);
+        }
+        if refused || w.violation.is_some() {
             return;
         }
         if self.plan.goes_on() {

@@ -399,7 +399,9 @@ impl History {
         drop(fits);
         let Some(only) = first else {
             return Err(format!(
-                "volume {volume} block {block}: read {value} at {start}..{end}; {}",
+                "volume {volume} block {block}: read version {value} between {} and {}; {}",
+                seconds(start),
+                seconds(end),
                 self.describe(volume, block)
             ));
         };
@@ -424,29 +426,31 @@ impl History {
 
     /// The versions of a block in words.
     pub fn describe(&self, volume: u16, block: u64) -> String {
-        let mut text = String::from("history:");
+        let mut text = String::from("history of the block, newest first:");
         let found = self.volumes.get(usize::from(volume)).and_then(|v| {
             let number = v.index.get(block as usize)?.checked_sub(1)?;
             v.registers.get(number as usize)
         });
         if let Some(register) = found {
             for v in register.versions.iter().rev().take(6) {
-                let time = |t: u64| {
-                    if t == NEVER {
-                        "-".to_string()
-                    } else {
-                        format!("{:.6}", t as f64 / 1e9)
-                    }
-                };
-                text += &format!(
-                    " [{} from {} to {}{}{} superseded {}]",
-                    v.value,
-                    time(v.start),
-                    time(v.end),
-                    if v.hard { " flushed" } else { "" },
-                    if v.dead == NEVER { "" } else { " abandoned" },
-                    time(v.superseded)
-                );
+                text += &format!(" [version {}", v.value);
+                if v.value > 0 {
+                    text += &format!(": written at {}", seconds(v.start));
+                    text += &match v.end {
+                        NEVER => ", not acknowledged".to_string(),
+                        end => format!(", acknowledged at {}", seconds(end)),
+                    };
+                }
+                if v.hard {
+                    text += ", flushed";
+                }
+                if v.dead != NEVER {
+                    text += ", given up";
+                }
+                if v.superseded != NEVER {
+                    text += &format!(", replaced for certain at {}", seconds(v.superseded));
+                }
+                text += "]";
             }
         }
         text
@@ -464,6 +468,11 @@ impl History {
         let volume = self.volumes.get(usize::from(volume));
         volume.map_or(&[], |v| &v.blocks)
     }
+}
+
+/// A time of the simulator as its trace shows it.
+pub(crate) fn seconds(at: u64) -> String {
+    format!("{:.6}", at as f64 / 1e9)
 }
 
 #[cfg(test)]

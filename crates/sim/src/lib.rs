@@ -24,6 +24,7 @@ mod net;
 mod openers;
 pub mod operator;
 mod pace;
+mod packets;
 pub mod pair;
 pub mod plan;
 #[cfg(feature = "planted")]

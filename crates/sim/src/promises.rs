@@ -272,7 +272,7 @@ pub fn followers_are_current(w: &mut World) {
             if w.now >= since + STALE_MOST {
                 let text = format!(
                     "{} has counted on the disk of {} for {} s, where block {block} of volume \
-                     {volume} has {}, which is older than what was acknowledged; {}",
+                     {volume} has version {}, which is older than what was acknowledged; {}",
                     name(primary),
                     name(node),
                     STALE_MOST / SECOND,
@@ -442,7 +442,7 @@ fn look_at_pair(w: &mut World, (x, y, volume): (usize, usize, u16), before: &Dif
         w.seen.differing.insert(key, (a, b, since));
         if w.now >= since + DIFFERENT_MOST {
             let text = format!(
-                "block {block} of volume {volume} has been {a} on {} and {b} on {} for {} s, which \
+                "block {block} of volume {volume} has been version {a} on {} and {b} on {} for {} s, which \
                  are connected and UpToDate, and nobody copies it; {}",
                 name(x),
                 name(y),

@@ -6,17 +6,22 @@ use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{DiskOp, Input, MetaOp, RequestKind, Tag};
 use lockstep_core::report::Snapshot;
 use lockstep_format::disk::layout::Layout;
-use lockstep_format::units::{Sector, VolumeNr};
+use lockstep_format::units::VolumeNr;
 use lockstep_format::wire::Packet;
 
+use crate::packets::{blocks, generation, packet, range};
 use crate::world::{Asked, name};
 
 /// How to read a trace; printed above it.
 pub const LEGEND: &str = "\
-Each line: virtual time in seconds, node, what happens there. `==` is done by the simulator (a fault,
-the operator), `<-` is a packet that arrives, `->` one that is sent, `log:` what the node itself says.
+Each line: virtual time in seconds, node (A, B, ...), what happens there. `==` is done by the simulator (a
+fault, the operator, a request of an application), `<-` is a packet that arrives, `->` one that is sent,
+`log:` what the node itself says; everything else is what it does with its disks, links and requests.
 Blocks have 4 KiB and are counted from 0; a write of blocks 8..9 = 41..42 stores version 41 in block 8
-and version 42 in block 9. Every version is written once, so it names the write it came from.";
+and version 42 in block 9. Every version is written once, so it names the write it came from; version 0
+is what a block has before any write. A write is on a disk when its operation is done, and durable after a
+flush that began later. The mark of a block says that the other disk may lack what this one has there.
+A generation names the data of a disk: it changes when a disk is left behind (first 8 digits are shown).";
 
 /// The last lines of each node.
 #[derive(Clone, Debug)]
@@ -60,10 +65,10 @@ pub(crate) fn state(snapshot: &Snapshot) -> String {
     }
     for device in &snapshot.devices {
         text += &format!(
-            "\n  volume {}: {:?}, generation {:016x}, {} requests and {} disk operations pending",
+            "\n  volume {}: {:?}, generation {}, {} requests and {} disk operations pending",
             device.volume,
             device.disk_state,
-            device.current_uuid.0,
+            generation(device.current_uuid),
             device.upper_pending,
             device.lower_pending
         );
@@ -91,19 +96,6 @@ pub(crate) fn state(snapshot: &Snapshot) -> String {
 /// A tag as slot and use of the slot.
 fn short(tag: Tag) -> String {
     format!("{}.{}", tag.0 & 0xffff_ffff, tag.0 >> 32)
-}
-
-fn blocks(sector: Sector, len: u32) -> String {
-    let (first, count) = (sector.0 / 8, u64::from(len) / 4096);
-    range(first, count)
-}
-
-fn range(first: u64, count: u64) -> String {
-    if count <= 1 {
-        format!("block {first}")
-    } else {
-        format!("blocks {first}..{}", first + count - 1)
-    }
 }
 
 fn versions(content: &[u64]) -> String {
@@ -235,47 +227,6 @@ pub(crate) fn sent(
         packet(volume, sent),
         payload.map_or(String::new(), versions)
     )
-}
-
-fn packet(volume: VolumeNr, packet: &Packet) -> String {
-    let ack = |what: &str, a: &lockstep_format::wire::packet::BlockAck| {
-        format!(
-            "{what} of {} (volume {volume})",
-            blocks(a.sector, a.size_bytes)
-        )
-    };
-    let data = |what: &str, d: &lockstep_format::wire::packet::Data| {
-        format!(
-            "{what} {} (volume {volume})",
-            blocks(d.sector, d.payload_len)
-        )
-    };
-    match packet {
-        Packet::Data(d) => data("Data: write of", d),
-        Packet::DataReply(d) => data("DataReply: content of", d),
-        Packet::RsDataReply(d) => data("RsDataReply: resync of", d),
-        Packet::WriteAck(a) => ack("WriteAck", a),
-        Packet::RecvAck(a) => ack("RecvAck", a),
-        Packet::RsWriteAck(a) => ack("RsWriteAck", a),
-        Packet::WriteAckInSync(a) => ack("WriteAckInSync", a),
-        Packet::NegAck(a) => ack("NegAck: failed write", a),
-        Packet::RsIsInSync(a) => ack("RsIsInSync", a),
-        Packet::DataRequest(r) => format!(
-            "DataRequest: asks for {} (volume {volume})",
-            blocks(r.sector, r.size_bytes)
-        ),
-        Packet::RsDataRequest(r) => format!(
-            "RsDataRequest: asks for {} (volume {volume})",
-            blocks(r.sector, r.size_bytes)
-        ),
-        Packet::Barrier(b) => format!("Barrier: {b:?}"),
-        Packet::BarrierAck(b) => format!("BarrierAck: {b:?}"),
-        other => {
-            let mut text = format!("{other:?}");
-            text.truncate(text.char_indices().nth(400).map_or(text.len(), |(i, _)| i));
-            text
-        }
-    }
 }
 
 /// A disk operation that starts.
