@@ -109,10 +109,3 @@ fn an_old_pair_that_missed_the_end_of_a_resync_needs_the_operator() {
     holds(120_000_483, None, vec![Extra::Old], ALL.0, ALL.1);
     holds(120_000_199, Some(KINDS), vec![Extra::Old], ALL.0, ALL.1);
 }
-
-/// A source in 8.4's dialect began a full sync, whose start the target missed, once more. The UUID of the start that
-/// nobody had taken pushed the target's generation out of the two ancestors that it was told.
-#[test]
-fn a_start_that_the_target_missed_is_no_ancestor() {
-    holds(98_003_617, None, vec![Extra::Old], "0,2-4,6", "1,9,15");
-}

@@ -13,6 +13,7 @@
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::vec::Vec;
 
+use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role};
 
@@ -90,6 +91,11 @@ impl Resource {
     /// applications have seen. They get a generation that the peer does not know; the own disk, if it comes back,
     /// takes it.
     pub(super) fn copies_are_lost(&mut self, volumes: Vec<VolumeNr>, peer: NodeId) {
+        let conn = self.connections.get(&peer);
+        if conn.is_none_or(|conn| conn.net.protocol != Protocol::A) {
+            // The peer has acknowledged them.
+            return;
+        }
         for volume in volumes {
             self.keep_alone(volume, peer);
         }
@@ -157,7 +163,7 @@ impl Resource {
         if !same || !given.same_generation(exposed) {
             return;
         }
-        if role != Role::Primary {
+        if role != Role::Primary || !disk.generations.flags.contains(DeviceFlags::CONSISTENT) {
             device.exposed_uuid = kept;
             return;
         }

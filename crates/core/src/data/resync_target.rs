@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockId, BlockRequest, DagtagRequest, Data};
-use lockstep_format::wire::{Digest, DiskState, Features, Packet, ReplState, Role, bio_len_max};
+use lockstep_format::wire::{Digest, Features, Packet, ReplState, Role, bio_len_max};
 
 use super::disk::FlushWaiter;
 use super::in_sync::Part;
