@@ -3,8 +3,8 @@
 //! source's, the connection is given up.
 //!
 //! The target's runs before this node answers the source's bitmap, so that nothing is written here
-//! while it looks at the disk: a handler may make a snapshot of it. At the end of Behind and of a
-//! full sync with an 8.4 peer the source does not wait for an answer; its writes come meanwhile.
+//! while it looks at the disk: a handler may make a snapshot of it. At the end of Behind and in a
+//! full sync with a kernel the source does not wait for an answer; its writes come meanwhile.
 
 use alloc::format;
 
@@ -34,8 +34,10 @@ pub(crate) enum ResyncGate {
     Behind,
     /// The 8.4 source told the UUID of the resync: this node is target.
     SyncUuid,
-    /// A full sync with an 8.4 target: this node is source.
+    /// A full sync without an exchange of bitmaps: this node is source.
     FullSync,
+    /// The same: this node is target.
+    FullTarget,
     /// Of a resync that has started already.
     Started,
 }
@@ -160,7 +162,12 @@ impl Resource {
                     .repl(volume, peer, ReplState::SyncSource)
                     .peer_disk(volume, peer, DiskState::Inconsistent);
                 self.hard_change(change);
-                self.legacy_source_starts(volume, peer);
+                if self.is_legacy(peer) {
+                    self.legacy_source_starts(volume, peer);
+                }
+            }
+            (ResyncGate::FullTarget, ReplState::StartingSyncT) => {
+                self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
             }
             // Something else has happened to the resync meanwhile.
             _ => {}

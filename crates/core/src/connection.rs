@@ -247,6 +247,10 @@ impl Resource {
                 .offered_features()
                 .difference(Features::RESYNC_WITHOUT_REPLICATION),
         };
+        let offered = match self.options.kernel_rules {
+            true => offered.difference(Features::LOCKSTEP),
+            false => offered,
+        };
         conn.link = Some(Link {
             id: link,
             resolve_conflicts,

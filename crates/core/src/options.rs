@@ -347,6 +347,9 @@ pub struct ResourceOptions {
     pub unnumbered: bool,
     /// Newest protocol version that is offered, default 124; lower ones are for tests.
     pub protocol_max: u32,
+    /// Whether the private bit is not offered, so that the peer is treated as a kernel of DRBD 9. Default no; for
+    /// tests.
+    pub kernel_rules: bool,
     /// Handlers that the configuration names (`fence-peer`, `split-brain`, …); others count as
     /// succeeded at once.
     pub handlers: Vec<String>,
@@ -369,6 +372,7 @@ impl Default for ResourceOptions {
             peer_ack_delay_ms: 100,
             unnumbered: false,
             protocol_max: lockstep_format::wire::PROTOCOL_MAX,
+            kernel_rules: false,
             handlers: Vec::new(),
         }
     }

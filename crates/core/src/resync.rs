@@ -9,6 +9,7 @@ use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
 
+use crate::before_resync::ResyncGate;
 use crate::command::ErrorCode;
 use crate::compare;
 use crate::data::BitmapThen;
@@ -552,12 +553,12 @@ impl Resource {
 
     // Full sync on an operator's word.
 
-    /// StartingSyncS: the peer's slot is set, durably, then the bitmaps are exchanged.
+    /// StartingSyncS: the peer's slot is set, durably; between nodes of this project the bitmaps are exchanged then.
     pub(crate) fn start_full_sync_source(&mut self, volume: VolumeNr, peer: NodeId) {
         self.mark_full_sync(volume, peer);
     }
 
-    /// StartingSyncT: all slots are set, durably, then the bitmaps are exchanged.
+    /// StartingSyncT: all slots are set, durably; then as in [`Self::start_full_sync_source`].
     pub(crate) fn start_full_sync_target(&mut self, volume: VolumeNr, peer: NodeId) {
         self.mark_full_sync(volume, peer);
     }
@@ -597,9 +598,19 @@ impl Resource {
             self.legacy_full_sync(volume, peer);
             return;
         }
+        let lockstep = self.is_lockstep(peer);
         let repl = match self.state.peer_device(volume, peer).repl {
-            ReplState::StartingSyncS => ReplState::WfBitmapS,
-            ReplState::StartingSyncT => ReplState::WfBitmapT,
+            ReplState::StartingSyncS if lockstep => ReplState::WfBitmapS,
+            ReplState::StartingSyncT if lockstep => ReplState::WfBitmapT,
+            // All is marked on both sides: a kernel sends no bitmap, and takes none.
+            ReplState::StartingSyncS => {
+                self.before_resync_source(volume, peer, ResyncGate::FullSync);
+                return;
+            }
+            ReplState::StartingSyncT => {
+                self.before_resync_target(volume, peer, ResyncGate::FullTarget);
+                return;
+            }
             _ => return,
         };
         self.hard_change(Change::new().repl(volume, peer, repl));

@@ -834,7 +834,7 @@ impl Resource {
             match p.repl {
                 ReplState::WfSyncUuid => self.legacy_target_waits(volume, *peer),
                 ReplState::WfBitmapS | ReplState::WfBitmapT => {
-                    if self.is_legacy(*peer) && crate::legacy::names_resync_first(&before, p) {
+                    if !self.is_lockstep(*peer) && crate::legacy::names_resync_first(&before, p) {
                         self.send_state(*peer, volume, new);
                     }
                     if p.repl == ReplState::WfBitmapS {
@@ -901,12 +901,19 @@ impl Resource {
                 } else if has_disk && became_unstable {
                     uuids = Some(uuids.unwrap_or(UuidFlags::empty()));
                 }
+                let kernel = !self.is_lockstep(*peer);
                 let silent = self.is_legacy(*peer)
                     && ([before.disk, after.disk].contains(&DiskState::Attaching)
-                        || crate::legacy::is_silent(was.repl, p.repl)
-                        || crate::legacy::names_resync_first(&was, p));
+                        || crate::legacy::is_silent(was.repl, p.repl))
+                    || kernel && crate::legacy::names_resync_first(&was, p);
+                // The state that answered its attach may have come before a kernel was ready for it: it compares
+                // generations when it hears one that comes after its own.
+                let settled = kernel
+                    && was.disk == DiskState::Negotiating
+                    && p.disk != DiskState::Negotiating;
                 let tells = wants_state(&was, p, before.disk, after.disk)
-                    || before.have_quorum != after.have_quorum;
+                    || before.have_quorum != after.have_quorum
+                    || settled && !self.is_legacy(*peer);
                 let tells = tells && !silent;
                 // Whoever gets the UUIDs of a stable node takes its own disk for what that node's
                 // is: it must not be what that was before.

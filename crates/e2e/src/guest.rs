@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::guest_base64::{decode, encode};
-use crate::guest_image::Image;
+use crate::guest_image::{DrbdModule, Image};
 use crate::{has_program, machine_has};
 
 /// Bounds a boot. Ten seconds are usual; a machine with other work may need ten times that.
@@ -84,6 +84,20 @@ pub enum Cable {
     Pulled,
 }
 
+/// What a guest's network interfaces are joined to.
+#[derive(Clone, Debug)]
+pub enum GuestNetwork {
+    /// QEMU's user network: the guest is [`GUEST_ADDRESS`], and sees the host as [`HOST_IN_GUEST`].
+    User,
+    /// Tap devices of a network namespace, which needs root. See [`crate::net::Network::join_guest`].
+    Taps {
+        /// File that stands for the namespace.
+        namespace: PathBuf,
+        /// Name of each tap device, with the address of the guest's interface there.
+        interfaces: Vec<(String, String)>,
+    },
+}
+
 /// How a guest is made.
 #[derive(Clone, Debug)]
 pub struct GuestSetup {
@@ -95,8 +109,12 @@ pub struct GuestSetup {
     pub cpus: u8,
     /// Raw image files, which become `/dev/vda` and so on.
     pub disks: Vec<PathBuf>,
-    /// TCP ports of the guest that the host reaches.
+    /// TCP ports of the guest that the host reaches, on the user network.
     pub ports: Vec<u16>,
+    /// Its network.
+    pub network: GuestNetwork,
+    /// Its DRBD.
+    pub drbd: DrbdModule,
     /// Access to the host's files.
     pub host_files: HostFiles,
     /// Processor model of QEMU; `max` has clwb and AVX.
@@ -114,6 +132,8 @@ impl GuestSetup {
             cpus: 1,
             disks: Vec::new(),
             ports: Vec::new(),
+            network: GuestNetwork::User,
+            drbd: DrbdModule::Distribution,
             host_files: HostFiles::Hidden,
             cpu_model: "Nehalem",
             qemu_args: Vec::new(),
@@ -227,7 +247,7 @@ impl Guest {
 
     /// Loads a kernel module of [`crate::guest_image`] with what it needs.
     pub fn load_module(&self, module: &str, parameters: &str) -> Result<()> {
-        let order = Image::of_this_machine()?.load_order(module)?;
+        let order = self.image()?.load_order(module)?;
         for (index, name) in order.iter().enumerate() {
             let words = if index + 1 == order.len() {
                 parameters
@@ -354,13 +374,68 @@ impl Guest {
         }
     }
 
+    fn image(&self) -> Result<&'static Image> {
+        Image::of_this_machine(self.setup.drbd)
+    }
+
+    /// QEMU's arguments for the network.
+    fn network_args(&self) -> Vec<String> {
+        let mut words = Vec::new();
+        let mut add = |backend: String, device: String| {
+            words.extend([
+                "-netdev".to_string(),
+                backend,
+                "-device".to_string(),
+                device,
+            ]);
+        };
+        match &self.setup.network {
+            GuestNetwork::User => {
+                let mut net = "user,id=net0".to_string();
+                for port in &self.setup.ports {
+                    net += &format!(",hostfwd=tcp:{}:{port}-:{port}", self.address);
+                }
+                add(net, "virtio-net-pci,netdev=net0,romfile=".to_string());
+            }
+            GuestNetwork::Taps { interfaces, .. } => {
+                // The hardware address is made of the guest's number, which is unlike that of others.
+                let number = self.address.octets()[1];
+                for (index, (tap, _)) in interfaces.iter().enumerate() {
+                    add(
+                        format!("tap,id=net{index},ifname={tap},script=no,downscript=no"),
+                        format!(
+                            "virtio-net-pci,netdev=net{index},romfile=,mac=52:54:00:00:{index:02x}:{number:02x}"
+                        ),
+                    );
+                }
+            }
+        }
+        words
+    }
+
     fn launch(&self) -> Result<Machine> {
-        let image = Image::of_this_machine()?;
+        let image = self.image()?;
         let place = self.directory.path();
         let socket = place.join("port");
         let mut command = Command::new("setpriv");
         // The kernel ends QEMU if this test is killed and cannot.
-        command.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
+        command.args(["--pdeathsig", "KILL"]);
+        let mut addresses = String::new();
+        if let GuestNetwork::Taps {
+            namespace,
+            interfaces,
+        } = &self.setup.network
+        {
+            // Becomes QEMU, without a process between.
+            command.arg("nsenter");
+            command.arg(format!("--net={}", namespace.display()));
+            let all: Vec<&str> = interfaces
+                .iter()
+                .map(|(_, address)| address.as_str())
+                .collect();
+            addresses = format!(" guest.addresses={}", all.join(","));
+        }
+        command.arg("qemu-system-x86_64");
         for name in ["port", "monitor"] {
             // A socket of an earlier boot would be taken for this one's.
             let _ = fs::remove_file(place.join(name));
@@ -378,8 +453,8 @@ impl Guest {
             .arg("-append")
             .arg(format!(
                 "console=ttyS0 quiet loglevel=5 mitigations=off nokaslr no_timer_check clocksource=hpet \
-                 tsc=unstable panic=-1 \
-                 guest.name={}",
+                 tsc=unstable panic=-1 log_buf_len=8M \
+                 guest.name={}{addresses}",
                 self.setup.name
             ));
         command
@@ -400,13 +475,7 @@ impl Guest {
                 "unix:{},server=on,wait=off",
                 place.join("monitor").display()
             ));
-        let mut net = "user,id=net0".to_string();
-        for port in &self.setup.ports {
-            net += &format!(",hostfwd=tcp:{}:{port}-:{port}", self.address);
-        }
-        command
-            .args(["-netdev", &net])
-            .args(["-device", "virtio-net-pci,netdev=net0,romfile="]);
+        command.args(self.network_args());
         for (index, disk) in self.setup.disks.iter().enumerate() {
             command
                 .arg("-drive")

@@ -16,6 +16,8 @@ pub struct HostNode {
     first_minor: u32,
     daemon: Option<Child>,
     daemon_args: Vec<String>,
+    /// File that stands for the network namespace of its daemon.
+    network: Option<PathBuf>,
 }
 
 impl HostNode {
@@ -34,12 +36,23 @@ impl HostNode {
             first_minor,
             daemon: None,
             daemon_args: Vec::new(),
+            network: None,
         })
     }
 
     /// Options of the daemon, from its next start on.
     pub fn set_daemon_args(&mut self, args: &[&str]) {
         self.daemon_args = args.iter().map(ToString::to_string).collect();
+    }
+
+    /// The network namespace of the daemon, from its next start on.
+    pub fn set_network(&mut self, namespace: PathBuf) {
+        self.network = Some(namespace);
+    }
+
+    /// The log of all starts of the daemon.
+    pub fn log(&self) -> Result<String> {
+        Ok(fs::read_to_string(self.dir.join("log"))?)
     }
 
     /// Its `drbd.conf`, from the next `up` or `adjust` on.
@@ -53,7 +66,8 @@ impl HostNode {
             .create(true)
             .append(true)
             .open(self.dir.join("log"))?;
-        let child = Command::new(self.dir.join("bin/lockstepd"))
+        let child = self
+            .program("lockstepd")
             .args(&self.daemon_args)
             .env("LOCKSTEP_DIR", &self.dir)
             .stdin(Stdio::null())
@@ -78,12 +92,25 @@ impl HostNode {
 
     /// A tool of this node, however it ends.
     pub fn tool(&self, tool: &str, args: &[&str]) -> Result<Output> {
-        Command::new(self.dir.join("bin").join(tool))
+        self.program(tool)
             .args(args)
             .env("LOCKSTEP_DIR", &self.dir)
             .stdin(Stdio::null())
             .output()
             .with_context(|| format!("{tool} {args:?}"))
+    }
+
+    /// A program of this node, in its network.
+    fn program(&self, name: &str) -> Command {
+        let path = self.dir.join("bin").join(name);
+        let Some(namespace) = &self.network else {
+            return Command::new(path);
+        };
+        // Becomes the program, without a process between.
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net={}", namespace.display()));
+        command.arg(path);
+        command
     }
 
     /// `drbdadm`, which must succeed.

@@ -20,6 +20,19 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::run;
 
+/// Which DRBD a guest's kernel has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrbdModule {
+    /// 8.4, as the distribution ships it.
+    Distribution,
+    /// 9, from the directory that [`DRBD9_MODULES`] names.
+    Nine,
+}
+
+/// Names the directory with `drbd.ko` and `drbd_transport_tcp.ko` of DRBD 9, built for the guests'
+/// kernel. No distribution has them.
+pub const DRBD9_MODULES: &str = "LOCKSTEP_DRBD9_MODULES";
+
 /// What QEMU boots, and which modules can be loaded afterwards.
 #[derive(Clone, Debug)]
 pub struct Image {
@@ -35,10 +48,15 @@ pub struct Image {
 
 impl Image {
     /// The image of this machine, made or downloaded when the first test asks.
-    pub fn of_this_machine() -> Result<&'static Image> {
-        static IMAGE: OnceLock<Result<Image, String>> = OnceLock::new();
-        IMAGE
-            .get_or_init(|| Image::build().map_err(|e| format!("{e:#}")))
+    pub fn of_this_machine(drbd: DrbdModule) -> Result<&'static Image> {
+        static DISTRIBUTION: OnceLock<Result<Image, String>> = OnceLock::new();
+        static NINE: OnceLock<Result<Image, String>> = OnceLock::new();
+        let image = match drbd {
+            DrbdModule::Distribution => &DISTRIBUTION,
+            DrbdModule::Nine => &NINE,
+        };
+        image
+            .get_or_init(|| Image::build(drbd).map_err(|e| format!("{e:#}")))
             .as_ref()
             .map_err(|text| anyhow::anyhow!("making the guests' image: {text}"))
     }
@@ -51,7 +69,7 @@ impl Image {
             .with_context(|| format!("the image does not hold the module {module}"))
     }
 
-    fn build() -> Result<Image> {
+    fn build(drbd: DrbdModule) -> Result<Image> {
         let cache = cache_directory()?;
         fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
         // Several test programs may want the image at once: one makes it, the others wait.
@@ -59,8 +77,12 @@ impl Image {
         lock.lock().context("locking the cache")?;
         let kernel = kernel_directory(&cache)?;
         let version = fs::read_to_string(kernel.join("version"))?;
-        let order = read_order(&fs::read_to_string(kernel.join("order"))?);
-        let initramfs = initramfs(&cache, &kernel, &order)?;
+        let mut order = read_order(&fs::read_to_string(kernel.join("order"))?);
+        let others = match drbd {
+            DrbdModule::Distribution => BTreeMap::new(),
+            DrbdModule::Nine => drbd9_modules(&version, &mut order)?,
+        };
+        let initramfs = initramfs(&cache, &kernel, &order, &others)?;
         Ok(Image {
             version,
             kernel: kernel.join("vmlinuz"),
@@ -68,6 +90,41 @@ impl Image {
             order,
         })
     }
+}
+
+/// The files of DRBD 9's modules by name; their order of loading replaces that of 8.4.
+fn drbd9_modules(
+    version: &str,
+    order: &mut BTreeMap<String, Vec<String>>,
+) -> Result<BTreeMap<String, PathBuf>> {
+    let directory =
+        std::env::var_os(DRBD9_MODULES).with_context(|| format!("no {DRBD9_MODULES}"))?;
+    let mut files = BTreeMap::new();
+    for name in ["drbd", "drbd_transport_tcp"] {
+        let path = Path::new(&directory).join(format!("{name}.ko"));
+        let module = fs::read(&path).with_context(|| format!("{}", path.display()))?;
+        let magic = modinfo(&module, "vermagic").unwrap_or_default();
+        let built_for = magic.split(' ').next().unwrap_or_default();
+        ensure!(
+            built_for == version,
+            "{} was built for the kernel {built_for:?}, but the guests run {version}: build it for that",
+            path.display()
+        );
+        let mut line = Vec::new();
+        for other in modinfo(&module, "depends").unwrap_or_default().split(',') {
+            let before = order.get(&plain(other)).cloned().unwrap_or_default();
+            line.extend(
+                before
+                    .into_iter()
+                    .filter(|n| !line.contains(n))
+                    .collect::<Vec<_>>(),
+            );
+        }
+        line.push(name.to_string());
+        order.insert(name.to_string(), line);
+        files.insert(name.to_string(), path);
+    }
+    Ok(files)
 }
 
 fn cache_directory() -> Result<PathBuf> {
@@ -310,10 +367,12 @@ fn wanted_hash() -> u32 {
 }
 
 /// The initramfs for this kernel and this machine's programs; an equal one in the cache is taken.
+/// `others` are modules that are not the kernel package's.
 fn initramfs(
     cache: &Path,
     kernel: &Path,
     order: &BTreeMap<String, Vec<String>>,
+    others: &BTreeMap<String, PathBuf>,
 ) -> Result<PathBuf> {
     let mut files: BTreeMap<String, PathBuf> = BTreeMap::new();
     for program in PROGRAMS {
@@ -324,15 +383,22 @@ fn initramfs(
         files.insert(program.trim_start_matches('/').to_string(), path);
     }
     for name in order.keys() {
-        let file = kernel.join("modules").join(format!("{name}.ko"));
+        let file = match others.get(name) {
+            Some(file) => file.clone(),
+            None => kernel.join("modules").join(format!("{name}.ko")),
+        };
         if file.exists() {
             files.insert(format!("lib/modules/{name}.ko"), file);
         }
     }
     let mut boot: Vec<&str> = Vec::new();
-    for module in AT_BOOT {
+    for module in AT_BOOT
+        .iter()
+        .copied()
+        .chain(others.keys().map(String::as_str))
+    {
         let line = order
-            .get(*module)
+            .get(module)
             .with_context(|| format!("{module} is not among the modules"))?;
         for name in line {
             if !boot.contains(&name.as_str()) {
@@ -596,14 +662,23 @@ mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
 mount -t tmpfs tmp /tmp
 mount -t tmpfs run /run
+addresses=
 for word in $(cat /proc/cmdline); do
-    case $word in guest.name=*) hostname "${word#*=}" ;; esac
+    case $word in
+        guest.name=*) hostname "${word#*=}" ;;
+        guest.addresses=*) addresses=$(echo "${word#*=}" | tr , ' ') ;;
+    esac
 done
 while read -r module; do
     insmod "/lib/modules/$module.ko" || echo "insmod $module failed"
 done < /lib/modules/boot-order
 ifconfig lo 127.0.0.1 up
-if ifconfig eth0 10.0.2.15 netmask 255.255.255.0 up; then
+number=0
+for address in $addresses; do
+    ifconfig eth$number "$address" netmask 255.255.255.0 up
+    number=$((number + 1))
+done
+if [ -z "$addresses" ] && ifconfig eth0 10.0.2.15 netmask 255.255.255.0 up; then
     route add default gw 10.0.2.2
 fi
 for directory in /sys/class/virtio-ports/*; do

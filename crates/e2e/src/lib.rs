@@ -15,6 +15,7 @@ pub mod guest;
 mod guest_base64;
 pub mod guest_disks;
 pub mod guest_drbd;
+pub mod guest_drbd9;
 pub mod guest_host;
 pub mod guest_image;
 pub mod guest_line;

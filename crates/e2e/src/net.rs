@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
@@ -121,6 +122,43 @@ impl Network {
         inside(&self.nodes[node], || ip(&format!("link set eth1 {state}")))
     }
 
+    /// Puts a guest in the place of a node, whose cables become tap devices: the namespace in which
+    /// QEMU has to run, and each device with the guest's address. The second link comes before.
+    pub fn join_guest(&self, node: usize) -> Result<(PathBuf, Vec<(String, String)>)> {
+        let mut interfaces = Vec::new();
+        let cables = [
+            (format!("port{node}"), "bridge0", address(node)),
+            (format!("second{node}"), "other0", second_address(node)),
+        ];
+        inside(&self.switch, || {
+            for (cable, bridge, address) in cables {
+                let here = |words: String| {
+                    let done = Command::new("ip").args(words.split(' ')).output();
+                    done.is_ok_and(|output| output.status.success())
+                };
+                if !here(format!("link show {cable}")) {
+                    continue;
+                }
+                ip(&format!("link delete {cable}"))?;
+                ip(&format!("tuntap add {cable} mode tap"))?;
+                ip(&format!("link set {cable} master {bridge} up"))?;
+                interfaces.push((cable, address));
+            }
+            Ok(())
+        })?;
+        Ok((path(&self.switch), interfaces))
+    }
+
+    /// The file that stands for a node's namespace while this network lives.
+    pub fn node_path(&self, node: usize) -> PathBuf {
+        path(&self.nodes[node])
+    }
+
+    /// The same for the namespace of the switches.
+    pub fn switch_path(&self) -> PathBuf {
+        path(&self.switch)
+    }
+
     /// The line, where there is one.
     pub fn wan(&self) -> Option<&Wan> {
         self.wan.as_ref()
@@ -145,6 +183,19 @@ impl Network {
             }
             Cut::Silent => self.switch(&format!("link set port{node} nomaster")),
         }
+    }
+
+    /// Bounds what reaches a node to so many megabits in a second, or ends that. What is more waits.
+    pub fn slow(&self, node: usize, mbit: Option<u32>) -> Result<()> {
+        let words = match mbit {
+            Some(mbit) => {
+                format!("qdisc add dev port{node} root tbf rate {mbit}mbit burst 32k latency 20s")
+            }
+            None => format!("qdisc delete dev port{node} root"),
+        };
+        inside(&self.switch, || {
+            run(Command::new("tc").args(words.split(' ')))
+        })
     }
 
     /// Undoes a cut.
@@ -219,6 +270,11 @@ fn namespace() -> Result<OwnedFd> {
     let opened = File::open(format!("/run/netns/{name}")).context("opening a network namespace");
     ip(&format!("netns delete {name}"))?;
     Ok(opened?.into())
+}
+
+fn path(namespace: &OwnedFd) -> PathBuf {
+    let (process, number) = (std::process::id(), namespace.as_raw_fd());
+    PathBuf::from(format!("/proc/{process}/fd/{number}"))
 }
 
 /// Runs something on a thread that has moved into a namespace.

@@ -43,12 +43,12 @@ impl Awaited {
 
 impl Resource {
     /// A peer that gets writes from now on hears how far they have come, even if none follows:
-    /// others wait for what was written before (semantics.md, 5.1 point 1). Without other nodes or
-    /// earlier writes nobody does, and the first write says it.
+    /// others wait for what was written before (semantics.md, 5.1 point 1), and a kernel also before it answers
+    /// this node's own requests of a verify or a resync. Without earlier writes nobody does, and the first
+    /// write says it.
     pub(crate) fn send_dagtag(&mut self, peer: NodeId) {
         let dagtag = self.io.dagtag;
-        let matters = dagtag != Dagtag(0) && self.connections.len() > 1;
-        if !matters || !self.is_established(peer) || self.is_legacy(peer) {
+        if dagtag == Dagtag(0) || !self.is_established(peer) || self.is_legacy(peer) {
             return;
         }
         let Some(conn) = self.connections.get_mut(&peer) else {

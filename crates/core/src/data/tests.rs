@@ -40,6 +40,7 @@ mod forced;
 mod granularity;
 mod handlers;
 mod integrity;
+mod kernel_rules;
 mod numbering;
 mod old_versions;
 mod opening;
@@ -202,6 +203,8 @@ struct World {
     /// What a kernel 8.4 would know of the epochs that each node has sent.
     kernel_epochs: [two_primaries::KernelEpochs; 2],
     packets: BTreeMap<&'static str, u64>,
+    /// The same in order, each with its sender.
+    sent: Vec<(usize, &'static str)>,
     answers: BTreeMap<u64, Result<Answer, CommandError>>,
     /// Handlers that run: node, name, tag.
     handlers: Vec<(usize, &'static str, Tag)>,
@@ -300,6 +303,7 @@ impl World {
             spoil: None,
             kernel_epochs: Default::default(),
             packets: BTreeMap::new(),
+            sent: Vec::new(),
             answers: BTreeMap::new(),
             handlers: Vec::new(),
             log: Vec::new(),
@@ -515,6 +519,7 @@ impl World {
                         self.spoil = None;
                     }
                     *self.packets.entry(name).or_default() += 1;
+                    self.sent.push((index, name));
                     let key = (index, usize::from(peer.0), link.0, stream == Stream::Data);
                     self.wires
                         .entry(key)
@@ -1059,6 +1064,8 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::RsCancel(_) => "cancel",
         Packet::ConfirmStable(_) => "confirm stable",
         Packet::EnableReplication(_) => "enable replication",
+        Packet::CompressedBitmap(_) | Packet::Bitmap(_) => "bitmap",
+        Packet::State(_) => "state",
         _ => "other",
     }
 }

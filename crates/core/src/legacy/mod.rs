@@ -123,8 +123,9 @@ pub(crate) fn is_silent(before: ReplState, after: ReplState) -> bool {
         || (running(after) && starting && before != after)
 }
 
-/// A peer that attaches its disk compares generations when it hears that the resync begins, and
-/// throws away a bitmap that comes before.
+/// A kernel that attaches its disk compares generations when it hears that the resync begins. An 8.4 throws away a
+/// bitmap that comes before; a 9 that was not ready for the state before waits for ever with that bitmap in its
+/// hands.
 pub(crate) fn names_resync_first(before: &PeerDeviceState, after: &PeerDeviceState) -> bool {
     before.disk < DiskState::Inconsistent
         && before.repl != after.repl

@@ -85,3 +85,19 @@ fn a_verify_skips_what_waits_for_a_former_life_of_the_primary() {
     w.pass(Duration::from_secs(2));
     w.check_idle();
 }
+
+/// A kernel answers a verify's requests only when the writes have come to where the requests say, also if those are
+/// the asking node's own.
+#[test]
+fn a_peer_that_comes_back_hears_how_far_the_writes_have_come() {
+    let mut w = clean(34, 2, Setup::default());
+    w.write(0, 800, 4096, 7);
+    w.pass(Duration::from_secs(1));
+    w.cut_links();
+    w.pass_until("the resync", 60, World::in_sync);
+    w.pass(Duration::from_secs(1));
+    let written = w.nodes[0].resource.io.dagtag;
+    assert_ne!(written, Dagtag(0));
+    let conn = &w.nodes[1].resource.connections[&node_id(0)];
+    assert_eq!((conn.last_dagtag, conn.dagtag_fresh), (written, true));
+}

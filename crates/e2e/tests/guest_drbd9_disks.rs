@@ -1,0 +1,248 @@
+//! One Lockstep node and one kernel DRBD 9 node: disks that come and go, grow, shrink and are
+//! exchanged, nodes without a disk, and other settings of disks and paths, in both role assignments.
+
+use anyhow::{Result, ensure};
+use lockstep_e2e::guest_drbd9::{Kind, Nine, NineSetup, can_join_drbd9, scribble_words};
+
+use Kind::{Kernel, Lockstep};
+
+const PAIR: [Kind; 2] = [Lockstep, Kernel];
+
+/// Both role assignments: who is Primary, and the other one.
+const ROLES: [(usize, usize); 2] = [(0, 1), (1, 0)];
+
+#[test]
+fn a_primary_without_its_disk_goes_on_and_gets_it_back() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let cluster = Nine::start_equal(NineSetup::new(&PAIR, 9500))?;
+    for (source, target) in ROLES {
+        cluster.make_primary(source)?;
+        cluster.scribble(source, 0)?;
+        for loser in [source, target] {
+            cluster.adm(loser, "detach r0/0")?;
+            ensure!(cluster.disk_state(loser, 0)? == "Diskless", "not detached");
+            cluster.scribble(source, 0)?;
+            cluster.sh(
+                source,
+                0,
+                "dd if=$D bs=64k count=20 iflag=direct of=/dev/null",
+            )?;
+            cluster.adm(loser, "attach r0/0")?;
+            cluster.wait_in_sync()?;
+            cluster.scribble(source, 0)?;
+        }
+        // Under writes.
+        let job = cluster.job(source, 0, &scribble_words(source, 300))?;
+        for loser in [source, target] {
+            cluster.adm(loser, "detach r0/0")?;
+            cluster.adm(loser, "attach r0/0")?;
+            cluster.wait_in_sync()?;
+        }
+        cluster.finish(job)?;
+        cluster.adm(source, "secondary r0")?;
+    }
+    cluster.check_end(&[])
+}
+
+#[test]
+fn a_node_without_a_disk_of_either_kind_is_a_client_of_the_other() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for client in [0, 1] {
+        let mut setup = NineSetup::new(&PAIR, 9510 + client as u32);
+        setup.diskless = vec![client];
+        let cluster = Nine::start(setup)?;
+        cluster.wait_connected()?;
+        let server = 1 - client;
+        cluster.adm(server, "primary --force r0")?;
+        cluster.adm(server, "secondary r0")?;
+        cluster.wait_in_sync()?;
+        cluster.adm(client, "primary r0")?;
+        cluster.scribble(client, 0)?;
+        let write = "dd if=/dev/urandom of=/tmp/client-DIR bs=64k count=9 2>/dev/null; \
+             dd if=/tmp/client-DIR of=$D bs=64k seek=50 conv=notrunc,fsync 2>/dev/null; \
+             dd if=$D bs=64k skip=50 count=9 iflag=direct 2>/dev/null | cmp - /tmp/client-DIR && rm /tmp/client-DIR";
+        cluster.sh(client, 0, &write.replace("DIR", &format!("9510-{client}")))?;
+        cluster.sh(client, 0, "blkdiscard -o 8388608 -l 4194304 $D")?;
+        cluster.adm(client, "secondary r0")?;
+        cluster.adm(server, "primary r0")?;
+        cluster.scribble(server, 0)?;
+        cluster.adm(server, "secondary r0")?;
+        cluster.check_end(&[])?;
+    }
+    Ok(())
+}
+
+#[test]
+fn volumes_grow_and_shrink_with_their_disks() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let mut cluster = Nine::start_equal(NineSetup::new(&PAIR, 9520))?;
+    let mut mib = 33;
+    for (source, target) in ROLES {
+        cluster.make_primary(source)?;
+        cluster.scribble(source, 0)?;
+        for (commander, words) in [
+            (source, "resize r0"),
+            (target, "resize r0"),
+            (source, "-- --assume-clean resize r0"),
+        ] {
+            mib += 4;
+            cluster.resize_disks(mib)?;
+            cluster.adm(commander, words)?;
+            cluster.wait("the new size", |cluster| {
+                Ok((0..2).all(|node| {
+                    cluster
+                        .size_kib(node, 0)
+                        .is_ok_and(|kib| kib > (mib - 1) * 1024)
+                }))
+            })?;
+            cluster.wait_in_sync()?;
+            let seek = (mib - 2) * 256;
+            cluster.sh(
+                source,
+                0,
+                &format!("dd if=/dev/urandom of=$D bs=4k count=64 seek={seek} conv=notrunc,fsync"),
+            )?;
+            // What nobody wrote is not equal if it was taken for equal.
+        }
+        let before = cluster.size_kib(source, 0)?;
+        cluster.adm(source, "secondary r0")?;
+        cluster.adm(source, "-- --size=24M resize r0")?;
+        cluster.wait("the smaller size", |cluster| {
+            Ok((0..2).all(|node| cluster.size_kib(node, 0).is_ok_and(|kib| kib == 24 * 1024)))
+        })?;
+        cluster.wait_in_sync()?;
+        cluster.adm(target, "resize r0")?;
+        cluster.wait("the whole size again", |cluster| {
+            Ok((0..2).all(|node| cluster.size_kib(node, 0).is_ok_and(|kib| kib == before)))
+        })?;
+        cluster.wait_in_sync()?;
+        cluster.make_primary(source)?;
+        cluster.scribble(source, 0)?;
+        cluster.adm(source, "secondary r0")?;
+    }
+    cluster.check_end(&[])
+}
+
+#[test]
+fn trimmed_blocks_are_resynced_thin_and_bitmap_blocks_may_be_larger() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, create_md) in ["", "--bitmap-block-size=64k"].into_iter().enumerate() {
+        let mut setup = NineSetup::new(&PAIR, 9530 + n as u32);
+        setup.disk += " rs-discard-granularity 64k; discard-zeroes-if-aligned yes;";
+        setup.create_md = create_md;
+        let cluster = Nine::start_equal(setup)?;
+        for (source, target) in ROLES {
+            cluster.make_primary(source)?;
+            cluster.sh(
+                source,
+                0,
+                "dd if=/dev/urandom of=$D bs=1M count=20 conv=notrunc,fsync",
+            )?;
+            cluster.wait_in_sync()?;
+            cluster.adm(target, "disconnect r0")?;
+            cluster.scribble(source, 0)?;
+            cluster.sh(source, 0, "blkdiscard -o 4194304 -l 8388608 $D")?;
+            cluster.adm(target, "connect r0")?;
+            cluster.wait_in_sync()?;
+            cluster.scribble(source, 0)?;
+            cluster.adm(source, "secondary r0")?;
+        }
+        cluster.check_end(&[])?;
+    }
+    Ok(())
+}
+
+#[test]
+fn disks_are_exchanged_with_their_metadata() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let mut cluster = Nine::start_equal(NineSetup::new(&PAIR, 9540))?;
+    for round in 0..2 {
+        for (source, target) in ROLES {
+            cluster.make_primary(source)?;
+            cluster.scribble(source, 0)?;
+            if round == 1 {
+                cluster.adm(target, "disconnect r0")?;
+                cluster.scribble(source, 0)?;
+            }
+            cluster.adm(source, "secondary r0")?;
+            for node in [target, source] {
+                cluster.adm(node, "down r0")?;
+            }
+            cluster
+                .guest(1)
+                .sh("sync; echo 3 > /proc/sys/vm/drop_caches")?;
+            cluster.swap_disks()?;
+            for node in [0, 1] {
+                cluster.adm(node, "up r0")?;
+            }
+            cluster.wait_in_sync()?;
+        }
+    }
+    cluster.check_end(&[])
+}
+
+#[test]
+fn a_connection_with_two_paths_survives_the_loss_of_either() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let mut setup = NineSetup::new(&PAIR, 9550).net("ping-int 2;");
+    setup.two_paths = true;
+    let cluster = Nine::start_equal(setup)?;
+    for (source, _) in ROLES {
+        cluster.make_primary(source)?;
+        let job = cluster.job(source, 0, &scribble_words(source, 400))?;
+        cluster.cut(0, true)?;
+        cluster.wait_apart(0, 1)?;
+        cluster.wait_connected()?;
+        cluster.cut(0, false)?;
+        cluster.network().set_second_link(0, true)?;
+        cluster.wait_apart_one(1)?;
+        cluster.wait_connected()?;
+        cluster.network().set_second_link(0, false)?;
+        cluster.finish(job)?;
+        cluster.wait_in_sync()?;
+        cluster.adm(source, "secondary r0")?;
+    }
+    cluster.check_end(&[])
+}
+
+#[test]
+fn two_primaries_of_unlike_kind_write_apart_and_in_turn() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let setup = NineSetup::new(&PAIR, 9560).net("allow-two-primaries yes;");
+    let cluster = Nine::start_equal(setup)?;
+    cluster.adm(0, "primary r0")?;
+    cluster.adm(1, "primary r0")?;
+    for node in [0, 1, 0, 1] {
+        cluster.scribble(node, 0)?;
+    }
+    // Each in a half of its own, at once.
+    let words = |node: usize| {
+        format!(
+            "for n in $(seq 150); do dd if=/dev/urandom of=$D bs=4k count=2 conv=notrunc,fsync \
+             seek=$((n * 26 + {})) 2>/dev/null || exit 1; done",
+            node * 4096
+        )
+    };
+    let here = cluster.job(0, 0, &words(0))?;
+    let there = cluster.job(1, 0, &words(1))?;
+    cluster.finish(here)?;
+    cluster.finish(there)?;
+    for node in [0, 1] {
+        cluster.adm(node, "secondary r0")?;
+    }
+    cluster.check_end(&[])
+}

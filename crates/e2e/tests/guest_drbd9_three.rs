@@ -1,0 +1,217 @@
+//! Three nodes, Lockstep and kernel DRBD 9 mixed: quorum, promotions, a lost Primary, nodes without a disk.
+
+use anyhow::{Result, ensure};
+use lockstep_e2e::guest_drbd9::{Kind, Nine, NineSetup, can_join_drbd9, scribble_words};
+
+use Kind::{Kernel, Lockstep};
+
+/// Both mixtures of three.
+const MIXTURES: [[Kind; 3]; 2] = [[Lockstep, Lockstep, Kernel], [Kernel, Lockstep, Kernel]];
+
+#[test]
+fn three_mixed_nodes_sync_hand_over_and_resync() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let cluster = Nine::start(NineSetup::new(&kinds, 9600 + n as u32))?;
+        cluster.wait_connected()?;
+        cluster.adm(2, "primary --force r0")?;
+        cluster.scribble(2, 0)?;
+        cluster.wait_in_sync()?;
+        for primary in [0, 1, 2] {
+            cluster.make_primary(primary)?;
+            cluster.scribble(primary, 0)?;
+            let (a, b) = ((primary + 1) % 3, (primary + 2) % 3);
+            for away in [a, b] {
+                cluster.adm(away, "disconnect r0")?;
+                cluster.scribble(primary, 0)?;
+                cluster.adm(away, "connect r0")?;
+                cluster.wait_in_sync()?;
+            }
+            // Nobody else becomes Primary beside it.
+            cluster.refused(a, "primary r0", "")?;
+            cluster.adm(a, "invalidate r0/0")?;
+            cluster.scribble(primary, 0)?;
+            cluster.wait_in_sync()?;
+        }
+        cluster.adm(2, "secondary r0")?;
+        cluster.check_end(EXPECTED)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn the_survivors_of_a_lost_primary_agree() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let mut cluster = Nine::start_equal(NineSetup::new(&kinds, 9610 + n as u32))?;
+        for primary in [0, 1, 2] {
+            let (a, b) = ((primary + 1) % 3, (primary + 2) % 3);
+            cluster.make_primary(primary)?;
+            let job = cluster.job(primary, 0, &scribble_words(primary, 100_000))?;
+            cluster.wait("writes", |cluster| {
+                let status = cluster.status(a)?;
+                let all = status["connections"]
+                    .as_array()
+                    .cloned()
+                    .unwrap_or_default();
+                Ok(all
+                    .iter()
+                    .any(|c| c["peer_devices"][0]["received"].as_u64().unwrap_or(0) > 400))
+            })?;
+            cluster.kill(primary)?;
+            drop(job);
+            cluster.wait("both have lost it, and are equal", |cluster| {
+                for (me, other) in [(a, b), (b, a)] {
+                    if cluster.connection_state(me, primary)? == "Connected"
+                        || cluster.replication(me, other, 0)? != "Established"
+                        || cluster.out_of_sync_kib(me, other, 0)? != 0
+                        || cluster.disk_state(me, 0)? != "UpToDate"
+                    {
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
+            })?;
+            cluster.adm(a, "primary r0")?;
+            cluster.scribble(a, 0)?;
+            cluster.revive(primary)?;
+            cluster.wait_in_sync()?;
+            cluster.adm(a, "secondary r0")?;
+        }
+        cluster.check_end(EXPECTED)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn quorum_holds_writes_back_or_fails_them() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        for policy in ["suspend-io", "io-error"] {
+            let mut setup = NineSetup::new(&kinds, 9620 + n as u32).net("ping-int 2;");
+            setup.options = format!("quorum majority; on-no-quorum {policy};");
+            let cluster = Nine::start_equal(setup)?;
+            for primary in [1, 2] {
+                cluster.make_primary(primary)?;
+                cluster.scribble(primary, 0)?;
+                cluster.cut(primary, true)?;
+                cluster.wait("the loss of the quorum", |cluster| {
+                    Ok(cluster.status(primary)?["devices"][0]["quorum"] == false)
+                })?;
+                let write = "dd if=/dev/urandom of=$D bs=4k count=4 conv=notrunc,fsync seek=100";
+                if policy == "io-error" {
+                    let (good, text) = cluster.sh_raw(primary, 0, write)?;
+                    ensure!(!good, "written without quorum: {text}");
+                    cluster.cut(primary, false)?;
+                } else {
+                    let job = cluster.job(primary, 0, write)?;
+                    cluster.cut(primary, false)?;
+                    cluster.finish(job)?;
+                }
+                cluster.wait_in_sync()?;
+                cluster.scribble(primary, 0)?;
+                cluster.adm(primary, "secondary r0")?;
+            }
+            cluster.check_end(EXPECTED)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_client_of_either_kind_writes_to_two_servers_of_unlike_kind() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        for client in [1, 2] {
+            let mut setup = NineSetup::new(&kinds, 9630 + n as u32);
+            setup.diskless = vec![client];
+            let mut cluster = Nine::start_equal(setup)?;
+            let (a, b) = ((client + 1) % 3, (client + 2) % 3);
+            cluster.make_primary(client)?;
+            cluster.scribble(client, 0)?;
+            for away in [a, b] {
+                cluster.adm(away, "down r0")?;
+                cluster.scribble(client, 0)?;
+                cluster.adm(away, "up r0")?;
+                cluster.wait_in_sync()?;
+            }
+            let job = cluster.job(client, 0, &scribble_words(client, 200))?;
+            cluster.kill(a)?;
+            cluster.wait("its loss", |cluster| {
+                Ok(cluster.connection_state(b, a)? != "Connected")
+            })?;
+            cluster.revive(a)?;
+            cluster.finish(job)?;
+            cluster.wait_in_sync()?;
+            cluster.adm(client, "secondary r0")?;
+            cluster.check_end(EXPECTED)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn promotions_at_once_have_one_winner_and_nodes_come_and_go() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let cluster = Nine::start_equal(NineSetup::new(&kinds, 9640 + n as u32))?;
+        for _ in 0..4 {
+            std::thread::scope(|scope| -> Result<()> {
+                let all: Vec<_> = (0..3)
+                    .map(|node| {
+                        let cluster = &cluster;
+                        scope.spawn(move || cluster.adm_raw(node, "primary r0"))
+                    })
+                    .collect();
+                let mut winners = 0;
+                for thread in all {
+                    let (good, _) = thread.join().expect("it does not panic")?;
+                    winners += u32::from(good);
+                }
+                ensure!(winners == 1, "{winners} nodes were promoted at once");
+                Ok(())
+            })?;
+            for node in 0..3 {
+                cluster.adm(node, "secondary r0")?;
+            }
+        }
+        // An opened device makes its node Primary, by auto-promote.
+        for node in [1, 2] {
+            cluster.scribble(node, 0)?;
+            cluster.wait("auto-demoted", |cluster| {
+                Ok(cluster.status(node)?["role"] == "Secondary")
+            })?;
+        }
+        // A node is forgotten, and comes as a new one.
+        cluster.make_primary(1)?;
+        cluster.adm(2, "down r0")?;
+        for node in [0, 1] {
+            cluster.setup_tool(node, "del-peer r0 2")?;
+            cluster.setup_tool(node, "forget-peer r0 2")?;
+        }
+        cluster.scribble(1, 0)?;
+        cluster.create_md(2)?;
+        for node in [0, 1] {
+            cluster.adm(node, "adjust r0")?;
+        }
+        cluster.adm(2, "up r0")?;
+        cluster.wait_in_sync()?;
+        cluster.scribble(1, 0)?;
+        cluster.adm(1, "secondary r0")?;
+        cluster.check_end(EXPECTED)?;
+    }
+    Ok(())
+}
+
+/// What is logged about refused promotions and lost nodes.
+const EXPECTED: &[&str] = &["State change failed", "Multiple primaries not allowed"];
