@@ -122,6 +122,9 @@ pub struct Link {
     pub not_here: BTreeSet<VolumeNr>,
     /// Whether the peer has lost it: what it wrote is then no news any more.
     pub lost_there: LostThere,
+    /// The peer was Primary, and became Secondary when it seemed to have lost it: it may have written
+    /// without this node.
+    pub demoted_apart: bool,
 }
 
 /// Whether a peer has lost a link that is up here.
@@ -270,6 +273,7 @@ impl Resource {
             sent_role: None,
             not_here: BTreeSet::new(),
             lost_there: LostThere::No,
+            demoted_apart: false,
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);
@@ -319,7 +323,12 @@ impl Resource {
             self.lose_link(peer, false);
             return;
         }
+        let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
+        let missed = link.is_some_and(|l| l.demoted_apart && l.lost_there != LostThere::No);
         self.hard_change(Change::new().conn(peer, reason));
+        if missed {
+            self.outdate_self();
+        }
     }
 
     /// A refusal by policy: no retry until the operator says so.
@@ -701,6 +710,7 @@ impl Resource {
             link.ping_outstanding = false;
             if link.lost_there == LostThere::Asked && !planted!(self, LostThereKept) {
                 link.lost_there = LostThere::No;
+                link.demoted_apart = false;
             }
         }
         self.ask_if_lost_there(peer);

@@ -46,6 +46,7 @@ pub(crate) struct Fences {
 impl Resource {
     /// What follows for fencing from a state change.
     pub(crate) fn after_fencing(&mut self, old: &State, new: &State) {
+        self.thaw_fenced(new);
         for (peer, c) in &new.connections {
             let before = old.conn(*peer);
             if before < ConnState::Connected && c.conn == ConnState::Connected {
@@ -68,8 +69,8 @@ impl Resource {
         }
     }
 
-    /// Frozen for fencing no longer (semantics.md, 11.5): the peer is known to be outdated, or it
-    /// is connected again, or nobody writes here.
+    /// Frozen for fencing no longer (semantics.md, 11.5): the peer is connected again, or nobody writes
+    /// here. That it is known to be outdated is a step of its own before, see `thaw_fenced`.
     pub(crate) fn sanitize_fencing(&self, new: &mut State) {
         let role = new.role;
         let frozen: Vec<NodeId> = new
@@ -79,15 +80,27 @@ impl Resource {
             .map(|(peer, _)| *peer)
             .collect();
         for peer in frozen {
-            let settled = new.devices.keys().all(|volume| {
-                let p = new.peer_device(*volume, peer);
-                p.repl >= ReplState::Established || p.disk <= DiskState::Outdated
-            });
+            let mut volumes = new.devices.keys().map(|v| new.peer_device(*v, peer));
+            let connected = volumes.all(|p| p.repl >= ReplState::Established);
             if let Some(c) = new.connections.get_mut(&peer)
-                && (settled || role != Role::Primary)
+                && (connected || role != Role::Primary)
             {
                 c.susp_fen = false;
             }
+        }
+    }
+
+    /// The peer is known to be outdated: who watches sees that first, and then that I/O goes on, as with a
+    /// kernel.
+    fn thaw_fenced(&mut self, new: &State) {
+        let frozen = new.connections.iter().filter(|(_, c)| c.susp_fen);
+        let settled = |peer: &NodeId| {
+            let mut volumes = new.devices.keys().map(|v| new.peer_device(*v, *peer));
+            volumes.all(|p| p.repl >= ReplState::Established || p.disk <= DiskState::Outdated)
+        };
+        let thawed: Vec<NodeId> = frozen.map(|(peer, _)| *peer).filter(settled).collect();
+        for peer in thawed {
+            self.hard_change(Change::new().susp_fen(peer, false));
         }
     }
 

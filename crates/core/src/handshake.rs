@@ -756,9 +756,12 @@ impl Resource {
         Ok(())
     }
 
-    /// The change that a connect commits.
-    pub(crate) fn connect_change(&self, peer: NodeId) -> Change {
-        let mut change = Change::new().conn(peer, ConnState::Connected);
+    /// The change that a connect commits. `role` is the peer's as the transaction tells it; with volumes,
+    /// their states are newer.
+    pub(crate) fn connect_change(&self, peer: NodeId, role: Role) -> Change {
+        let mut change = Change::new()
+            .conn(peer, ConnState::Connected)
+            .peer_role(peer, role);
         for (volume, device) in &self.devices {
             let Some(verdict) = device.peers.get(&peer).and_then(|pd| pd.verdict.as_ref()) else {
                 continue;

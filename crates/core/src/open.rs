@@ -197,6 +197,7 @@ impl Resource {
             return;
         }
         if self.now < at || opens || self.twopc.current.is_some() || !self.requests_are_through() {
+            self.close_epoch();
             let next = at.max(self.now + RETRY);
             self.timers.set_earliest(Timer::CommandRetry, next);
             return;

@@ -156,6 +156,8 @@ impl Resource {
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.was_copied = true;
             }
+            // As with a kernel: what was copied was copied, though the disk waits.
+            self.run_handler("after-resync-target", Some(volume), Some(peer));
             self.seek_stable_source(volume);
             return;
         }

@@ -3,6 +3,7 @@
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
+use lockstep_format::units::NodeMask;
 use lockstep_format::wire::{DiskState, Role};
 
 use crate::report::{
@@ -86,9 +87,11 @@ impl Resource {
             && self.state.role == Role::Secondary
             && self.state.primary_peer().is_none()
             && self.state.devices.iter().all(|(volume, d)| {
+                // A peer that was unstable beside this node alone is not any more: this one is Secondary.
                 let stable = |peer| {
-                    self.peer_uuids(*volume, peer)
-                        .is_some_and(|u| self.is_stable_set(u))
+                    self.peer_uuids(*volume, peer).is_some_and(|u| {
+                        self.is_stable_set(u) || u.node_mask == NodeMask::of(self.node_id)
+                    })
                 };
                 d.disk == DiskState::UpToDate
                     || d.peers

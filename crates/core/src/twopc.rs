@@ -141,6 +141,24 @@ pub struct Transaction {
     pub(crate) resize: Option<ResizeVote>,
 }
 
+impl Transaction {
+    /// The role of a node that has answered.
+    pub(crate) fn role_of(&self, peer: NodeId) -> Role {
+        if self.primary_nodes.contains(peer) {
+            Role::Primary
+        } else {
+            Role::Secondary
+        }
+    }
+
+    /// The initiator's role as its question tells it; it does where it connects.
+    pub(crate) fn initiators_role(&self) -> Role {
+        let told = self.change.mask.has(StateWord::ROLE);
+        let role = self.change.val.role().filter(|_| told);
+        role.unwrap_or(Role::Unknown)
+    }
+}
+
 /// A participant's vote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplyKind {
@@ -315,6 +333,14 @@ impl Resource {
             answered: None,
             resize,
         };
+        if transaction
+            .wish
+            .as_ref()
+            .is_some_and(|w| matches!(w.kind, WishKind::Demote { .. }))
+        {
+            // With the commit the peers compare their marks.
+            self.flush_peer_ack();
+        }
         let packet = self.phase_one(&transaction);
         let handshake = transaction.handshake;
         let kind = transaction.wish.as_ref().map(|w| w.kind.clone());
@@ -445,7 +471,7 @@ impl Resource {
     /// What the wish changes on this node. `reachable` is known at the commit only.
     fn wish_change(&self, kind: &WishKind, reachable: NodeMask) -> Change {
         match kind {
-            WishKind::Connect(peer) => self.connect_change(*peer),
+            WishKind::Connect(peer) => self.connect_change(*peer, Role::Unknown),
             WishKind::Disconnect {
                 peer,
                 outdate_self,
@@ -709,7 +735,8 @@ impl Resource {
                         text: "both sides have a Primary".into(),
                     });
                 }
-                self.check_change(&self.connect_change(*peer)).map(|_| ())
+                self.check_change(&self.connect_change(*peer, t.role_of(*peer)))
+                    .map(|_| ())
             }
             WishKind::Empty => Ok(()),
             // Without its target it would be a resync of nobody, and begin beside the next handshake.
@@ -768,7 +795,7 @@ impl Resource {
             }
             WishKind::Connect(peer) => {
                 let peer = *peer;
-                let change = self.connect_change(peer).members(members);
+                let change = self.connect_change(peer, t.role_of(peer)).members(members);
                 self.connect_committed(peer);
                 self.hard_change(change);
                 self.far_primary(t.primary_nodes, incapable);

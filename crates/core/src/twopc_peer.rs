@@ -92,6 +92,23 @@ impl Resource {
         self.ask_if_lost_there(initiator);
     }
 
+    /// A Primary that has lost the connection may have written since, and told so only nodes that follow it.
+    /// After it has become Secondary nothing shows that, so this node's data count as old when it
+    /// turns out that the connection is lost.
+    fn note_demoted_apart(&mut self, t: &Transaction) {
+        let initiator = t.initiator;
+        let conn = self.state.connections.get(&initiator);
+        let was_primary = conn.is_some_and(|c| c.peer_role == Role::Primary);
+        let demotes = !t.change.mask.has(StateWord::CONN) && t.initiators_role() == Role::Secondary;
+        if !was_primary || !demotes || t.parents.contains(initiator) {
+            return;
+        }
+        let link = self.connections.get_mut(&initiator);
+        if let Some(link) = link.and_then(|c| c.link.as_mut()) {
+            link.demoted_apart = link.lost_there != LostThere::No;
+        }
+    }
+
     /// A ping from now on decides; the answer to an earlier one may be as old as what is in the stream.
     pub(crate) fn ask_if_lost_there(&mut self, peer: NodeId) {
         let link = self.connections.get_mut(&peer);
@@ -346,9 +363,10 @@ impl Resource {
         }
         let handshake = t.handshake;
         let verdict = match handshake {
-            Some(peer) if !t.retry => self
-                .handshake_verdict(peer)
-                .and_then(|()| self.check_change(&self.connect_change(peer)).map(|_| ())),
+            Some(peer) if !t.retry => self.handshake_verdict(peer).and_then(|()| {
+                self.check_change(&self.connect_change(peer, t.initiators_role()))
+                    .map(|_| ())
+            }),
             _ => Ok(()),
         };
         let Some(t) = self.twopc.current.as_mut() else {
@@ -488,11 +506,14 @@ impl Resource {
             self.log(Level::Warn, Some(peer), None, text);
             self.drop_connection(peer, ConnState::NetworkFailure);
         } else if let Some(peer) = t.handshake {
-            let change = self.connect_change(peer).members(members);
+            let change = self
+                .connect_change(peer, t.initiators_role())
+                .members(members);
             self.connect_committed(peer);
             self.hard_change(change);
             self.far_primary(outcome.primary_nodes, incapable);
         } else if let Some(change) = self.remote_change(&t) {
+            self.note_demoted_apart(&t);
             self.hard_change(change.members(members));
         } else {
             self.hard_change(Change::new().members(members));

@@ -860,10 +860,9 @@ impl Resource {
             return;
         };
         let own = device.current_uuid();
-        let Some(pd) = device.peers.get_mut(&peer) else {
-            return;
-        };
-        let Some(provisional) = pd.provisional else {
+        let pd = device.peers.get_mut(&peer);
+        let Some((pd, provisional)) = pd.and_then(|pd| pd.provisional.map(|uuid| (pd, uuid)))
+        else {
             return;
         };
         let announced = set.flags.contains(UuidFlags::NEW_DATAGEN);
@@ -883,6 +882,7 @@ impl Resource {
             disk.generations.retire_slot(peer);
             self.write_superblock(volume);
             self.send_uuids(peer, volume, UuidFlags::empty());
+            self.tell_diskless(peer, volume);
         }
     }
 

@@ -468,6 +468,18 @@ impl Resource {
         }
     }
 
+    /// A Primary without a disk goes by what its peers' slots say: as long as one seems to name a generation
+    /// that its peer has left, the loss of that peer's disk would not make a new one, and it could come back
+    /// as if it had missed nothing.
+    pub(crate) fn tell_diskless(&mut self, but: NodeId, volume: VolumeNr) {
+        for peer in self.established_peers().without(but).iter() {
+            let p = self.state.peer_device(volume, peer);
+            if p.repl >= ReplState::Established && p.disk < DiskState::Inconsistent {
+                self.send_uuids(peer, volume, UuidFlags::empty());
+            }
+        }
+    }
+
     /// Tells a kernel that survived a Primary with this node of which generation it is.
     pub(crate) fn send_current_uuid(&mut self, peer: NodeId, volume: VolumeNr) {
         let Some(device) = self.devices.get(&volume) else {

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
+use lockstep_front::closes::Closes;
 use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Opening};
 use lockstep_front::gate::{Access, Session};
 use lockstep_front::ublk::Lifetime;
@@ -44,6 +45,8 @@ enum Order {
         resource: String,
         done: SyncSender<()>,
     },
+    /// Somebody who could write has closed a device.
+    Closed(BlockNumber),
     /// How a device is used, as was found out on another thread.
     Checked { key: Key, uses: u64, usage: Usage },
     /// Take a resource's devices away, or that of one volume, and make none until `Resume`.
@@ -90,6 +93,8 @@ const LOOK: Duration = Duration::from_secs(1);
 /// How long a device was not used before it is asked whether it is used at all. The question claims it
 /// for a moment, and whoever claims it then is refused.
 const QUIET: Duration = Duration::from_millis(200);
+/// The same after somebody has closed it: programs such as `mkfs` open a device several times in a row.
+const CLOSED: Duration = Duration::from_millis(5);
 /// The same for a device that may soon be used by nobody.
 const LOOK_SOON: Duration = Duration::from_millis(200);
 /// A volume whose size is unknown for so long has a device without size.
@@ -124,6 +129,8 @@ impl Devices {
         }
         let explicit: Arc<Mutex<BTreeSet<String>>> = Arc::default();
         watch_mounts(sender.clone())?;
+        let closes = Arc::new(Closes::new()?);
+        watch_closes(closes.clone(), sender.clone())?;
         let looks: Arc<AtomicBool> = Arc::default();
         let worker = Worker {
             orders: sender.clone(),
@@ -136,6 +143,7 @@ impl Devices {
             open_port,
             promote,
             holding,
+            closes,
             devices: BTreeMap::new(),
             released: BTreeSet::new(),
             failed: BTreeMap::new(),
@@ -252,12 +260,38 @@ struct Served {
     check: Arc<Mutex<()>>,
     /// Such a thread is on its way.
     checking: bool,
+    /// It was closed since that thread went.
+    closed: bool,
     /// It was claimed or mounted when last seen.
     claimed: bool,
     /// The count of its uses when last seen, and since when it is that.
     last_use: Option<(u64, Instant)>,
     /// The holder was told of it.
     held: bool,
+}
+
+impl Served {
+    /// Has a thread find out how the device is used, after a while.
+    fn ask(&mut self, orders: &SyncSender<Order>, key: Key, uses: u64, after: Duration) {
+        let (orders, check) = (orders.clone(), self.check.clone());
+        let number = self.device.number();
+        self.closed = false;
+        let asked = std::thread::Builder::new()
+            .name("usage".into())
+            .spawn(move || {
+                std::thread::sleep(after);
+                let busy = lock(&check);
+                let usage = match after.is_zero() {
+                    true => find_usage(number),
+                    // The other process looks for what shows from here as well.
+                    false => or_open(number, ask_device(number)),
+                };
+                drop(busy);
+                // A thread of devices that has ended needs no answer.
+                let _ = orders.send(Order::Checked { key, uses, usage });
+            });
+        self.checking = asked.is_ok();
+    }
 }
 
 struct Worker {
@@ -270,6 +304,7 @@ struct Worker {
     open_port: OpenPort,
     promote: Promote,
     holding: Holding,
+    closes: Arc<Closes>,
     devices: BTreeMap<Key, Served>,
     /// Resources, or volumes of them, that have no devices for now.
     released: BTreeSet<(String, Option<u16>)>,
@@ -295,6 +330,7 @@ impl Worker {
                     // Who asked may have stopped waiting.
                     let _ = done.send(());
                 }
+                Ok(Order::Closed(number)) => self.closed(number),
                 Ok(Order::Checked { key, uses, usage }) => self.checked(&key, uses, usage),
                 Ok(Order::Release {
                     resource,
@@ -342,6 +378,7 @@ impl Worker {
             };
             match users {
                 Some(users) => {
+                    self.closes.forget(served.device.number());
                     tracing::info!(users, "the device waits for the next daemon");
                     served.device.leave();
                     end = End::Devices;
@@ -502,8 +539,7 @@ impl Worker {
             let Some(served) = self.devices.get_mut(&key) else {
                 continue;
             };
-            let number = served.device.number();
-            if let Ok(Some(usage)) = number.mounted() {
+            if let Ok(Some(usage)) = served.device.number().mounted() {
                 self.checked(&key, uses, usage);
                 continue;
             }
@@ -516,17 +552,37 @@ impl Worker {
             if !served.claimed && now.duration_since(since) < QUIET {
                 continue;
             }
-            let (orders, check) = (self.orders.clone(), served.check.clone());
-            let asked = std::thread::Builder::new()
-                .name("usage".into())
-                .spawn(move || {
-                    let busy = lock(&check);
-                    let usage = find_usage(number);
-                    drop(busy);
-                    // A thread of devices that has ended needs no answer.
-                    let _ = orders.send(Order::Checked { key, uses, usage });
-                });
-            served.checking = asked.is_ok();
+            served.ask(&self.orders, key, uses, Duration::ZERO);
+        }
+    }
+
+    /// Whoever has closed it may have been its last user: an automatic Primary is Secondary again at once,
+    /// as other nodes may ask for the next moment.
+    fn closed(&mut self, number: BlockNumber) {
+        let mut all = self.devices.iter_mut();
+        let Some((key, served)) = all.find(|(_, served)| served.device.number() == number) else {
+            return;
+        };
+        served.closed = true;
+        let key = key.clone();
+        self.ask_closed(&key);
+    }
+
+    fn ask_closed(&mut self, key: &Key) {
+        if self.suspended(&key.0).is_some() {
+            return;
+        }
+        let Some(served) = self.devices.get_mut(key) else {
+            return;
+        };
+        let session = served.device.gate().and_then(|gate| gate.session());
+        // Who only reads, such as a program that probes devices, holds up nobody for long.
+        let writes = |session: &Session| session.access == Some(Access::Write);
+        if let Some(session) = session.filter(writes)
+            && !served.claimed
+            && !served.checking
+        {
+            served.ask(&self.orders, key.clone(), session.uses, CLOSED);
         }
     }
 
@@ -538,6 +594,7 @@ impl Worker {
             return;
         };
         served.checking = false;
+        let closed_since = served.closed && usage == Usage::Open;
         served.claimed = matches!(usage, Usage::Claimed | Usage::MountedReadOnly);
         let Some(gate) = served.device.gate().cloned() else {
             return;
@@ -567,6 +624,9 @@ impl Worker {
                 }
             }
             Usage::Claimed | Usage::MountedReadOnly | Usage::Open => {}
+        }
+        if closed_since {
+            self.ask_closed(key);
         }
     }
 
@@ -651,6 +711,9 @@ impl Worker {
             Ok(device) => {
                 tracing::info!(volume = name, device = %device.path().display(), "device made");
                 self.sizeless.remove(key);
+                if let Err(error) = self.closes.watch(device.number()) {
+                    tracing::warn!(%error, "a moment passes until it shows that nobody uses a device");
+                }
                 self.devices.insert(
                     key.clone(),
                     Served {
@@ -659,6 +722,7 @@ impl Worker {
                         access: spec.access,
                         check: Arc::default(),
                         checking: false,
+                        closed: false,
                         claimed: false,
                         last_use: None,
                         held: false,
@@ -770,6 +834,7 @@ impl Worker {
 
     /// Detaches, or makes all I/O of its users fail.
     fn take_away(&self, key: &Key, device: BlockDevice) {
+        self.closes.forget(device.number());
         if let Some(reasons) = self.suspended(&key.0) {
             tracing::warn!(
                 device = %device.path().display(),
@@ -802,10 +867,12 @@ impl Worker {
         // A look of our own at the device would count as a user.
         let check = served.check.clone();
         let busy = lock(&check);
+        let number = served.device.number();
         let detached = served.device.detach();
         drop(busy);
         match detached {
             Ok(()) => {
+                self.closes.forget(number);
                 self.holding.forget(key);
                 None
             }
@@ -836,6 +903,10 @@ fn find_usage(number: BlockNumber) -> Usage {
         Ok(None) => ask_device(number),
         Err(error) => Err(error),
     };
+    or_open(number, found)
+}
+
+fn or_open(number: BlockNumber, found: std::io::Result<Usage>) -> Usage {
     found.unwrap_or_else(|error| {
         tracing::warn!(device = number.word(), %error, "how a device is used cannot be told");
         Usage::Open
@@ -885,6 +956,26 @@ fn watch_mounts(orders: SyncSender<Order>) -> std::io::Result<()> {
         }
     };
     let thread = std::thread::Builder::new().name("mounts".into());
+    thread.spawn(watch).map(drop)
+}
+
+/// Has a device looked at when somebody who could write has closed it.
+fn watch_closes(closes: Arc<Closes>, orders: SyncSender<Order>) -> std::io::Result<()> {
+    let watch = move || {
+        loop {
+            let numbers = match closes.wait() {
+                Ok(numbers) => numbers,
+                Err(error) => return tracing::warn!(%error, "closed devices are seen later"),
+            };
+            for number in numbers {
+                // With a full queue it is looked at soon anyway.
+                if let Err(TrySendError::Disconnected(_)) = orders.try_send(Order::Closed(number)) {
+                    return;
+                }
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("closes".into());
     thread.spawn(watch).map(drop)
 }
 

@@ -228,11 +228,8 @@ impl Nine {
              options {{ {} }}\n",
             setup.net, setup.disk, setup.options
         );
-        for node in 0..setup.nodes.len() {
-            text += &format!(
-                " on {} {{\n  node-id {};\n",
-                NAMES[node], self.disk_of[node]
-            );
+        for (node, (name, id)) in NAMES.iter().zip(&self.disk_of).enumerate() {
+            text += &format!(" on {name} {{\n  node-id {id};\n");
             if !setup.two_paths {
                 text += &format!("  address {}:{PORT};\n", address(node));
             }

@@ -7,6 +7,7 @@
 
 pub mod apart;
 pub mod block;
+pub mod closes;
 pub mod device;
 mod fuse;
 pub mod gate;

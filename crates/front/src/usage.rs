@@ -167,7 +167,7 @@ impl BlockNumber {
         if let Some(mounted) = self.mounted()? {
             return Ok(Some(mounted));
         }
-        let open = !visible_users(self)?.is_empty();
+        let open = !find_users(self, Wanted::Any)?.is_empty();
         Ok(open.then_some(Usage::Open))
     }
 
@@ -273,7 +273,21 @@ impl Patience {
 
 /// The same without opening the device, which may wait while its I/O is held.
 pub(crate) fn visible_users(number: BlockNumber) -> io::Result<Vec<String>> {
+    find_users(number, Wanted::All)
+}
+
+/// How many users are looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    /// One is enough.
+    Any,
+    All,
+}
+
+fn find_users(number: BlockNumber, wanted: Wanted) -> io::Result<Vec<String>> {
     let mut users = BTreeSet::new();
+    // Most processes see the same mounts.
+    let mut views_of_mounts = BTreeSet::new();
     if let Ok(holders) = fs::read_dir(number.sysfs().join("holders")) {
         for holder in holders.flatten() {
             users.insert(format!(
@@ -296,15 +310,24 @@ pub(crate) fn visible_users(number: BlockNumber) -> io::Result<Vec<String>> {
         }
     }
     for process in fs::read_dir("/proc")?.flatten() {
+        if wanted == Wanted::Any && !users.is_empty() {
+            break;
+        }
         let pid = process.file_name();
         if pid.to_str().is_some_and(|pid| pid.parse::<u32>().is_ok()) {
-            users_of_process((&name, device), &process.path(), &mut users);
+            let process = process.path();
+            // A process sees the mounts of its namespace below its root.
+            let views = ["ns/mnt", "root"].map(|link| fs::read_link(process.join(link)).ok());
+            if views.contains(&None) || views_of_mounts.insert(views) {
+                mounts_of_process(&name, &process, &mut users);
+            }
+            users_of_process(device, &process, &mut users);
         }
     }
     Ok(users.into_iter().collect())
 }
 
-fn users_of_process((name, device): (&str, u64), process: &Path, users: &mut BTreeSet<String>) {
+fn mounts_of_process(name: &str, process: &Path, users: &mut BTreeSet<String>) {
     // Processes come and go; one that has gone uses nothing.
     if let Ok(mounts) = fs::read_to_string(process.join("mountinfo")) {
         for line in mounts.lines() {
@@ -315,6 +338,9 @@ fn users_of_process((name, device): (&str, u64), process: &Path, users: &mut BTr
             }
         }
     }
+}
+
+fn users_of_process(device: u64, process: &Path, users: &mut BTreeSet<String>) {
     let Ok(descriptors) = fs::read_dir(process.join("fd")) else {
         return;
     };

@@ -717,8 +717,11 @@ impl Resource {
     /// node demoted before, the peer could be promoted after a common loss of power and serve what
     /// flushed writes have replaced.
     pub(crate) fn requests_are_through(&self) -> bool {
+        // Peers among themselves count as different what they have not heard a peer ack of, and that takes
+        // settled writes.
+        let alone = self.connections.len() == 1;
         let stable = |conn: &Connection| {
-            let flushed = conn.is_lockstep() && conn.net.protocol == Protocol::C;
+            let flushed = alone && conn.is_lockstep() && conn.net.protocol == Protocol::C;
             flushed || conn.io.sent_count <= conn.io.settled_count
         };
         self.requests_are_answered()

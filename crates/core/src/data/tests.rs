@@ -197,6 +197,8 @@ struct World {
     apart: Vec<(usize, usize)>,
     /// What is sent to this node on data streams waits.
     stalled: Option<usize>,
+    /// This node does not hear that a peer has closed a link.
+    deaf: Option<usize>,
     hanging: stalling::Hanging,
     /// The next payload in a packet of this name is changed on its way.
     spoil: Option<&'static str>,
@@ -299,6 +301,7 @@ impl World {
             cut: false,
             apart: Vec::new(),
             stalled: None,
+            deaf: None,
             hanging: stalling::Hanging::default(),
             spoil: None,
             kernel_epochs: Default::default(),
@@ -596,6 +599,9 @@ impl World {
         };
         self.wires.retain(|key, _| key.2 != link);
         let other = if a == index { b } else { a };
+        if self.deaf == Some(other) {
+            return;
+        }
         let down = Input::LinkDown {
             peer: node_id(index),
             link: LinkId(link),

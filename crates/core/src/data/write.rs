@@ -1088,7 +1088,8 @@ impl Resource {
             for peer in req.parked.iter() {
                 let p = self.state.peer_device(volume, peer);
                 let resends = p.repl == ReplState::Established && p.replicates();
-                let waits = suspended || self.cannot_mark(key);
+                // The suspension may go on for want of a new generation, which takes quorum.
+                let waits = (suspended || self.cannot_mark(key)) && !self.io_fails(volume);
                 let lost = !resends && (!waits || p.repl > ReplState::Established);
                 if !resends && !lost {
                     continue;

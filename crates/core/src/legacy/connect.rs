@@ -76,7 +76,7 @@ impl Resource {
             self.drop_connection(peer, ConnState::NetworkFailure);
             return;
         }
-        let change = self.connect_change(peer);
+        let change = self.connect_change(peer, Role::Unknown);
         let verdict = self
             .handshake_verdict(peer)
             .and_then(|()| self.check_change(&change).map(|_| ()));

@@ -118,7 +118,7 @@ impl<E: Engine> ShardHandle<E> {
     }
 
     /// Removes a resource with all its links, disks and ports. `Command::Down` comes before; what
-    /// still runs is cut off. `false` if there is none.
+    /// still runs is cut off, but for the last packets of links that were closed. `false` if there is none.
     pub fn remove_resource(&self, resource: ResourceId) -> Result<bool, ShardGone> {
         self.ask(move |shard| shard.remove_resource(Key(resource.0)))
     }
@@ -295,7 +295,12 @@ impl<E: Engine> Shard<E> {
         };
         let (links, ports) = (slot.links.clone(), slot.ports.clone());
         let connecting: Vec<_> = slot.connecting.values().flatten().copied().collect();
-        links.into_iter().for_each(|link| self.remove_link(link));
+        for link in links {
+            // The peer's last packets, of a clean `down` for instance, may still be on their way to it.
+            if !self.is_draining(link) {
+                self.remove_link(link);
+            }
+        }
         connecting
             .into_iter()
             .for_each(|key| self.remove_connecting(key));
@@ -319,6 +324,9 @@ impl<E: Engine> Shard<E> {
     fn end(&mut self) {
         for key in self.resources.keys() {
             self.remove_resource(key);
+        }
+        for key in self.links.keys() {
+            self.remove_link(key);
         }
     }
 }

@@ -535,6 +535,13 @@ impl<E: Engine> Shard<E> {
         self.event(resource, &Event::Connection(peer));
     }
 
+    /// The core has closed it, and what was sent before is on its way.
+    pub(super) fn is_draining(&self, key: Key) -> bool {
+        self.links
+            .get(key)
+            .is_some_and(|link| link.draining.is_some())
+    }
+
     pub(super) fn close_link(&mut self, resource: Key, key: Key, flush: bool) {
         let now = self.now;
         let Some(link) = self.links.get_mut(key) else {

@@ -346,7 +346,7 @@ impl Tool<'_> {
     }
 
     fn apply_al(&mut self) -> Result<u8, Failure> {
-        let mut found = self.find(NO_METADATA)?;
+        let mut found = self.find_or_move()?;
         let result = store::apply_al(&mut found.device, &found.layout, &mut found.superblock);
         let report = |tool: &mut Self, corrupt: u32| match corrupt {
             0 => Ok(()),

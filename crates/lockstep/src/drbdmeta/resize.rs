@@ -12,7 +12,7 @@ use lockstep_format::disk::layout::Layout;
 use lockstep_format::disk::store;
 
 use super::options::Failure;
-use super::{NO_METADATA, Tool, UNCLEAN, io_failure};
+use super::{Found, NO_METADATA, Tool, UNCLEAN, io_failure};
 
 /// What is known of a device from the last change of its metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,7 +99,27 @@ impl Tool<'_> {
             Err(failure) if failure.text != nothing => return Err(failure),
             Err(_) => {}
         }
+        self.move_to_the_end(nothing)
+    }
+
+    /// Before each attach: metadata of a device that has grown since is moved first, as the original
+    /// does for `apply-al`.
+    pub(super) fn find_or_move(&mut self) -> Result<Found, Failure> {
+        match self.find(NO_METADATA) {
+            Err(failure) if failure.text == NO_METADATA && !self.line.options.tentative => {
+                self.move_to_the_end(NO_METADATA)?;
+                self.find(NO_METADATA)
+            }
+            found => found,
+        }
+    }
+
+    /// Moves internal metadata from where it was last seen.
+    fn move_to_the_end(&mut self, nothing: &str) -> Result<u8, Failure> {
         let missing = || Failure::failed(nothing);
+        if !self.line.target.placement.is_internal() {
+            return Err(missing());
+        }
         let path = self.last_known_path().ok_or_else(missing)?;
         let text = std::fs::read_to_string(path).map_err(|_| missing())?;
         let known = LastKnown::parse(&text).ok_or_else(missing)?;

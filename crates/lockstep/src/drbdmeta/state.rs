@@ -172,7 +172,7 @@ impl Tool<'_> {
 
     /// Gives all day-0 entries the UUID of the one with the highest node id.
     pub(super) fn repair_md(&mut self) -> Result<u8, Failure> {
-        let mut found = self.find(NO_METADATA)?;
+        let mut found = self.find_or_move()?;
         let AnySuperBlock::V09(sb) = &mut found.superblock else {
             return Ok(0);
         };

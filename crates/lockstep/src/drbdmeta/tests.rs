@@ -572,6 +572,34 @@ fn check_resize_moves_metadata_of_a_grown_device() {
 }
 
 #[test]
+fn an_attach_finds_the_metadata_of_a_device_that_has_grown() {
+    for command in ["repair-md", "apply-al"] {
+        let machine = Machine::new();
+        machine.truncate(4 << 20);
+        let directory = machine.path("lkbd");
+        let options = format!("--force --var-lib-drbd {}", directory.display());
+        let tool = |words: &str| machine.run(&format!("{options} 1048002 v09 md.img {words}"));
+        assert_eq!(tool("internal create-md 2").code, 0);
+        machine.truncate(8 << 20);
+        assert_eq!(
+            tool("internal get-gi --node-id 0").code,
+            1,
+            "only these move it"
+        );
+        assert_eq!(tool(&format!("internal --tentative {command}")).code, 1);
+        let moved = tool(&format!("internal {command}"));
+        assert_eq!(moved.code, 0, "{:?}", moved.err);
+        assert_eq!(
+            moved.err,
+            ["Moving the internal meta data to its proper location"]
+        );
+        assert_eq!(tool("internal get-gi --node-id 0").code, 0);
+        let known = std::fs::read_to_string(directory.join("drbd-minor-1048002.lkbd"));
+        assert!(known.unwrap().starts_with("8388608\t"));
+    }
+}
+
+#[test]
 fn dump_superblock_prints_hex_and_json_as_the_original() {
     let strip = |lines: &[String]| -> Vec<String> {
         let noise = ["dump_time_utc", "dump_host"];

@@ -308,7 +308,7 @@ impl Lines {
             field("quorum", old, new, |d| colour.quorum(d.quorum)),
         ]];
         if self.detail.statistics {
-            groups.push(vec![
+            let figures = vec![
                 field("size", old, new, |d| (d.size_sectors / 2).to_string()),
                 field("read", old, new, |d| (d.read_sectors / 2).to_string()),
                 field("written", old, new, |d| (d.written_sectors / 2).to_string()),
@@ -319,7 +319,14 @@ impl Lines {
                 field("al-suspended", old, new, |d| {
                     yes_no(d.al_suspended).to_owned()
                 }),
-            ]);
+            ];
+            // What the kernel tells with a change of state differs from before in figures that are not
+            // printed, so those that are come along.
+            if groups[0].iter().any(Field::changed) {
+                groups[0].extend(figures);
+            } else {
+                groups.push(figures);
+            }
             groups.push(vec![field("blocked", old, new, |d| blocked(d).to_owned())]);
         }
         let id = format!(" name:{name} volume:{} minor:{}", new.volume, new.minor);
@@ -350,9 +357,10 @@ impl Lines {
             })],
         ];
         let counters = peer_device_counters(new, self.detail);
+        // As with devices, they come along with every change of state.
         let tail = if old.is_none_or(|o| counters_differ(o, new)) {
             Tail::New(&counters)
-        } else if self.detail.full {
+        } else if self.detail.full || self.detail.statistics {
             Tail::Known(&counters)
         } else {
             Tail::None
@@ -625,6 +633,28 @@ exists path name:web peer-node-id:2 conn-name:charlie local:ipv4:10.1.0.1:7790 p
         assert_eq!(
             changes(Some(&old), Some(&new), diff)[0],
             "change resource name:web role:Primary->Secondary"
+        );
+    }
+
+    #[test]
+    fn figures_come_along_with_a_change_of_state() {
+        let old = sample::web();
+        let mut new = old.clone();
+        new.devices[0].open = !new.devices[0].open;
+        new.connections[0].peer_devices[1].repl_state = ReplState::VerifyS;
+        let detail = Detail {
+            statistics: true,
+            ..detail()
+        };
+        let lines = changes(Some(&old), Some(&new), detail);
+        let has = |start: &str, figures: &str| {
+            let found = lines.iter().find(|line| line.starts_with(start));
+            found.is_some_and(|line| line.contains(figures))
+        };
+        assert!(has("change device ", " size:"), "{lines:#?}");
+        assert!(
+            has("change peer-device ", " replication:VerifyS received:"),
+            "{lines:#?}"
         );
     }
 

@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::command::ErrorCode;
+use crate::options::Quorum;
+use crate::state::Role;
 
 /// Three nodes, of which the last one is a client.
 fn with_client(seed: u64) -> World {
@@ -11,6 +13,27 @@ fn with_client(seed: u64) -> World {
         ..Setup::default()
     };
     clean(seed, 3, setup)
+}
+
+/// Nodes 1 and 2 have disks, node 0 is a client and Primary.
+fn with_diskless_primary() -> World {
+    let setup = Setup {
+        diskless: Some(0),
+        client: true,
+        ..Setup::default()
+    };
+    let mut w = World::new(5, 3, setup);
+    w.pass(Duration::from_secs(3));
+    let command = Command::NewCurrentUuid {
+        volume: VOLUME,
+        clear_bitmap: true,
+        force_resync: false,
+    };
+    w.command(1, command);
+    w.pass_until("clean start", 20, World::in_sync);
+    w.command(0, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    w
 }
 
 /// Nodes 0 and 1 keep a bitmap for node 2, or do not any more.
@@ -188,4 +211,109 @@ fn a_disk_that_is_smaller_than_the_volume_is_refused_and_no_connection_is_lost()
     w.nodes[1].data_bytes += 1 << 20;
     assert_eq!(attach(&mut w, 1), Ok(Answer::Done));
     w.pass_until("the resync", 60, World::in_sync);
+}
+
+/// A peer that loses its disk beside a Primary without one misses what is written then, and must not look as if it
+/// were of the same generation when the disk is back.
+#[test]
+fn a_detach_beside_a_diskless_primary_makes_a_generation() {
+    let mut w = with_diskless_primary();
+    let first = w.write(0, 0, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, first), "{:#?}", w.log);
+    let current = |w: &World| w.nodes[1].resource.devices[&VOLUME].current_uuid();
+    let before = current(&w);
+    let detach = Command::Detach {
+        volume: VOLUME,
+        force: false,
+        diskless: false,
+    };
+    w.command(2, detach);
+    w.pass(Duration::from_secs(1));
+    let second = w.write(0, 8, 4096, 2);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, second), "{:#?}", w.log);
+    assert!(!current(&w).same_generation(before), "{:#?}", w.log);
+}
+
+/// A Primary without a disk tells its peers who has its last writes before it is Secondary: they have nothing
+/// to copy among themselves then.
+#[test]
+fn a_demotion_leaves_nothing_to_resync_between_others() {
+    let mut w = with_diskless_primary();
+    for round in 0..5 {
+        let open = |open| Command::Open {
+            volume: VOLUME,
+            open,
+            write: true,
+        };
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        w.command(0, open(true));
+        w.pass(Duration::from_secs(1));
+        w.log.clear();
+        let write = w.write(0, round * 8, 4096, round as u8);
+        w.pass_until("written", 5, |w| w.done(0, write));
+        w.command(0, open(false));
+        w.pass(Duration::from_secs(2));
+        assert_eq!(w.nodes[0].resource.state.role, Role::Secondary);
+        let copied = w.log.iter().any(|line| line.contains("marked-blocks"));
+        assert!(!copied, "{:#?}", w.log);
+    }
+}
+
+/// Nodes 0 and 1 have disks, node 0 is Primary. It ends its connection with node 1, which does not hear of that,
+/// writes, and is Secondary again; the client in the middle passes that on.
+#[test]
+fn a_disk_that_a_demoted_primary_wrote_without_is_outdated_when_that_shows() {
+    let setup = Setup {
+        diskless: Some(2),
+        client: true,
+        options: ResourceOptions {
+            quorum: Quorum::Majority,
+            ..ResourceOptions::default()
+        },
+        ..Setup::default()
+    };
+    let mut w = clean(7, 3, setup);
+    let first = w.write(0, 0, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, first), "{:#?}", w.log);
+    w.deaf = Some(1);
+    let (peer, force) = (node_id(1), true);
+    w.command(0, Command::Disconnect { peer, force });
+    let second = w.write(0, 8, 4096, 2);
+    w.run();
+    assert!(w.done(0, second), "{:#?}", w.log);
+    let conn = |w: &World| w.nodes[1].resource.state.conn(node_id(0));
+    assert_eq!(conn(&w), ConnState::Connected);
+    w.command(0, Command::Secondary { force: false });
+    w.run();
+    assert_eq!(w.nodes[0].resource.state.role, Role::Secondary);
+    let promotion = w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(20));
+    assert_eq!(w.disk_state(1), DiskState::Outdated, "{:#?}", w.log);
+    assert_eq!(code(&w, promotion), Some(ErrorCode::NO_UP_TO_DATE_DISK));
+}
+
+/// Its peers were not stable beside a Primary; without one they are.
+#[test]
+fn a_client_may_be_promoted_again_after_its_own_demotion() {
+    let mut w = with_diskless_primary();
+    assert!(!w.nodes[0].resource.snapshot().may_promote);
+    w.command(0, Command::Secondary { force: false });
+    w.pass(Duration::from_secs(1));
+    assert!(w.nodes[0].resource.snapshot().may_promote);
+}
+
+#[test]
+fn a_peer_without_volumes_has_a_role() {
+    let mut w = World::without_volume(1, 3, Setup::default());
+    w.pass(Duration::from_secs(3));
+    for a in 0..3 {
+        for b in (0..3).filter(|b| *b != a) {
+            let role = w.nodes[a].resource.peer_role(node_id(b));
+            assert_eq!(role, Role::Secondary, "{a} {b}");
+        }
+    }
 }

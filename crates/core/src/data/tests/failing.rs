@@ -137,6 +137,42 @@ fn a_forced_demotion_fails_what_waits_for_quorum() {
     check(w, &[]);
 }
 
+/// Whoever waits for an error rather than for quorum gets it, also for a write that was under way when the
+/// peers were lost.
+#[test]
+fn a_frozen_write_ends_when_errors_are_wanted_instead() {
+    let setup = Setup {
+        options: ResourceOptions {
+            quorum: Quorum::Majority,
+            on_no_quorum: OnLoss::SuspendIo,
+            ..ResourceOptions::default()
+        },
+        ..Setup::default()
+    };
+    let options = ResourceOptions {
+        on_no_quorum: OnLoss::IoError,
+        ..setup.options.clone()
+    };
+    for under_way in [false, true] {
+        let mut w = opened(3, setup.clone());
+        w.cut = true;
+        let early = under_way.then(|| w.write(0, 8, 4096, 1));
+        w.cut_links();
+        w.pass(Duration::from_secs(2));
+        let write = early.unwrap_or_else(|| w.write(0, 8, 4096, 1));
+        w.pass(Duration::from_secs(2));
+        assert_eq!(w.nodes[0].completed.get(&write), None);
+        let options = options.clone();
+        w.command(0, Command::ResourceOptions { options });
+        w.pass(Duration::from_secs(2));
+        let result = w.nodes[0].completed.get(&write);
+        let failed = Some(&Err(RequestError::Io));
+        assert_eq!(result, failed, "{under_way} {:#?}", w.log);
+        w.cut = false;
+        w.pass_until("in sync again", 90, World::in_sync);
+    }
+}
+
 /// Requests of an application count as well, if nobody said that the volume is open.
 #[test]
 fn a_forced_demotion_without_openers_acknowledges_nothing_that_was_frozen() {

@@ -107,6 +107,32 @@ fn with_stonith_io_waits_until_the_peer_is_outdated() {
 }
 
 #[test]
+fn that_the_peer_is_outdated_is_told_before_io_goes_on() {
+    let mut w = world(Fencing::ResourceAndStonith);
+    lose_link(&mut w);
+    assert_eq!(suspended(&w, 0), ["fencing"]);
+    let call = w.handlers.iter().find(|call| call.1 == "fence-peer");
+    let (_, _, tag) = *call.expect("fence-peer was called");
+    let exit_code = 4;
+    let now = w.now;
+    let resource = &mut w.nodes[0].resource;
+    resource.tell_steps(true);
+    resource.handle(now, Input::HandlerDone { tag, exit_code });
+    let told: Vec<(DiskState, Vec<&str>)> = core::iter::from_fn(|| resource.poll_output())
+        .filter_map(|output| match output {
+            Output::Event(Event::Step(s)) => {
+                let disk = s.connections[0].peer_devices[0].disk_state;
+                Some((disk, s.suspended.clone()))
+            }
+            _ => None,
+        })
+        .collect();
+    let outdated = DiskState::Outdated;
+    assert_eq!(told[0], (outdated, vec!["fencing"]));
+    assert!(!told[1].1.contains(&"fencing"), "{told:?}");
+}
+
+#[test]
 fn with_resource_only_io_goes_on_while_the_handler_runs() {
     let mut w = world(Fencing::ResourceOnly);
     lose_link(&mut w);

@@ -203,7 +203,7 @@ const NET: &[OptionSpec] = &[
     },
     num(
         "congestion-extents",
-        67,
+        1,
         65534,
         1237,
         "Active extents that count as congestion.",
