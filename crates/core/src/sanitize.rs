@@ -190,7 +190,7 @@ impl Resource {
 
     /// One active source at a time (semantics.md, 14.3).
     fn select_resync_source(&self, volume: VolumeNr, old: &State, new: &mut State) {
-        let connections = new.connections.clone();
+        let connections = &new.connections;
         let Some(state) = new.devices.get_mut(&volume) else {
             return;
         };
@@ -216,7 +216,7 @@ impl Resource {
                     && p.disk != DiskState::DUnknown
             })
             .map(|(n, _)| {
-                let unstable = self.ends_unstable(volume, *n, &connections);
+                let unstable = self.ends_unstable(volume, *n, connections);
                 (*n, unstable, self.out_of_sync_blocks(volume, *n))
             })
             .collect();
