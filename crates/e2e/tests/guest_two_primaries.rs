@@ -56,9 +56,13 @@ fn rounds_of_overlap() -> u32 {
 /// come in the order that it has in mind. Two kernels do so after seconds (docs/compatibility.md).
 const BARRIERS_MIXED_UP: &str = "BAD! BarrierAck #";
 
+/// What its receiver says after that, if it was waiting for an own write of the same block.
+const WAITED_IN_VAIN: &str = "error receiving Data, e: -110";
+
 /// What else the kernel says about what is done to it here.
 const EXPECTED: &[&str] = &[
     BARRIERS_MIXED_UP,
+    WAITED_IN_VAIN,
     "Split-Brain detected",
     "error receiving ReportState",
     // It says at the end that it never finished the epochs in which it refused a write.
@@ -70,8 +74,22 @@ const EXPECTED: &[&str] = &[
 ];
 
 fn barriers_mixed_up(pair: &Mixed84) -> Result<u32> {
-    let count = format!("dmesg | grep -c '{BARRIERS_MIXED_UP}' || true");
-    Ok(pair.kernel.sh(&count)?.trim().parse()?)
+    let said = format!("dmesg | grep -e '{BARRIERS_MIXED_UP}' -e '{WAITED_IN_VAIN}' || true");
+    let said = pair.kernel.sh(&said)?;
+    let mut drops = 0;
+    let mut before = "";
+    for line in said.lines() {
+        if line.contains(BARRIERS_MIXED_UP) {
+            drops += 1;
+        } else {
+            ensure!(
+                before.contains(BARRIERS_MIXED_UP),
+                "a wait for an ack ended, and the connection was not dropped before: {said}"
+            );
+        }
+        before = line;
+    }
+    Ok(drops)
 }
 
 /// The two are still connected, or the kernel has dropped the connection for the one reason that is
@@ -308,6 +326,7 @@ fn a_kernel_84_peer_may_be_primary_as_well() -> Result<()> {
     }
     eprintln!("{drops} connections dropped by the kernel");
     split_brains(&mut pair)?;
+    barriers_mixed_up(&pair)?;
     pair.kernel.sh("drbdadm secondary r0")?;
     pair.adm(&["secondary", "r0"])?;
     pair.check_end(EXPECTED)
