@@ -1,8 +1,10 @@
 //! How much a resync target (or the driver of an online verify) asks for next (semantics.md 19.10).
 //!
-//! Pure and deterministic. One promise above all options: while there is something to do, at least
-//! one request is in flight or being issued after each step. An application that keeps the disk
-//! busy for ever slows a resync down to that, but never stops it.
+//! Pure and deterministic. One promise above all options of the controller: while there is something
+//! to do, at least one request is in flight or being issued after each step. An application that
+//! keeps the disk busy for ever slows a resync down to that, but never stops it. A request may be
+//! larger than what the fixed or largest rate leaves for a step: later steps make up for it, with at
+//! most a second without a request.
 
 use alloc::collections::VecDeque;
 
@@ -51,7 +53,7 @@ pub(crate) struct Pace {
     topped_sectors: u64,
     /// Came back since the controller's last step.
     received_sectors: u64,
-    /// Asked for since `window`.
+    /// Asked for since `window`, and what was asked for too early before.
     window: Instant,
     window_sectors: u64,
     rate: RateController,
@@ -87,9 +89,12 @@ impl Pace {
 
     /// Asks the controller. What `load` says of flight and arrival is this value's own.
     pub(crate) fn grant(&mut self, now: Instant, options: &PeerDeviceOptions, load: RateInput) {
+        let rate_kib_s = match options.c_plan_ahead_tenths {
+            0 => options.resync_rate_kib_s,
+            _ => options.c_max_rate_kib_s,
+        };
         if now - self.window >= STEP {
-            self.window = now;
-            self.window_sectors = 0;
+            self.next_window(now, u64::from(rate_kib_s) * SECTORS_PER_KIB);
         }
         let input = RateInput {
             in_flight_sectors: self.in_flight_sectors,
@@ -97,10 +102,6 @@ impl Pace {
             ..load
         };
         let mut grant = self.rate.step(now, options, &input);
-        let rate_kib_s = match options.c_plan_ahead_tenths {
-            0 => options.resync_rate_kib_s,
-            _ => options.c_max_rate_kib_s,
-        };
         if rate_kib_s > 0 {
             let most = u64::from(rate_kib_s) * SECTORS_PER_KIB / STEPS_PER_SECOND;
             let rest = most.saturating_sub(self.window_sectors);
@@ -110,6 +111,23 @@ impl Pace {
         }
         self.grant_sectors = grant;
         self.topped_sectors = self.in_flight_sectors + grant;
+    }
+
+    /// Requests are not cut to fit the rate; what they exceeded it by is kept for later windows,
+    /// up to a second's worth.
+    fn next_window(&mut self, now: Instant, sectors_per_s: u64) {
+        let second_ns = Duration::from_secs(1).0;
+        let asked = self.window_sectors.min(sectors_per_s);
+        let elapsed_ns = (now - self.window).0.min(second_ns);
+        let paid = elapsed_ns * sectors_per_s / second_ns;
+        if paid >= asked {
+            self.window = now;
+            self.window_sectors = 0;
+        } else {
+            // What was paid for is whole sectors; the rest of the time counts on.
+            self.window = self.window + Duration(paid * second_ns / sectors_per_s);
+            self.window_sectors = asked - paid;
+        }
     }
 }
 
@@ -243,6 +261,8 @@ fn scale(sectors: u64, by: u64, per: u64) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use alloc::vec::Vec;
+
     use super::*;
     use crate::rng::Rng;
 
@@ -334,6 +354,58 @@ mod tests {
         let (asked, most) = ask(&options, 50, input(0, 0));
         assert!((40_000 - 800..=40_000).contains(&asked), "{asked}");
         assert!(most <= 800, "{most}");
+    }
+
+    /// The largest number of sectors in ten seconds that begin with a step, of a hundred, with
+    /// requests that are never smaller than `request`.
+    fn asked_in_large_requests(options: &PeerDeviceOptions, request: u64) -> u64 {
+        let mut pace = Pace::new(Instant(0));
+        let mut asked = Vec::new();
+        let mut left_sectors = 1 << 40;
+        for step in 0..1000u64 {
+            let load = RateInput {
+                left_sectors,
+                granule_sectors: request,
+                max_buffers: 131_072,
+                ..input(0, 0)
+            };
+            pace.grant(Instant(step * STEP.0), options, load);
+            let mut sectors = 0;
+            while pace.grant_sectors > 0 {
+                pace.asked(request);
+                pace.answered(request);
+                sectors += request;
+            }
+            left_sectors -= sectors;
+            asked.push(sectors);
+        }
+        asked.windows(100).map(|w| w.iter().sum()).max().unwrap()
+    }
+
+    #[test]
+    fn requests_larger_than_a_step_keep_the_rate() {
+        for c_plan_ahead_tenths in [0, 20] {
+            let options = PeerDeviceOptions {
+                c_plan_ahead_tenths,
+                resync_rate_kib_s: 4096,
+                c_max_rate_kib_s: 4096,
+                c_fill_target_sectors: 1 << 20,
+                ..PeerDeviceOptions::default()
+            };
+            let asked = asked_in_large_requests(&options, 1024);
+            let most = 4096 * 2 * 10;
+            assert!((most / 10 * 9..=most + 1024).contains(&asked), "{asked}");
+        }
+    }
+
+    #[test]
+    fn a_request_of_many_seconds_is_followed_by_one_each_second() {
+        let options = PeerDeviceOptions {
+            c_plan_ahead_tenths: 0,
+            resync_rate_kib_s: 1,
+            ..PeerDeviceOptions::default()
+        };
+        assert_eq!(asked_in_large_requests(&options, 2048), 10 * 2048);
     }
 
     #[test]
