@@ -333,13 +333,12 @@ impl Resource {
             answered: None,
             resize,
         };
-        if transaction
-            .wish
-            .as_ref()
-            .is_some_and(|w| matches!(w.kind, WishKind::Demote { .. }))
-        {
+        match transaction.wish.as_ref().map(|w| &w.kind) {
             // With the commit the peers compare their marks.
-            self.flush_peer_ack();
+            Some(WishKind::Demote { .. }) => self.flush_peer_ack(),
+            // Those that part mark what they do not know the other to have.
+            Some(WishKind::Disconnect { .. }) => self.queue_peer_ack(),
+            _ => {}
         }
         let packet = self.phase_one(&transaction);
         let handshake = transaction.handshake;

@@ -105,3 +105,28 @@ fn writes_meanwhile_are_not_copied_once_more_from_the_other_node() {
         }
     }
 }
+
+#[test]
+fn what_was_written_right_before_a_parting_is_marked_nowhere() {
+    for seed in 300..320 {
+        for who in [0, 2] {
+            let mut w = clean(seed, 3, Setup::default());
+            for n in 0..20 {
+                w.write(0, n * 40, 4096, n as u8);
+            }
+            w.pass(Duration::from_millis(20));
+            w.request(0, RequestKind::Flush, 0, 0, 0);
+            w.pass(Duration::from_millis(20));
+            let peer = node_id(2 - who);
+            w.command(who, Command::Disconnect { peer, force: false });
+            w.pass(Duration::from_millis(20));
+            assert_eq!(w.packets["peer ack"], 2, "seed {seed}, by node {who}");
+            if who == 0 {
+                // The ack may be overtaken by the commit, which goes by the other stream.
+                continue;
+            }
+            let marks = [(0, 2), (1, 2), (2, 0), (2, 1)].map(|(of, to)| w.bits(of, to));
+            assert_eq!(marks, [0; 4], "seed {seed}: {:#?}", w.log);
+        }
+    }
+}
