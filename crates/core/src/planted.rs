@@ -513,6 +513,8 @@ registry! {
         "The slot of a peer that is forgotten keeps its marks.";
     LeftMarksStay "left-marks-stay"
         "Marks between two nodes that a third one has brought up to date stay.";
+    ExtentsOutOfOrder "extents-out-of-order"
+        "A received write that waits for an earlier one takes its extents after later ones.";
 }
 
 #[cfg(feature = "planted")]

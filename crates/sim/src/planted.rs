@@ -479,6 +479,7 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
+    Planted::ExtentsOutOfOrder,
     Planted::AckBeforeDiskWrite,
     Planted::ResyncReadIgnoresWrites,
     Planted::EvictBeforeFlush,

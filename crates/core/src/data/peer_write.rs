@@ -37,7 +37,12 @@ pub(crate) struct PeerWrite {
     dagtag: Dagtag,
     epoch: u64,
     range: Option<RangeId>,
+    /// Nothing overlaps any more.
+    clear: bool,
+    /// It holds its extents, of the activity log named so.
     al: Option<u64>,
+    /// It waits for its extents.
+    asked: bool,
     stage: Stage,
     /// The sender knows that it is on stable storage.
     confirmed: bool,
@@ -249,7 +254,9 @@ impl Resource {
             dagtag,
             epoch,
             range: None,
+            clear: false,
             al: None,
+            asked: false,
             stage: Stage::Active,
             confirmed: false,
             overtaken: false,
@@ -269,7 +276,8 @@ impl Resource {
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        let concurrent = !shared && device.io.ranges.overlaps_local_write(sector, size_bytes);
+        let local = device.io.ranges.overlaps_local_write(sector, size_bytes);
+        let concurrent = !shared && local;
         let owner = Owner::Peer(peer, number);
         let (range, clear) =
             device
@@ -291,6 +299,10 @@ impl Resource {
         }
         if clear {
             self.peer_write_submit(volume, peer, number);
+        } else if !local && !planted!(self, ExtentsOutOfOrder) {
+            // In the order of arrival: later writes could take all extents, and none of them is settled before
+            // this one. A write of this node is served after those of peers, so nothing is held that waits for it.
+            self.peer_write_ask(volume, peer, number);
         }
         for key in behind {
             self.start_write(key);
@@ -348,27 +360,64 @@ impl Resource {
 
     /// Nothing overlaps any more: activity log next.
     pub(crate) fn peer_write_submit(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let serial = self.al_serial(volume);
+        let takes_writes = self.takes_writes(volume);
         let Some(write) = self.peer_write(peer, number) else {
             return;
         };
-        let (sector, size) = (write.sector, write.size_bytes);
-        if !self.takes_writes(volume) {
+        write.clear = true;
+        if !takes_writes {
             self.peer_write_failed(volume, peer, number);
-        } else if self.al_get(volume, sector, size, Owner::Peer(peer, number)) {
+        } else if write.al == Some(serial) {
+            self.peer_write_start(volume, peer, number);
+        } else if !write.asked {
+            self.peer_write_ask(volume, peer, number);
+        }
+    }
+
+    /// Takes its extents, or its place in the queue for them.
+    fn peer_write_ask(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
+        write.asked = true;
+        let (sector, size) = (write.sector, write.size_bytes);
+        if self.al_get(volume, sector, size, Owner::Peer(peer, number)) {
             self.peer_write_hot(volume, peer, number);
         }
     }
 
+    /// It holds its extents, unless the log is gone.
     pub(crate) fn peer_write_hot(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
         let serial = self.al_serial(volume);
-        if self.disk_io(volume).is_none() || !self.takes_writes(volume) {
-            self.peer_write_failed(volume, peer, number);
-            return;
-        }
+        let gone = self.disk_io(volume).is_none() || !self.takes_writes(volume);
         let Some(write) = self.peer_write(peer, number) else {
             return;
         };
-        write.al = Some(serial);
+        write.asked = false;
+        if write.stage != Stage::Active {
+            // It failed while it waited.
+            let (sector, size) = (write.sector, write.size_bytes);
+            if !gone {
+                self.al_put(volume, sector, size, serial);
+            }
+            return;
+        }
+        if !write.clear {
+            // It starts, or fails, when the range is free.
+            write.al = (!gone).then_some(serial);
+        } else if gone {
+            self.peer_write_failed(volume, peer, number);
+        } else {
+            write.al = Some(serial);
+            self.peer_write_start(volume, peer, number);
+        }
+    }
+
+    fn peer_write_start(&mut self, volume: VolumeNr, peer: NodeId, number: u64) {
+        let Some(write) = self.peer_write(peer, number) else {
+            return;
+        };
         let (sector, size) = (write.sector, write.size_bytes);
         let (mut kind, payload) = (write.kind, write.payload);
         if let RequestKind::Write { fua } = &mut kind {

@@ -35,6 +35,7 @@ mod congesting;
 mod copies;
 mod csums;
 mod failing;
+mod extents;
 mod fencing;
 mod forced;
 mod granularity;
