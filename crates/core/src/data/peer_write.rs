@@ -102,7 +102,7 @@ pub(crate) struct EpochFlush {
     serial: u64,
     /// Epochs that are acked when it is done.
     epochs: usize,
-    /// Writes of the open epoch that are confirmed when it is done.
+    /// Writes of the oldest epoch that are confirmed when it is done.
     confirm: u32,
     disks: usize,
     /// Volumes whose flush failed.
@@ -765,8 +765,9 @@ impl Resource {
         }
     }
 
-    /// The activity log is full of this peer's open epoch: what is written of it is made durable
-    /// early, so that the sender can settle it (`P_CONFIRM_STABLE`).
+    /// The activity log is full of this peer's oldest epoch: what is written of it is made durable
+    /// early, so that the sender can settle it (`P_CONFIRM_STABLE`). Its barrier may have come, since packets
+    /// are read while writes wait for extents.
     pub(crate) fn confirm_early(&mut self, volume: VolumeNr, peer: NodeId) {
         if self.is_legacy(peer) {
             return;
@@ -774,17 +775,17 @@ impl Resource {
         let Some(conn) = self.connections.get(&peer) else {
             return;
         };
-        if conn.io.flushing.is_some() || conn.io.draining || conn.io.epochs.len() != 1 {
+        if conn.io.flushing.is_some() || conn.io.draining {
             return;
         }
-        let open = conn.io.first_epoch;
+        let oldest = conn.io.first_epoch;
         let mut count = 0;
         let mut volumes = Vec::new();
         for write in conn
             .io
             .writes
             .iter()
-            .filter(|w| w.epoch == open && !w.confirmed)
+            .filter(|w| w.epoch == oldest && !w.confirmed)
         {
             if !matches!(write.stage, Stage::Done | Stage::Failed) {
                 break;

@@ -80,3 +80,19 @@ fn a_write_that_waits_for_another_keeps_its_place_in_the_log() {
         all_are_written(&mut w, &ids);
     }
 }
+
+/// The second write is sent in another epoch, since the first one is acked before. Of that one's epoch some writes wait for extents
+/// that others of it hold until they are confirmed.
+#[test]
+fn what_is_written_of_an_epoch_is_confirmed_though_its_barrier_has_come() {
+    for seed in 0..4 {
+        let mut w = small_logs(seed, Protocol::C);
+        let mut ids = vec![
+            w.write(0, EXTENT_SECTORS - 16, 8192, 1),
+            w.write(0, EXTENT_SECTORS - 8, 8192, 2),
+        ];
+        ids.extend((2..100).map(|n| w.write(0, n * EXTENT_SECTORS, 4096, 3)));
+        run_without_data(&mut w);
+        all_are_written(&mut w, &ids);
+    }
+}
