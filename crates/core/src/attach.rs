@@ -15,7 +15,7 @@ use lockstep_format::disk::any::Format;
 use lockstep_format::disk::layout::{self, Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags, SuperBlock};
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
-use lockstep_format::wire::{ConnState, DeviceDescFlags, DiskState, ReplState, UuidFlags};
+use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
 
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
 use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
@@ -23,13 +23,10 @@ use crate::device::{AfterMeta, Device, DiskPhase, LocalDisk, MetaWriter};
 use crate::event::{CommandId, DiskError, DiskInfo, MetaOp, Output};
 use crate::generation::Generations;
 use crate::options::DiskOptions;
-use crate::report::Level;
-use crate::resize::{AfterResize, NewArea};
 use crate::resource::{Pending, Resource};
 use crate::state::State;
 use crate::transition::Change;
 use crate::twopc::WishKind;
-use crate::validity::Refusal;
 
 /// Largest single read of the bitmap in bytes.
 const BITMAP_READ_BYTES: u64 = 1 << 20;
@@ -1036,129 +1033,6 @@ impl Resource {
         }
     }
 
-    // Size (semantics.md, 22).
-
-    /// The size that follows from what is known of all disks; none without any.
-    pub(crate) fn new_size(&self, volume: VolumeNr) -> Option<u64> {
-        let device = self.devices.get(&volume)?;
-        let disk = device.disk.as_ref();
-        let mine = disk.map_or(0, LocalDisk::usable_sectors);
-        let stored = disk
-            .and_then(|d| d.superblock.as_ref())
-            .map_or(0, |b| b.effective_size.0);
-        let wanted = disk.and_then(|d| d.options.size_sectors).unwrap_or(0);
-        // What a peer has come to already was agreed on with those that this node does not reach,
-        // and may have seen last before their disks grew.
-        let near = |peer: NodeId| self.state.conn(peer) >= ConnState::Connecting;
-        let come_to = device
-            .peers
-            .iter()
-            .filter(|(peer, _)| stored != 0 && near(**peer))
-            .filter_map(|(_, pd)| pd.sizes)
-            .map(|sizes| sizes.current_sectors)
-            .max()
-            .unwrap_or(0);
-        let mut size = mine;
-        let mut all_known = true;
-        let mut wish = wanted;
-        for (peer, pd) in &device.peers {
-            match pd.sizes {
-                Some(sizes) => {
-                    let room = match sizes.disk_sectors {
-                        known if known != 0 && !near(*peer) => known.max(come_to),
-                        known => known,
-                    };
-                    size = min_nonzero(size, room);
-                    wish = min_nonzero(wish, sizes.wanted_sectors);
-                    if mine == 0 {
-                        size = min_nonzero(size, sizes.current_sectors);
-                    }
-                }
-                None => all_known &= !self.slot_seen_with_disk(volume, *peer),
-            }
-        }
-        if !all_known {
-            size = min_nonzero(size, stored.max(come_to));
-        }
-        size = min_nonzero(size, wish);
-        (size != 0).then_some(size)
-    }
-
-    /// Sizes of a peer arrived: what does the volume become?
-    pub(crate) fn agree_on_size(&mut self, peer: NodeId, volume: VolumeNr) -> Result<(), Refusal> {
-        let Some(size) = self.new_size(volume) else {
-            return Ok(());
-        };
-        if let Some(cause) = self.held_back(peer, volume, size) {
-            return Err(cause);
-        }
-        let own = self.state.disk(volume);
-        let Some(device) = self.devices.get(&volume) else {
-            return Ok(());
-        };
-        let current = device.size_sectors;
-        if size == current {
-            return Ok(());
-        }
-        let usable = own >= DiskState::Outdated && own != DiskState::DUnknown;
-        let held = device.openers.readers + device.openers.writers > 0
-            || self.state.role == lockstep_format::wire::Role::Primary;
-        if size < current && (usable || held) {
-            let text = format!(
-                "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
-                 use here; enlarge its disk, or make the volume smaller here"
-            );
-            let code = ErrorCode::HANDSHAKE_DISCONNECT;
-            return Err(Refusal { code, text });
-        }
-        if device.attached().is_some_and(|disk| disk.resize.is_some()) {
-            if self.state.conn(peer) == ConnState::Connected {
-                self.follow_later(volume, peer, DeviceDescFlags::empty());
-                return Ok(());
-            }
-            let text = format!("volume {volume} is being resized");
-            let code = ErrorCode::HANDSHAKE_RETRY;
-            return Err(Refusal { code, text });
-        }
-        self.apply_size(volume, current, size);
-        Ok(())
-    }
-
-    /// Sets the size; what is new is out of sync towards everybody.
-    fn apply_size(&mut self, volume: VolumeNr, old: u64, size: u64) {
-        let Some(device) = self.devices.get_mut(&volume) else {
-            return;
-        };
-        if old != 0 && old != size && device.attached().is_some() {
-            self.change_size(volume, size, NewArea::Resync, AfterResize::Nothing);
-            for peer in self.established_peers().iter() {
-                self.send_sizes(peer, volume);
-            }
-            return;
-        }
-        device.size_sectors = size;
-        if let Some(disk) = device.disk.as_mut()
-            && let Some(layout) = disk.layout.as_ref()
-        {
-            let shape = layout.bitmap_shape(size);
-            let loaded = disk.io.bitmap.shape().bits();
-            if shape.bits() != loaded {
-                disk.io.bitmap.resize(shape, true);
-            }
-        }
-        self.log(
-            Level::Info,
-            None,
-            Some(volume),
-            format!("size: {old} -> {size} sectors"),
-        );
-        self.event(crate::report::Event::Device(volume));
-        self.write_superblock(volume);
-        for peer in self.established_peers().iter() {
-            self.send_sizes(peer, volume);
-        }
-    }
-
     /// UUIDs and state for peers when one of them attaches.
     pub(crate) fn answer_attaching_peer(&mut self, volume: VolumeNr, peer: NodeId) {
         self.send_uuids(peer, volume, UuidFlags::empty());
@@ -1172,14 +1046,6 @@ fn superblock_calls_for_all(generations: &Generations) -> bool {
     (0..NodeId::COUNT)
         .map(NodeId)
         .all(|node| generations.slot(node).flags.contains(PeerFlags::FULL_SYNC))
-}
-
-fn min_nonzero(a: u64, b: u64) -> u64 {
-    match (a, b) {
-        (0, b) => b,
-        (a, 0) => a,
-        (a, b) => a.min(b),
-    }
 }
 
 /// A device's layout, for tools and tests.

@@ -282,7 +282,7 @@ impl Resource {
         };
         let packet = Sizes {
             d_size: Sector(disk.map_or(0, |d| d.usable_sectors())),
-            u_size: Sector(disk.and_then(|d| d.options.size_sectors).unwrap_or(0)),
+            u_size: Sector(self.told_wish(volume, peer)),
             c_size: Sector(current_sectors),
             max_bio_size_bytes: MAX_BIO_BYTES,
             queue_order_type: 0,

@@ -55,6 +55,7 @@ pub mod resync_order;
 pub mod rng;
 pub mod rule;
 pub mod sanitize;
+mod sizes;
 pub mod snapshot;
 pub mod state;
 mod superblock;

@@ -161,3 +161,19 @@ fn a_generation_that_is_about_to_be_announced_is_not_told_as_given_up() {
     numb_holds(98_004_653, "0", "0");
     numb_holds(98_004_653, "0-99", "0-999");
 }
+
+/// A volume was made smaller, one node started again, and knew the wanted size from its neighbour only. A third node
+/// with the old size connected to it, and each kept its own.
+#[test]
+fn a_wanted_size_is_told_by_whoever_knows_it() {
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    holds(3, 99_001_635, kinds, "2,7,10,13,15-16,18", "2");
+    holds(3, 99_001_635, kinds, "0-99", "0-999");
+}
+
+/// A target followed a third node to a smaller size, and its source, which used the larger one, broke the connection.
+#[test]
+fn a_target_stays_as_large_as_its_source() {
+    let kinds = (Some(RESIZES), vec![Extra::Internal]);
+    planned_holds(Some(3), 28, kinds, "0-99", "0-999");
+}
