@@ -5,18 +5,20 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::packet::CurrentUuid;
-use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, Packet, PeerState, ReplState, Role, UuidFlags};
 
 use crate::admin::Wait;
 use crate::change::Change;
 use crate::command::ErrorCode;
 use crate::compare::Strategy;
 use crate::device::{ConnectVerdict, Device};
+use crate::event::Stream;
 use crate::frozen::outdates_primary;
 use crate::generation::Generations;
 use crate::options::{Protocol, Quorum};
 use crate::resource::Resource;
 use crate::rule::Rule;
+use crate::state::State;
 use crate::uuids::{PeerUuids, is_real};
 use crate::validity::Refusal;
 
@@ -75,6 +77,60 @@ impl Resource {
                 && !self.same_current(volume, *peer)
                 && current.is_some_and(known)
         })
+    }
+
+    /// A target ended its resync while a Primary without a disk, this node, made a generation, and its source heard of
+    /// that a moment too late. It was connected here, so it has all data, under the old name: it is told the new one.
+    pub(crate) fn relabel_targets(&mut self, old: &State, new: &State) {
+        if new.role != Role::Primary || self.new_uuid.is_some() || planted!(self, LatePeerKept) {
+            return;
+        }
+        for (volume, state) in &new.devices {
+            let ended = state.peers.iter().filter(|(peer, p)| {
+                let before = old.peer_device(*volume, **peer);
+                before.disk == DiskState::Inconsistent
+                    && before.repl == ReplState::Established
+                    && p.disk == DiskState::UpToDate
+                    && p.repl == ReplState::Established
+            });
+            for (peer, _) in ended {
+                if state.disk < DiskState::Inconsistent && self.is_old_name(*volume, *peer) {
+                    self.relabel(*volume, *peer);
+                }
+            }
+        }
+    }
+
+    /// The peer's disk is called by a name that another one, which is called as this node exposes it, had before.
+    fn is_old_name(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let exposed = self.devices.get(&volume).map(|d| d.exposed_uuid);
+        let (Some(exposed), Some(set)) = (exposed, self.peer_uuids(volume, peer)) else {
+            return false;
+        };
+        let knows = |third: NodeId| {
+            let set_of_third = self.peer_uuids(volume, third);
+            third != peer
+                && self.state.peer_device(volume, third).disk == DiskState::UpToDate
+                && set_of_third.is_some_and(|third| {
+                    third.current.same_generation(exposed) && third.knows(set.current)
+                })
+        };
+        is_real(exposed)
+            && is_real(set.current)
+            && !set.current.same_generation(exposed)
+            && self.is_lockstep(peer)
+            && !self.lacks_writes(volume, peer)
+            && self.established_peers().iter().any(knows)
+    }
+
+    fn relabel(&mut self, volume: VolumeNr, peer: NodeId) {
+        let uuid = self
+            .devices
+            .get(&volume)
+            .map_or(Uuid::ZERO, |d| d.exposed_uuid);
+        let weak_nodes = self.weak_nodes(volume);
+        let packet = CurrentUuid { uuid, weak_nodes };
+        self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
     }
 
     /// A peer took a generation that this Primary announced and gave up with a crash, and looks newer. Nobody can
@@ -186,6 +242,9 @@ impl Resource {
     /// resync for example: what both ends made of the old set is wrong (semantics.md, 13.1, rule
     /// initial-handshake-changed). Beside a Primary it follows, and tells the peer afterwards.
     pub(crate) fn handshake_changed(&self, peer: NodeId) -> Option<Refusal> {
+        if let Some(refusal) = self.attached_in_handshake(peer) {
+            return Some(refusal);
+        }
         if self.state.role == Role::Primary {
             return self.missed_in_handshake(peer);
         }
@@ -202,6 +261,26 @@ impl Resource {
         Some(Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} is of another generation than node {peer} was told"),
+        })
+    }
+
+    /// A disk was Negotiating when its UUIDs went into the handshake with `peer`, which decided nothing therefore, and
+    /// other nodes have decided since: nobody would compare it with that peer's.
+    fn attached_in_handshake(&self, peer: NodeId) -> Option<Refusal> {
+        let decided = |volume: VolumeNr, device: &Device| {
+            let pd = device.peers.get(&peer)?;
+            let disk = self.state.disk(volume);
+            let negotiated = pd.sent_handshake && pd.sent_disk == DiskState::Negotiating;
+            (negotiated && disk != DiskState::Negotiating && disk >= DiskState::Inconsistent)
+                .then_some(volume)
+        };
+        if planted!(self, AttachedInHandshakeOverlooked) {
+            return None;
+        }
+        let volume = self.devices.iter().find_map(|(v, d)| decided(*v, d))?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!("volume {volume} was attached while node {peer} connected"),
         })
     }
 

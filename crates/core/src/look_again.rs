@@ -13,7 +13,7 @@ use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
 use crate::compare;
 use crate::resource::Resource;
-use crate::state::State;
+use crate::state::{PeerDeviceState, State};
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -84,6 +84,7 @@ impl Resource {
         self.timers.set_earliest(Timer::LookAgain(volume), at);
         if self.is_busy(volume) {
             self.compare_with_consistent(volume);
+            self.compare_while_paused(volume, &peers);
             return;
         }
         if self.state.disk(volume) == DiskState::Consistent {
@@ -138,6 +139,32 @@ impl Resource {
             if consistent && self.is_unequal(volume, peer) {
                 self.tell_and_compare(volume, peer);
             }
+        }
+    }
+
+    /// Targets that are each other's sources wait for one of them to be whole. This one is compared with a peer that
+    /// is: a resync from that one goes on.
+    fn compare_while_paused(&mut self, volume: VolumeNr, unequal: &[NodeId]) {
+        let Some(state) = self.state.devices.get(&volume) else {
+            return;
+        };
+        let waits = |p: &PeerDeviceState| match p.repl {
+            ReplState::Off | ReplState::Established | ReplState::PausedSyncS => true,
+            ReplState::PausedSyncT => p.disk == DiskState::Inconsistent,
+            _ => false,
+        };
+        let devices = self.devices.get(&volume);
+        let resizes = devices.is_some_and(|d| d.attached().is_none_or(|a| a.resize.is_some()));
+        let idle = state.disk == DiskState::Inconsistent
+            && state.peers.values().all(waits)
+            && !resizes
+            && self.new_uuid.is_none();
+        let whole = unequal.iter().copied().find(|peer| {
+            self.state.peer_device(volume, *peer).disk == DiskState::UpToDate
+                && !self.waits_for_stable(volume, *peer)
+        });
+        if let Some(peer) = whole.filter(|_| idle) {
+            self.tell_and_compare(volume, peer);
         }
     }
 

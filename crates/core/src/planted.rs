@@ -513,8 +513,14 @@ registry! {
         "The slot of a peer that is forgotten keeps its marks.";
     LeftMarksStay "left-marks-stay"
         "Marks between two nodes that a third one has brought up to date stay.";
+    AttachedInHandshakeOverlooked "attached-in-handshake-overlooked"
+        "A disk that was Negotiating in a handshake, and has been decided on since, is not compared.";
     ExtentsOutOfOrder "extents-out-of-order"
         "A received write that waits for an earlier one takes its extents after later ones.";
+    VouchesForTheLost "vouches-for-the-lost"
+        "A node says that a peer is in sync which asks others as if it had lost the connection.";
+    FarNodesNotTold "far-nodes-not-told"
+        "A Primary with a borrowed quorum does not wait until the nodes behind its peer are told.";
 }
 
 #[cfg(feature = "planted")]

@@ -285,7 +285,7 @@ impl Resource {
                 Timer::TwopcRetry => self.twopc_retry(),
                 Timer::CommandRetry => self.retry_commands(),
                 Timer::EmptyTwopc => self.start_empty_twopc(),
-                Timer::NewUuidPings => self.new_uuid_timer(),
+                Timer::NewUuidPings => self.settle_new_uuid(),
                 Timer::MetaSync(volume) => self.write_superblock(volume),
                 Timer::PeerAck => self.peer_ack_timer(),
                 Timer::ResyncStep(volume, peer) => self.resync_step_timer(volume, peer),

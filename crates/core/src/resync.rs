@@ -278,6 +278,14 @@ impl Resource {
         }
     }
 
+    /// This node's resync has ended, or is not needed any more. The source may not have begun it: its handler runs.
+    pub(crate) fn target_left(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            let heard = pd.last_state.map(|state| state.repl);
+            pd.source_is_late = heard == Some(ReplState::WfBitmapS);
+        }
+    }
+
     fn end_resync(&mut self, volume: VolumeNr, peer: NodeId, disk: Option<DiskState>) {
         let mut change = Change::new()
             .repl(volume, peer, ReplState::Established)
@@ -289,8 +297,6 @@ impl Resource {
                     Reconcile::No | Reconcile::Pending { .. } => None,
                 };
                 pd.resync_ready = false;
-                let heard = pd.last_state.map(|state| state.repl);
-                pd.source_is_late = heard == Some(ReplState::WfBitmapS);
                 if let Some(uuids) = pd.uuids.as_mut().filter(|_| disk.is_some()) {
                     // What the peer had marked at the start has been copied.
                     uuids.dirty_bits = 0;

@@ -203,7 +203,9 @@ impl Resource {
             }
             return;
         }
-        let candidates: Vec<(NodeId, bool, u64)> = state
+        // One that is not UpToDate itself may lack writes of a Primary, which a target that is connected to that one
+        // asks for; it gets them from another node only, and that with a comparison that waits for the target.
+        let candidates: Vec<(NodeId, (bool, bool), u64)> = state
             .peers
             .iter()
             .filter(|(_, p)| {
@@ -215,9 +217,10 @@ impl Resource {
                     && p.disk >= DiskState::Outdated
                     && p.disk != DiskState::DUnknown
             })
-            .map(|(n, _)| {
+            .map(|(n, p)| {
                 let unstable = self.ends_unstable(volume, *n, connections);
-                (*n, unstable, self.out_of_sync_blocks(volume, *n))
+                let rank = (p.disk != DiskState::UpToDate, unstable);
+                (*n, rank, self.out_of_sync_blocks(volume, *n))
             })
             .collect();
         let current = candidates
@@ -225,10 +228,10 @@ impl Resource {
             .find(|(n, ..)| old.peer_device(volume, *n).repl == ReplState::SyncTarget);
         let best = candidates
             .iter()
-            .min_by_key(|(n, unstable, blocks)| (*unstable, *blocks, n.0));
+            .min_by_key(|(n, rank, blocks)| (*rank, *blocks, n.0));
         let desired = match (current, best) {
             (Some(current), Some(best))
-                if (current.1 && !best.1)
+                if best.1 < current.1
                     || (best.1 == current.1 && best.2 + SOURCE_CHANGE_BLOCKS <= current.2) =>
             {
                 Some(best.0)
@@ -723,12 +726,19 @@ pub struct QuorumCount {
     pub needed_up_to_date: u32,
     /// The verdict.
     pub have: bool,
+    /// It is that of a peer: by the votes alone there would be none.
+    pub borrowed: bool,
 }
 
 impl QuorumCount {
     fn decide(&mut self, quorum: Quorum, redundancy: Quorum, quorate_peers: u32, have_now: bool) {
         let before = *self;
         self.decide_by_votes(quorum, redundancy, quorate_peers, have_now);
+        if quorate_peers > 0 {
+            let mut own = before;
+            own.decide_by_votes(quorum, redundancy, 0, have_now);
+            self.borrowed = !own.have;
+        }
         let redundant = self.up_to_date >= self.needed_up_to_date;
         if !self.have && have_now && before.late > 0 && !redundant {
             // Whoever went on without a node needs no more redundancy because it comes back; it

@@ -569,6 +569,7 @@ impl Resource {
         self.after_resource(old, new, *graceful);
         self.after_fencing(old, new);
         self.watch_unequal(new);
+        self.relabel_targets(old, new);
         self.note_votes(new);
     }
 
@@ -831,6 +832,9 @@ impl Resource {
             if let Some(pd) = self.peer_device_mut(volume, *peer) {
                 pd.replicates_early = false;
             }
+            if before.repl.is_sync_target() && !p.repl.is_sync_target() {
+                self.target_left(volume, *peer);
+            }
             match p.repl {
                 ReplState::WfSyncUuid => self.legacy_target_waits(volume, *peer),
                 ReplState::WfBitmapS | ReplState::WfBitmapT => {
@@ -968,6 +972,7 @@ impl Resource {
                 d.data_accessible() && old.devices.get(v).is_some_and(|o| !o.data_accessible())
             })
             && (old.role == Role::Primary || !self.kernel_peers().is_empty());
+        self.settle_told(new);
         if lost_member || fell || regained {
             self.schedule_empty_twopc();
         }

@@ -12,7 +12,7 @@ use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::{TwopcHead, TwopcOutcome, TwopcPrepare, TwopcReply};
 use lockstep_format::wire::{
     ConnState, DeviceDescFlags, DiskState, Packet, ReplState, Role, StateChange, StateWord,
-    TwopcFlags,
+    TwopcFlags, UuidFlags,
 };
 
 use crate::command::{Answer, CommandError, ErrorCode};
@@ -42,6 +42,10 @@ pub struct Twopc {
     pub(crate) postponed: Option<(NodeId, VolumeNr, PhaseOne, Instant)>,
     /// Requests of the running change that an 8.4 peer was not asked yet.
     pub(crate) legacy: VecDeque<(VolumeNr, StateChange)>,
+    /// Nodes behind others that will hear of this Primary by the last commit (`far.rs`).
+    pub(crate) telling: NodeMask,
+    /// Those that have.
+    pub(crate) told: NodeMask,
 }
 
 /// What this node wants the cluster to agree on.
@@ -124,6 +128,8 @@ pub struct Transaction {
     pub(crate) children: NodeMask,
     /// Of these, the ones that did not answer yet.
     pub(crate) waiting: NodeMask,
+    /// Nodes whose connection was lost since it began.
+    pub(crate) lost: NodeMask,
     pub(crate) nodes_to_reach: NodeMask,
     pub(crate) reachable: NodeMask,
     pub(crate) target_reachable: NodeMask,
@@ -200,6 +206,15 @@ impl Resource {
             return;
         }
         self.start(wish, attempt);
+    }
+
+    /// This node wants it, now or later.
+    pub(crate) fn has_wish(&self, kind: &WishKind) -> bool {
+        let current = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
+        let retry = self.twopc.retry.as_ref().map(|(wish, _)| wish);
+        let mut queued = self.twopc.queue.iter().map(|(wish, _)| wish);
+        let running = current.into_iter().chain(retry).any(|w| w.kind == *kind);
+        running || queued.any(|w| w.kind == *kind)
     }
 
     /// The peers are being asked whether this node may become Secondary.
@@ -322,6 +337,7 @@ impl Resource {
             parents: NodeMask::EMPTY,
             children: asked,
             waiting: asked,
+            lost: NodeMask::EMPTY,
             nodes_to_reach,
             reachable,
             target_reachable,
@@ -811,6 +827,9 @@ impl Resource {
         if !local_last {
             self.send_outcome(t, to, incapable);
         }
+        if !incapable {
+            self.far_nodes_told(t.reachable, t.primary_nodes, t.lost);
+        }
         // The others are as current as before, and their peers follow them.
         self.forced_generation(&forced);
         self.end_wish(&wish, Ok(Answer::Done));
@@ -973,6 +992,7 @@ impl Resource {
             return;
         };
         let voted = !t.waiting.contains(peer);
+        t.lost.insert(peer);
         t.waiting.remove(peer);
         t.children.remove(peer);
         let was_parent = t.parents.contains(peer);
@@ -1088,6 +1108,15 @@ impl Resource {
     pub(crate) fn outdate_self(&mut self) {
         if self.state.role == Role::Primary || planted!(self, OutdateIgnored) {
             return;
+        }
+        // A neighbour that said before that its data are stable is as far from the Primary as this node: it is no
+        // reason to be UpToDate again.
+        let devices = self.devices.values_mut();
+        for set in devices
+            .flat_map(|d| d.peers.values_mut())
+            .filter_map(|pd| pd.uuids.as_mut())
+        {
+            set.flags.remove(UuidFlags::GOT_STABLE);
         }
         let mut change = Change::new().lower_disks(DiskState::Outdated);
         change.ignore_impossible_outdate = true;

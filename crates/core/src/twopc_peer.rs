@@ -121,10 +121,16 @@ impl Resource {
         }
     }
 
-    /// A write, or the word that others are in sync, came from a peer that has lost the connection.
-    pub(crate) fn is_left_over(&self, peer: NodeId, packet: &Packet) -> bool {
+    /// The peer may have lost the connection: with it, and with a life of its own, what this node knows of its
+    /// disk.
+    pub(crate) fn may_be_lost_there(&self, peer: NodeId) -> bool {
         let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
         link.is_some_and(|l| l.lost_there != LostThere::No)
+    }
+
+    /// A write, or the word that others are in sync, came from a peer that has lost the connection.
+    pub(crate) fn is_left_over(&self, peer: NodeId, packet: &Packet) -> bool {
+        self.may_be_lost_there(peer)
             && matches!(
                 packet,
                 Packet::Data(_) | Packet::Trim(_) | Packet::Zeroes(_) | Packet::PeersInSync(_)
@@ -177,6 +183,7 @@ impl Resource {
             parents: NodeMask::of(peer),
             children: NodeMask::EMPTY,
             waiting: NodeMask::EMPTY,
+            lost: NodeMask::EMPTY,
             nodes_to_reach: head.nodes_to_reach,
             reachable,
             target_reachable: NodeMask::EMPTY,
@@ -494,7 +501,11 @@ impl Resource {
         let mut members = self.state.members;
         if has_reachable {
             let quorate = self.state.devices.values().all(|d| d.have_quorum);
-            if quorate || self.any_peer_quorate() {
+            // Whoever connects is a neighbour from now on.
+            let joins = t
+                .handshake
+                .is_some_and(|peer| self.is_quorate_anywhere(peer));
+            if quorate || joins || self.any_peer_quorate() {
                 members = outcome.reachable_nodes().with(self.node_id);
             }
         }
@@ -529,6 +540,9 @@ impl Resource {
             self.empty_committed(outcome.primary_nodes, incapable);
         } else {
             self.far_primary(outcome.primary_nodes, incapable);
+        }
+        if has_reachable && !incapable {
+            self.far_nodes_told(outcome.reachable_nodes(), outcome.primary_nodes, t.lost);
         }
         self.next_wish();
     }

@@ -398,7 +398,10 @@ impl Resource {
             return None;
         }
         let uuid = Uuid(self.rng.uuid().0 | Uuid::PRIMARY_BIT);
-        let confirm = self.followers(&views);
+        // One that is Consistent takes no generation of a Primary without a disk (12.6).
+        let whole =
+            |peer: &NodeId| self.state.peer_device(volume, *peer).disk == DiskState::UpToDate;
+        let confirm = self.followers(&views).iter().filter(whole).collect();
         Some(Plan {
             sets: None,
             uuid,
@@ -476,7 +479,7 @@ impl Resource {
                     .is_some_and(|u| u.current.same_generation(plan.uuid))
             })
         });
-        if waiting {
+        if waiting || self.awaits_far_nodes() {
             return;
         }
         let Some(new) = self.new_uuid.as_mut() else {
@@ -560,10 +563,6 @@ impl Resource {
             self.compare_with_old_targets();
             self.admission_changed();
         }
-    }
-
-    pub(crate) fn new_uuid_timer(&mut self) {
-        self.settle_new_uuid();
     }
 
     pub(crate) fn pings_progress(&mut self) {

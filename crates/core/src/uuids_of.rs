@@ -142,6 +142,12 @@ impl Resource {
             .is_some_and(|pd| pd.quorate)
     }
 
+    /// The peer's last state, also one in a handshake, says that it has quorum for some volume.
+    pub(crate) fn is_quorate_anywhere(&self, peer: NodeId) -> bool {
+        let mut states = (self.devices.values()).filter_map(|d| d.peers.get(&peer)?.last_state);
+        states.any(|state| state.quorum)
+    }
+
     pub(crate) fn any_peer_quorate(&self) -> bool {
         self.devices.values().any(|d| {
             d.peers

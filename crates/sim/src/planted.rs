@@ -479,7 +479,10 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
+    Planted::FarNodesNotTold,
+    Planted::VouchesForTheLost,
     Planted::ExtentsOutOfOrder,
+    Planted::AttachedInHandshakeOverlooked,
     Planted::AckBeforeDiskWrite,
     Planted::ResyncReadIgnoresWrites,
     Planted::EvictBeforeFlush,

@@ -620,10 +620,51 @@ fn copies_are_there(w: &mut World, node: usize, asked: &Asked) {
     }
 }
 
-/// Where a majority is asked for, a node without one acknowledges nothing.
+/// The node has no disk, and most disks are connected to one that has its data and a quorum. Those that the node
+/// has no connection to take themselves for outdated.
+fn majority_is_behind(w: &mut World, node: usize, volume: usize) -> bool {
+    let Some(view) = w.view(node) else {
+        return false;
+    };
+    let holders = view.holders[volume];
+    if holders & 1 << node != 0 {
+        return false;
+    }
+    let connected = |w: &World, from: usize| {
+        let snapshot = w.snapshot(from).expect("it is up");
+        let mut nodes = 1_u32 << from;
+        for connection in &snapshot.connections {
+            if connection.state == ConnState::Connected {
+                nodes |= 1 << connection.peer.0;
+            }
+        }
+        nodes
+    };
+    let near = connected(w, node);
+    let storage = w.storage();
+    for peer in storage.clone().filter(|peer| holders & 1 << *peer != 0) {
+        if !w.view(peer).is_some_and(|v| v.quorate) {
+            continue;
+        }
+        let seen = connected(w, peer);
+        let seen: Vec<usize> = (storage.clone()).filter(|n| seen & 1 << *n != 0).collect();
+        let knows = |n: &usize| {
+            let disk = |s: Snapshot| s.devices.get(volume).map(|d| d.disk_state);
+            near & 1 << *n != 0 || w.snapshot(*n).and_then(disk) <= Some(DiskState::Outdated)
+        };
+        if seen.len() * 2 > storage.len() && seen.iter().all(knows) {
+            return true;
+        }
+    }
+    false
+}
+
+/// Where a majority is asked for, a node without one acknowledges nothing. One without a disk may have that of a
+/// peer, if whoever is behind it knows that its data are not current.
 pub(crate) fn majority_is_there(w: &mut World, node: usize, asked: &Asked) {
     copies_are_there(w, node, asked);
-    if w.wants_majority && w.view(node).is_some_and(|v| v.outnumbered) {
+    let outnumbered = w.wants_majority && w.view(node).is_some_and(|v| v.outnumbered);
+    if outnumbered && !majority_is_behind(w, node, usize::from(asked.volume)) {
         w.fail(format!(
             "{} acknowledges a write, but most nodes are out of its reach",
             name(node)

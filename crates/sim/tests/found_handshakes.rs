@@ -91,3 +91,26 @@ fn a_crashed_primary_that_is_being_copied_is_no_source() {
     planned_holds(Some(3), 8, kinds(), "0,8,10-11,17-20", "1-16");
     planned_holds(Some(3), 8, kinds(), "0-99", "0-999");
 }
+
+/// A Primary's disk was Negotiating when a peer connected, so nothing was decided between the two, and became UpToDate
+/// by other nodes before the connect was committed. The peer counted as UpToDate with 34 marked blocks.
+#[test]
+fn a_disk_that_is_attached_during_a_handshake_is_compared() {
+    holds(
+        4,
+        79_200_009,
+        None,
+        "0,2-3,6-8,11,13-14,17-18",
+        "2-5,9,12-13",
+    );
+    holds(4, 79_200_009, None, "0-99", "0-999");
+}
+
+/// A Primary lost its power and was back, and one node had not noticed. It asked the old connection already, since the
+/// returned one's question had come through another node, and still told that one that the two were equal: two
+/// disks differed, and neither knew it.
+#[test]
+fn nobody_vouches_for_a_peer_that_asks_as_if_it_were_lost() {
+    holds(4, 79_200_079, None, "12,14", "0");
+    holds(4, 79_200_079, None, "0-99", "0-999");
+}

@@ -177,3 +177,13 @@ fn a_target_stays_as_large_as_its_source() {
     let kinds = (Some(RESIZES), vec![Extra::Internal]);
     planned_holds(Some(3), 28, kinds, "0-99", "0-999");
 }
+
+const STALLS: &str = "stall,stall,stall,disconnect,handover,detach";
+
+/// A Primary without a disk waited until a Consistent peer had taken its generation. Such a peer takes none.
+#[test]
+fn only_whole_disks_confirm_what_a_client_exposes() {
+    let kinds = || (Some(STALLS), vec![Extra::Every, Extra::Numb]);
+    planned_holds(Some(3), 120_010_607, kinds(), "0,2,5-6,8-9", "15,23,27");
+    planned_holds(Some(3), 120_010_607, kinds(), "0-99", "0-999");
+}

@@ -70,7 +70,8 @@ impl Resource {
         let careless = planted!(self, VouchesForAnybody) && p.repl == ReplState::Established;
         // The target of a resync that is paused is copied from another node meanwhile.
         let syncs = p.repl.is_sync() && p.repl != ReplState::PausedSyncS;
-        (self.both_are_whole(volume, peer) && known) || syncs || careless
+        let doubtful = self.may_be_lost_there(peer) && !planted!(self, VouchesForTheLost);
+        !doubtful && ((self.both_are_whole(volume, peer) && known) || syncs) || careless
     }
 
     /// Whoever says that others are in sync with it has seen this node's blocks in the range: they did
