@@ -334,6 +334,11 @@ impl<W: Copy> ActivityLog<W> {
         }
     }
 
+    /// The next transaction has the number of the last one; for a deliberate bug.
+    pub(crate) fn repeat_number(&mut self) {
+        self.number = self.number.wrapping_sub(1);
+    }
+
     /// Owners that the transaction in flight makes wait; for a deliberate bug.
     pub(crate) fn granted_mut(&mut self) -> &mut Vec<W> {
         &mut self.granted

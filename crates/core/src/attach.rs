@@ -27,9 +27,12 @@ use crate::resource::{Pending, Resource};
 use crate::state::State;
 use crate::transition::Change;
 use crate::twopc::WishKind;
+use crate::uuids::is_real;
 
 /// Largest single read of the bitmap in bytes.
 const BITMAP_READ_BYTES: u64 = 1 << 20;
+/// A Primary wrote to this disk, and no activity log was kept.
+const UNLOGGED: DeviceFlags = DeviceFlags::PRIMARY_IND.union(DeviceFlags::AL_DISABLED);
 
 /// An operation of an attach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -522,6 +525,16 @@ impl Resource {
             if no_log && !planted!(self, DisabledLogTrusted) {
                 for slot in 0..disk.io.bitmap.shape().slots() {
                     disk.io.bitmap.fill(slot, true);
+                }
+            } else if superblock.flags.contains(UNLOGGED) {
+                // A Primary wrote here, and which blocks is known where else it wrote. A peer that was
+                // left behind at a generation has none of them: the marks were in this node's memory.
+                for peer in &superblock.peers {
+                    if let Some(slot) = peer.bitmap_index
+                        && is_real(peer.bitmap_uuid)
+                    {
+                        disk.io.bitmap.fill(slot, true);
+                    }
                 }
             }
         }

@@ -49,6 +49,7 @@ impl Resource {
 
     /// What is known of the peers' bitmap blocks counts for this disk's bitmap.
     pub(crate) fn adopt_block_sizes(&mut self, volume: VolumeNr) {
+        let ignores = planted!(self, PeerBlockIgnored);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
@@ -60,7 +61,7 @@ impl Resource {
             return;
         };
         for (node, sectors) in known {
-            if let Some(slot) = disk.io.slot(node) {
+            if let Some(slot) = disk.io.slot(node).filter(|_| !ignores) {
                 disk.io.bitmap.set_peer_block(slot, sectors);
             }
         }

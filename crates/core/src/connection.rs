@@ -568,6 +568,7 @@ impl Resource {
         };
         match verdict {
             Ok(()) => self.send_protocol(peer),
+            Err(_) if planted!(self, AnySecretDoes) => self.send_protocol(peer),
             Err(error) if error.may_retry() => {
                 self.log(Level::Warn, Some(peer), None, format!("{error}"));
                 self.drop_connection(peer, ConnState::NetworkFailure);

@@ -258,6 +258,7 @@ impl Resource {
             3 => Some(DiskState::Inconsistent),
             4 | 7 => Some(DiskState::Outdated),
             5 if self.best_disk() == DiskState::UpToDate => Some(DiskState::Outdated),
+            _ if planted!(self, BrokenFenceCounts) => Some(DiskState::Outdated),
             _ => None,
         };
         let meaning = match exit_code {

@@ -249,7 +249,7 @@ impl Resource {
             return self.missed_in_handshake(peer);
         }
         let mut primaries = self.state.connections.values();
-        if primaries.any(|c| c.peer_role == Role::Primary) {
+        if primaries.any(|c| c.peer_role == Role::Primary) || planted!(self, HandshakeGoesStale) {
             return None;
         }
         let changed = |volume: VolumeNr, device: &Device| {
@@ -289,7 +289,11 @@ impl Resource {
     /// count as UpToDate. In the next handshake the write is marked.
     fn missed_in_handshake(&self, peer: NodeId) -> Option<Refusal> {
         // What is frozen waits for peers to connect, and goes to them as well.
-        if !self.is_lockstep(peer) || self.is_legacy(peer) || self.state.suspended() {
+        if !self.is_lockstep(peer)
+            || self.is_legacy(peer)
+            || self.state.suspended()
+            || planted!(self, WrittenInHandshake)
+        {
             return None;
         }
         let misses = |volume: VolumeNr, device: &Device| {
@@ -314,7 +318,10 @@ impl Resource {
     /// and the generation that says so is due. As a Secondary this node would not make it any more, and nobody
     /// could tell the followers that have the write from those that lack it.
     pub(crate) fn leaves_peer_behind(&self) -> bool {
-        if self.state.role != Role::Primary || self.state.suspended() {
+        if self.state.role != Role::Primary
+            || self.state.suspended()
+            || planted!(self, DemotionLeavesBehind)
+        {
             return false;
         }
         let async_peer = |peer: NodeId| {

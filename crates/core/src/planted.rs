@@ -415,12 +415,10 @@ registry! {
         "An attach after a crash trusts an activity log that was switched off.";
     DetachIgnoresRequests "detach-ignores-requests"
         "A detach does not wait for requests that are under way.";
-    ReadAskedAgain "read-asked-again"
-        "A read goes to the peer again that refused it.";
     OnlyCopyNotAwaited "only-copy-not-awaited"
         "A Primary without a disk goes by the protocol although the peer's copy is the only one.";
     LocalReadTooEarly "local-read-too-early"
-        "A read does not wait for what the last Primary wrote.";
+        "A read on the own disk does not wait for writes that are on their way to it.";
     DagtagJumpUntold "dagtag-jump-untold"
         "A peer does not hear of writes that it was not sent.";
     PeerAcksMerged "peer-acks-merged"
@@ -433,14 +431,10 @@ registry! {
         "A Secondary copies the new area to others beside the Primary.";
     MoveErasesFirst "move-erases-first"
         "Metadata that move are erased at the old place before the new superblock is durable.";
-    MoveForgetsLog "move-forgets-log"
-        "Metadata move without the activity log.";
     MoveUnstamped "move-unstamped"
         "Metadata that overlap their new place move without the call for a full sync.";
     MoveWithoutDrain "move-without-drain"
         "Metadata move while log and bitmap are being written.";
-    BehindServesReads "behind-serves-reads"
-        "A peer that is Behind is read from.";
     AheadKeepsGeneration "ahead-keeps-generation"
         "A Primary that pulls ahead makes no new generation.";
     WasAheadForgotten "was-ahead-forgotten"
@@ -521,6 +515,74 @@ registry! {
         "A node says that a peer is in sync which asks others as if it had lost the connection.";
     FarNodesNotTold "far-nodes-not-told"
         "A Primary with a borrowed quorum does not wait until the nodes behind its peer are told.";
+    StaleReplyCounts "stale-reply-counts"
+        "An answer to an earlier two-phase commit counts for the present one.";
+    PromotesInHandshake "promotes-in-handshake"
+        "A node becomes Primary in the middle of a handshake.";
+    PromotesWithoutQuorum "promotes-without-quorum"
+        "A node without quorum may become Primary.";
+    NegotiatesWithSome "negotiates-with-some"
+        "An attach does not wait for the answers of all peers.";
+    ReplicaStaysCurrent "replica-stays-current"
+        "A replica of a Primary that may have crashed stays UpToDate.";
+    SeveralSources "several-sources"
+        "A target copies from all of its sources at once.";
+    MarksForEver "marks-for-ever"
+        "A peer that got marks during its resync gets no writes afterwards.";
+    NoDataForEver "no-data-for-ever"
+        "Requests that wait for data go on waiting when the data are back.";
+    FrozenAnsweredWell "frozen-answered-well"
+        "A forced demotion acknowledges what was frozen.";
+    LogNumberStuck "log-number-stuck"
+        "Activity-log transactions all have one number.";
+    PeerBlockIgnored "peer-block-ignored"
+        "Marks are cleared in smaller pieces than the peer clears them.";
+    RetiredForgotten "retired-forgotten"
+        "The end of a resync forgets the generation that its target was marked from.";
+    HeldOvertaken "held-overtaken"
+        "A new request overtakes those that are held.";
+    EpochUnlimited "epoch-unlimited"
+        "max-epoch-size is ignored.";
+    OvertakenWritesCount "overtaken-writes-count"
+        "A write that a resync has replaced counts for the nodes that have it.";
+    MarksNotForwarded "marks-not-forwarded"
+        "A node does not tell its targets that a block of theirs has changed here.";
+    LateRefusalIgnored "late-refusal-ignored"
+        "A write that a peer refuses after it has acknowledged its receipt counts as held there.";
+    RedoneUnmarked "redone-unmarked"
+        "A write that is made again, because its only copy is gone, is not marked.";
+    AnySecretDoes "any-secret-does"
+        "A peer that answers the challenge wrongly is let in.";
+    HandlerFailureIgnored "handler-failure-ignored"
+        "A resync begins although its handler has failed.";
+    BrokenFenceCounts "broken-fence-counts"
+        "A fence-peer handler that is broken counts as one that has fenced.";
+    HandshakeGoesStale "handshake-goes-stale"
+        "A handshake ends although this node has got another generation in it.";
+    WrittenInHandshake "written-in-handshake"
+        "A write that begins in a handshake is neither sent nor marked for the peer.";
+    OwedForEver "owed-for-ever"
+        "A source goes on taking its target for Inconsistent, whatever it sends.";
+    DemotionLeavesBehind "demotion-leaves-behind"
+        "A node is demoted before the generation that leaves a lost peer behind.";
+    LostDagtagAwaited "lost-dagtag-awaited"
+        "A resync waits for ever for writes of a node that is lost.";
+    FullSyncFlagStays "full-sync-flag-stays"
+        "The metadata go on calling for a full sync that has begun.";
+    AbortKeepsHandshake "abort-keeps-handshake"
+        "An aborted connect does not free its connection.";
+    MembersForgotten "members-forgotten"
+        "A commit does not say which nodes had quorum together.";
+    GoneSourceKept "gone-source-kept"
+        "The end of a resync leaves its target as one that is being copied.";
+    DiskSizeIgnored "disk-size-ignored"
+        "A connect does not ask how much room the peer's disk has.";
+    PeerOutdatedUnnoted "peer-outdated-unnoted"
+        "The metadata do not say which absent peers are Outdated.";
+    CrashedFlagStays "crashed-flag-stays"
+        "A node that was Primary counts as one that crashed, also after a demotion.";
+    OneSlotInvalidated "one-slot-invalidated"
+        "A replica that is thrown away is marked towards its source only.";
 }
 
 #[cfg(feature = "planted")]

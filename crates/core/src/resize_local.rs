@@ -458,7 +458,6 @@ impl Resource {
     /// Bitmap and log, as they are in memory, go to the new place.
     fn move_copies(&mut self, volume: VolumeNr) {
         let erases = planted!(self, MoveErasesFirst);
-        let forgets = planted!(self, MoveForgetsLog);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -485,7 +484,7 @@ impl Resource {
             });
         }
         let log = disk.io.al.rewrite();
-        for (index, part) in log.chunks(MOVE_BYTES).enumerate().filter(|_| !forgets) {
+        for (index, part) in log.chunks(MOVE_BYTES).enumerate() {
             job.writes.push_back(MetaOp::Write {
                 offset: job.layout.al_byte() + (index * MOVE_BYTES) as u64,
                 bytes: part.to_vec(),

@@ -341,7 +341,7 @@ impl Resource {
                     // The source that is done was a step behind this one: the disk becomes whole
                     // only with the data of the latter.
                     pd.resync_start_uuid = own.unwrap_or_default();
-                } else if !better {
+                } else if !better && !planted!(self, GoneSourceKept) {
                     change = change.repl(volume, node, ReplState::Established);
                 }
             }
@@ -587,6 +587,9 @@ impl Resource {
     pub(crate) fn full_sync_marked(&mut self, volume: VolumeNr, peer: NodeId) {
         match self.state.peer_device(volume, peer).repl {
             ReplState::StartingSyncS => self.set_slot(volume, peer),
+            ReplState::StartingSyncT if planted!(self, OneSlotInvalidated) => {
+                self.set_slot(volume, peer);
+            }
             ReplState::StartingSyncT => self.set_all_slots(volume),
             _ => return,
         }
@@ -595,11 +598,12 @@ impl Resource {
 
     /// The bits are durable.
     pub(crate) fn full_sync_written(&mut self, volume: VolumeNr, peer: NodeId) {
+        let stays = planted!(self, FullSyncFlagStays);
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
             disk.generations
                 .slot_mut(peer)
                 .flags
-                .remove(PeerFlags::FULL_SYNC);
+                .set(PeerFlags::FULL_SYNC, stays);
             self.write_superblock(volume);
         }
         if self.is_legacy(peer) {

@@ -67,6 +67,7 @@ impl Resource {
                 continue;
             }
             match device.peers.get(peer).and_then(|pd| pd.negotiation) {
+                None if planted!(self, NegotiatesWithSome) => continue,
                 None => return,
                 Some(None) => refused += 1,
                 Some(Some(ReplState::WfBitmapT)) => targets += 1,
@@ -248,7 +249,7 @@ impl Resource {
         for (peer, p) in &mut state.peers {
             // A kernel tells its neighbours, too, that it has a source; nodes of this project see it.
             let told = any_desired && p.repl <= ReplState::Established && self.is_kernel(*peer);
-            let chosen = Some(*peer) == desired;
+            let chosen = Some(*peer) == desired || planted!(self, SeveralSources);
             if p.repl.is_sync_target() {
                 p.susp_other = any_desired && !chosen;
                 let paused = p.resync_suspended(own) || !chosen || draining;
@@ -420,7 +421,9 @@ impl Resource {
             let Some(p) = state.peers.get_mut(peer) else {
                 continue;
             };
-            if before.disk == DiskState::Inconsistent && p.disk != DiskState::Inconsistent {
+            let stays = planted!(self, MarksForEver);
+            if before.disk == DiskState::Inconsistent && p.disk != DiskState::Inconsistent && !stays
+            {
                 p.replication = true;
             }
             let asked = self.devices.get(&volume).and_then(|d| d.peers.get(peer));
@@ -511,7 +514,8 @@ impl Resource {
                         || after == ConnState::Disconnecting)
             });
         let no_primary = new.primary_peer().is_none();
-        if crashed && no_primary && new.role == Role::Secondary {
+        let trusts = planted!(self, ReplicaStaysCurrent);
+        if crashed && no_primary && new.role == Role::Secondary && !trusts {
             let alone = self.sole_authority(volume, old, new);
             if let Some(state) = new.devices.get_mut(&volume)
                 && state.disk == DiskState::UpToDate
@@ -557,7 +561,7 @@ impl Resource {
         self.sanitize_fencing(new);
         let wait_for_data = self.options.on_no_data_accessible == OnLoss::SuspendIo;
         let all_data = new.devices.values().all(|d| d.data_accessible());
-        if all_data {
+        if all_data && !planted!(self, NoDataForEver) {
             new.susp_nod = false;
         } else if wait_for_data {
             let lost = new.devices.iter().any(|(v, d)| {
@@ -587,7 +591,8 @@ impl Resource {
             new.susp_nod = false;
         }
         // What waited for the end of a suspension is not acknowledged by the demotion that ends it.
-        let frozen = old.suspended() && !self.requests_are_answered();
+        let frozen =
+            old.suspended() && !self.requests_are_answered() && !planted!(self, FrozenAnsweredWell);
         if demoted && (frozen || self.devices.values().any(|d| d.openers.writers > 0)) {
             new.fail_io = true;
         }

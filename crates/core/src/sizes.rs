@@ -43,7 +43,9 @@ impl Resource {
                         known if known != 0 && !near(*peer) => known.max(come_to),
                         known => known,
                     };
-                    size = min_nonzero(size, room);
+                    if !planted!(self, DiskSizeIgnored) {
+                        size = min_nonzero(size, room);
+                    }
                     wish = min_nonzero(wish, sizes.wanted_sectors);
                     if mine == 0 {
                         size = min_nonzero(size, sizes.current_sectors);

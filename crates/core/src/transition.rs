@@ -13,6 +13,7 @@ use lockstep_format::wire::{
     ConnState, DiskState, Features, Packet, PeerState, ReplState, Role, UuidFlags,
 };
 
+use crate::attach::Leaving;
 pub use crate::change::Change;
 use crate::device::Reconcile;
 use crate::event::{Output, Stream};
@@ -429,6 +430,8 @@ impl Resource {
         let keeps_cache = planted!(self, DemotionWithoutFlush);
         let keeps_consistent = planted!(self, InconsistentNotNoted);
         let keeps_current = planted!(self, OutdatedNotNoted);
+        let unnoted = planted!(self, PeerOutdatedUnnoted);
+        let never_clean = planted!(self, CrashedFlagStays);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -455,8 +458,13 @@ impl Resource {
         let leaves = graceful && own < DiskState::Negotiating;
         let crashes_as_primary =
             disk.crashed_primary || (new.role == Role::Primary && whole && !leaves);
-        flags.remove(DeviceFlags::AL_CLEAN);
-        flags.set(DeviceFlags::CRASHED_PRIMARY, crashes_as_primary);
+        // The last superblock of a detach says that nothing is left in the log: also one that follows it,
+        // because something else has changed meanwhile.
+        if disk.leaving != Some(Leaving::Superblock) {
+            flags.remove(DeviceFlags::AL_CLEAN);
+        }
+        let stays = never_clean && old_flags.contains(DeviceFlags::CRASHED_PRIMARY);
+        flags.set(DeviceFlags::CRASHED_PRIMARY, crashes_as_primary || stays);
         if own >= DiskState::Inconsistent {
             let partial = own == DiskState::Inconsistent && !keeps_consistent;
             flags.set(DeviceFlags::CONSISTENT, !partial);
@@ -505,8 +513,10 @@ impl Resource {
                 // Of a connected peer the next packet may say something else; after a crash here
                 // nobody would know of it.
                 let outdated = matches!(p.disk, DiskState::Inconsistent | DiskState::Outdated);
-                slot.flags
-                    .set(PeerFlags::OUTDATED, outdated && p.repl == ReplState::Off);
+                slot.flags.set(
+                    PeerFlags::OUTDATED,
+                    outdated && p.repl == ReplState::Off && !unnoted,
+                );
                 if p.disk >= DiskState::Inconsistent && p.disk != DiskState::DUnknown {
                     slot.flags.insert(PeerFlags::DEVICE_SEEN);
                 } else if p.disk == DiskState::Diskless && intentional.contains(peer) {

@@ -592,10 +592,13 @@ impl Resource {
     }
 
     fn reply_received(&mut self, peer: NodeId, reply: TwopcReply, kind: ReplyKind) {
+        let stale = planted!(self, StaleReplyCounts);
         let Some(t) = self.twopc.current.as_mut() else {
             return;
         };
-        if t.tid != reply.tid || t.initiator != reply.initiator_node_id || !t.waiting.contains(peer)
+        if t.tid != reply.tid && !stale
+            || t.initiator != reply.initiator_node_id
+            || !t.waiting.contains(peer)
         {
             return;
         }

@@ -484,7 +484,7 @@ impl Resource {
             self.forward_outcome(peer, outcome, t.volume, commit);
         }
         if !commit {
-            if let Some(peer) = t.handshake {
+            if let Some(peer) = t.handshake.filter(|_| !planted!(self, AbortKeepsHandshake)) {
                 self.handshake_aborted(peer);
             }
             self.next_wish();
@@ -499,7 +499,7 @@ impl Resource {
         let incapable = head.flags.contains(TwopcFlags::PRI_INCAPABLE);
         let has_reachable = head.flags.contains(TwopcFlags::HAS_REACHABLE);
         let mut members = self.state.members;
-        if has_reachable {
+        if has_reachable && !planted!(self, MembersForgotten) {
             let quorate = self.state.devices.values().all(|d| d.have_quorum);
             // Whoever connects is a neighbour from now on.
             let joins = t

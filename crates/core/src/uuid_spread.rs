@@ -643,21 +643,6 @@ impl Resource {
         }
     }
 
-    pub(crate) fn set_slot_uuid(&mut self, volume: VolumeNr, peer: NodeId, peer_current: Uuid) {
-        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
-            disk.generations
-                .full_resync_starts_as_source(peer, peer_current);
-            self.write_superblock(volume);
-        }
-    }
-
-    pub(crate) fn retire_slot_uuid(&mut self, volume: VolumeNr, peer: NodeId) {
-        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
-            disk.generations.retire_slot(peer);
-            self.write_superblock(volume);
-        }
-    }
-
     // Received UUIDs.
 
     pub(crate) fn uuids_received(&mut self, peer: NodeId, volume: VolumeNr, packet: &Uuids110) {

@@ -16,6 +16,26 @@ use crate::uuid_spread::{NewUuid, SpreadStep};
 use crate::uuids::{PeerUuids, is_real};
 
 impl Resource {
+    pub(crate) fn set_slot_uuid(&mut self, volume: VolumeNr, peer: NodeId, peer_current: Uuid) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            disk.generations
+                .full_resync_starts_as_source(peer, peer_current);
+            self.write_superblock(volume);
+        }
+    }
+
+    pub(crate) fn retire_slot_uuid(&mut self, volume: VolumeNr, peer: NodeId) {
+        let forgets = planted!(self, RetiredForgotten);
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            let history = disk.generations.history;
+            disk.generations.retire_slot(peer);
+            if forgets {
+                disk.generations.history = history;
+            }
+            self.write_superblock(volume);
+        }
+    }
+
     /// The peer runs its handler before a resync whose target has finished: when the handler ends, it
     /// has heard of that end, and waits for nobody.
     pub(crate) fn source_is_late(&self, volume: VolumeNr, peer: NodeId) -> bool {

@@ -112,7 +112,7 @@ impl Resource {
                 );
             }
         }
-        if becomes_primary && self.in_handshake() {
+        if becomes_primary && self.in_handshake() && !planted!(self, PromotesInHandshake) {
             return refuse(
                 ErrorCode::IN_TRANSIENT_STATE,
                 "a connection is being established",
@@ -221,7 +221,12 @@ impl Resource {
             );
         }
         let had_quorum = old.devices.get(&volume).is_some_and(|d| d.have_quorum);
-        if new.role == Role::Primary && !after.have_quorum && (becomes_primary || had_quorum) {
+        let unasked = planted!(self, PromotesWithoutQuorum);
+        if new.role == Role::Primary
+            && !after.have_quorum
+            && (becomes_primary || had_quorum)
+            && !unasked
+        {
             let n = self.count_quorum(volume, old, new);
             return refuse(
                 ErrorCode::NO_QUORUM,

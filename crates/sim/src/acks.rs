@@ -3,17 +3,20 @@
 //! the epoch can be lost with the power.
 
 use std::collections::VecDeque;
+use std::rc::Rc;
 
 use lockstep_core::event::{Input, LinkId};
 use lockstep_core::options::Protocol;
+use lockstep_core::state::DiskState;
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::Packet;
+use lockstep_format::wire::packet::{BlockAck, ConfirmStable, PeerAck};
 
 use crate::check::is_whole;
-use crate::world::{Asked, Weather, World, name};
+use crate::world::{Asked, Weather, World, id, name};
 
 /// What a node has received on a link and may still say something about, oldest first.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Received {
     /// A write; the values of its blocks.
     Write {
@@ -21,13 +24,34 @@ pub(crate) enum Received {
         id: u64,
         volume: u16,
         block: u64,
-        content: Vec<u64>,
+        content: Rc<[u64]>,
         /// It was said to be on the disk.
         is_acked: bool,
+        /// It was said not to be there, or not any more.
+        is_refused: bool,
     },
     /// The end of an epoch.
     Barrier(u32),
 }
+
+/// Where a node that receives is in the sender's stream of writes, and those of which it has not heard who
+/// else has them.
+#[derive(Debug, Default)]
+pub(crate) struct Untold {
+    dagtag: u64,
+    writes: VecDeque<(u64, u16, u64, Rc<[u64]>)>,
+}
+
+impl Untold {
+    /// A write has come, or what goes the same way.
+    fn advance(&mut self, size_bytes: u64) -> u64 {
+        self.dagtag = self.dagtag.wrapping_add(size_bytes / Sector::SIZE);
+        self.dagtag
+    }
+}
+
+/// Writes of which a node may wait to hear.
+const UNTOLD_MOST: usize = 10_000;
 
 /// A node gets a packet: what it will say of it is checked later.
 pub(crate) fn received(
@@ -41,20 +65,42 @@ pub(crate) fn received(
     if w.config.weather != Weather::ByPlace || w.history.several_writers {
         return;
     }
+    let Some(l) = w.links.get_mut(&link) else {
+        return;
+    };
+    let side = usize::from(l.ends[0] != to);
+    let untold = &mut l.untold[side];
     let entry = match (packet, content) {
-        (Packet::Data(data), Some(content)) => Received::Write {
-            id: data.block_id.0,
-            volume: volume.0,
-            block: data.sector.0 / 8,
-            content: content.to_vec(),
-            is_acked: false,
-        },
+        (Packet::Data(data), Some(content)) => {
+            let content: Rc<[u64]> = content.into();
+            let dagtag = untold.advance(u64::from(data.payload_len));
+            let block = data.sector.0 / 8;
+            let write = (dagtag, volume.0, block, Rc::clone(&content));
+            untold.writes.push_back(write);
+            if untold.writes.len() > UNTOLD_MOST {
+                untold.writes.pop_front();
+            }
+            Received::Write {
+                id: data.block_id.0,
+                volume: volume.0,
+                block,
+                content,
+                is_acked: false,
+                is_refused: false,
+            }
+        }
         (Packet::Barrier(barrier), _) => Received::Barrier(barrier.barrier),
+        (Packet::Trim(trim) | Packet::Zeroes(trim), _) => {
+            untold.advance(u64::from(trim.size_bytes));
+            return;
+        }
+        (Packet::Dagtag(dagtag), _) => {
+            untold.dagtag = dagtag.0;
+            return;
+        }
         _ => return,
     };
-    if let Some(l) = w.links.get_mut(&link) {
-        l.received[usize::from(l.ends[0] != to)].push_back(entry);
-    }
+    l.received[side].push_back(entry);
 }
 
 /// A node says something about what it has received.
@@ -81,9 +127,10 @@ pub(crate) fn said(
             }
             is_noted(w, node, peer, volume);
         }
-        Packet::NegAck(ack) => {
-            find(w, node, link.0, ack.block_id.0, ack.sector);
-        }
+        Packet::NegAck(ack) => is_refused(w, node, link.0, ack),
+        Packet::PeerAck(ack) => have_it(w, node, peer, link.0, ack),
+        Packet::ConfirmStable(ack) => part_is_durable(w, node, link.0, ack),
+        Packet::RsIsInSync(ack) => equal_is_durable(w, node, peer, volume, ack),
         Packet::BarrierAck(ack) => epoch_is_durable(w, node, link.0, ack.barrier),
         _ => {}
     }
@@ -131,6 +178,17 @@ fn not_on_disk(
     if disk.had_errors || disk.given_up {
         return None;
     }
+    is_elsewhere(w, node, (volume, first), values)
+}
+
+/// The same of a disk with errors as well.
+fn is_elsewhere(
+    w: &World,
+    node: usize,
+    (volume, first): (u16, u64),
+    values: impl Iterator<Item = u64>,
+) -> Option<String> {
+    let disk = &w.nodes[node].disks[usize::from(volume)];
     for (block, value) in (first..).zip(values) {
         let found = disk.content.get(block as usize).copied();
         if found.is_some_and(|found| !is_as_new(w, volume, block, found, value)) {
@@ -190,42 +248,160 @@ fn epoch_is_durable(w: &mut World, node: usize, link: u64, wanted: u32) {
         }
     }
     for entry in over {
-        let Received::Write {
-            volume,
-            block,
-            content,
-            ..
-        } = entry
-        else {
-            continue;
-        };
-        if noted(w, node, volume).is_none() {
-            continue;
-        }
-        let disk = &w.nodes[node].disks[usize::from(volume)];
-        let blocks = block..block + content.len() as u64;
-        let lost = disk
-            .volatile_in(blocks)
-            .into_iter()
-            .find(|(b, old)| !is_as_new(w, volume, *b, *old, content[(*b - block) as usize]));
-        if let Some((block, old)) = lost {
-            let text = format!(
-                "{} acknowledges a barrier, but would lose block {block} of volume {volume} of its epoch \
-                 with its power and have version {old} there; {}",
-                name(node),
-                w.history.describe(volume, block)
-            );
-            w.fail(text);
+        if !is_durable(w, node, link, &entry, "a barrier") {
             return;
         }
     }
 }
 
+/// A part of an epoch is confirmed early.
+fn part_is_durable(w: &mut World, node: usize, link: u64, ack: &ConfirmStable) {
+    let Some(received) = of_link(w, node, link) else {
+        return;
+    };
+    let of = |wanted: u64| {
+        let mut entries = received.iter();
+        entries.position(|entry| matches!(entry, Received::Write { id, .. } if *id == wanted))
+    };
+    let (first, last) = (of(ack.oldest_block_id.0), of(ack.youngest_block_id.0));
+    let (Some(first), Some(last)) = (first, last) else {
+        return;
+    };
+    let part: Vec<Received> = received.range(first..=last.max(first)).cloned().collect();
+    for entry in part {
+        if !is_durable(w, node, link, &entry, "a part of an epoch") {
+            return;
+        }
+    }
+}
+
+/// What a node calls durable is, or it has refused it before, or marks it itself.
+fn is_durable(w: &mut World, node: usize, link: u64, entry: &Received, what: &str) -> bool {
+    let Received::Write {
+        volume,
+        block,
+        content,
+        is_refused,
+        ..
+    } = entry
+    else {
+        return true;
+    };
+    let disk = &w.nodes[node].disks[usize::from(*volume)];
+    // Of a disk that is gone nothing is said.
+    if noted(w, node, *volume).is_none() && !(disk.had_errors && disk.open && !disk.given_up)
+        || *is_refused
+    {
+        return true;
+    }
+    let peer = w
+        .links
+        .get(&link)
+        .map_or(node, |l| l.ends[usize::from(l.ends[0] == node)]);
+    let failed = disk.had_errors;
+    let blocks = *block..block + content.len() as u64;
+    let mut volatile = disk.volatile_in(blocks).into_iter();
+    let lost = volatile.find(|(b, old)| {
+        let is_known = failed && crate::cover::suspects(w, usize::from(*volume), node, peer, *b);
+        !is_known && !is_as_new(w, *volume, *b, *old, content[(*b - block) as usize])
+    });
+    let Some((block, old)) = lost else {
+        return true;
+    };
+    let text = format!(
+        "{} acknowledges {what}, but would lose block {block} of volume {volume} of it with its power \
+         and have version {old} there; {}",
+        name(node),
+        w.history.describe(*volume, block)
+    );
+    w.fail(text);
+    false
+}
+
+/// A write was refused, perhaps after it had been acknowledged.
+fn is_refused(w: &mut World, node: usize, link: u64, ack: &BlockAck) {
+    let Some(received) = of_link(w, node, link) else {
+        return;
+    };
+    for entry in received {
+        if let Received::Write {
+            id,
+            block,
+            is_acked,
+            is_refused,
+            ..
+        } = entry
+            && (*id, *block) == (ack.block_id.0, ack.sector.0 / 8)
+        {
+            (*is_acked, *is_refused) = (true, true);
+        }
+    }
+}
+
+/// A Primary says which nodes have its writes up to one of them: they do.
+fn have_it(w: &mut World, node: usize, peer: NodeId, link: u64, ack: &PeerAck) {
+    let Some(l) = w.links.get_mut(&link) else {
+        return;
+    };
+    let untold = &mut l.untold[usize::from(l.ends[0] == node)];
+    let end = untold
+        .writes
+        .partition_point(|(dagtag, ..)| *dagtag <= ack.dagtag.0);
+    let told: Vec<_> = untold.writes.drain(..end).collect();
+    for (_, volume, block, content) in told {
+        for holder in w.storage().filter(|n| ack.mask.contains(id(*n))) {
+            // One that is gone without this node's knowing may be another one's target by now.
+            let met = w.shares_link(node, holder) && w.shares_link(holder, node);
+            if holder != node && !met {
+                continue;
+            }
+            let values = content.iter().copied();
+            if let Some(text) = is_elsewhere(w, holder, (volume, block), values) {
+                let (by, to) = (name(node), name(usize::from(peer.0)));
+                w.fail(format!(
+                    "{by} tells {to} that {} has a write; {text}",
+                    name(holder)
+                ));
+                return;
+            }
+        }
+    }
+}
+
+/// A source calls a target's block equal, and clears its mark: a power cut of the target must not bring
+/// something older back that nobody knows of.
+fn equal_is_durable(w: &mut World, node: usize, peer: NodeId, volume: VolumeNr, ack: &BlockAck) {
+    let target = usize::from(peer.0);
+    let v = usize::from(volume.0);
+    let first = ack.sector.0 / 8;
+    let blocks = first..first + u64::from(ack.size_bytes) / crate::disk::BLOCK;
+    let here = &w.nodes[node].disks[v];
+    let lost = w.nodes[target].disks[v].volatile_in(blocks).into_iter();
+    let mut lost = lost.filter(|(block, old)| here.content.get(*block as usize) != Some(old));
+    let lost = lost.find(|(block, _)| {
+        !w.spoiled.contains_key(&(volume.0, *block))
+            && !here.is_hot(*block..*block + 1)
+            && !w.nodes[target].disks[v].is_marked(node, *block)
+            && !crate::cover::is_asked_for(w, v, *block)
+            && !crate::cover::suspects(w, v, node, target, *block)
+    });
+    if let Some((block, old)) = lost {
+        let text = format!(
+            "{} calls block {block} of volume {volume} equal on {}, which would have {old} there after a \
+             power cut; {}",
+            name(node),
+            name(target),
+            w.history.describe(volume.0, block)
+        );
+        w.fail(text);
+    }
+}
+
 /// With protocol C, a write is acknowledged to its front end: every node that the Primary counts on,
-/// and that counts on itself, has it.
+/// and that counts on itself, has it. With protocol B it has it in memory at least.
 pub(crate) fn is_everywhere(w: &mut World, primary: usize, asked: &Asked) {
     let is_sharp = w.config.weather == Weather::ByPlace && !w.history.several_writers;
-    if w.config.protocol != Protocol::C || !is_sharp || asked.value == 0 || asked.is_given_up {
+    if w.config.protocol == Protocol::A || !is_sharp || asked.value == 0 || asked.is_given_up {
         return;
     }
     let v = usize::from(asked.volume);
@@ -237,6 +413,9 @@ pub(crate) fn is_everywhere(w: &mut World, primary: usize, asked: &Asked) {
         if !both || !met || !is_whole(w, node, v) || w.nodes[node].frozen_until > w.now {
             continue;
         }
+        if w.config.protocol == Protocol::B && (node == primary || is_in_memory(w, node, asked)) {
+            continue;
+        }
         let values = (0..asked.count).map(|i| asked.value_of(i));
         if let Some(text) = not_on_disk(w, node, (asked.volume, asked.block), values) {
             let by = name(primary);
@@ -246,4 +425,62 @@ pub(crate) fn is_everywhere(w: &mut World, primary: usize, asked: &Asked) {
             return;
         }
     }
+}
+
+/// A write is acknowledged that failed on the node's own disk, which stays with `pass_on`: its metadata do
+/// not call it current any more.
+pub(crate) fn failure_is_noted(w: &mut World, node: usize, asked: &Asked) {
+    let v = usize::from(asked.volume);
+    let disk = &w.nodes[node].disks[v];
+    let stays = w.limits.passes_on && disk.open && !disk.given_up && disk.had_errors;
+    if !stays || w.config.weather != Weather::ByPlace || w.history.several_writers {
+        return;
+    }
+    if asked.value == 0 || asked.is_given_up || !is_whole(w, node, v) {
+        return;
+    }
+    // One that is given up as a whole, because its metadata failed, can note nothing any more.
+    let stays = |s: lockstep_core::report::Snapshot| {
+        let mut devices = s.devices.into_iter();
+        let own = devices.find(|d| d.volume.0 == asked.volume);
+        own.is_some_and(|d| d.disk_state >= DiskState::Inconsistent)
+    };
+    if !w.snapshot(node).is_some_and(stays) {
+        return;
+    }
+    let values = (0..asked.count).map(|i| asked.value_of(i));
+    if let Some(text) = is_elsewhere(w, node, (asked.volume, asked.block), values) {
+        w.fail(format!(
+            "{} acknowledges a write that failed there, and its metadata call its disk current; {text}",
+            name(node)
+        ));
+    }
+}
+
+/// A node has received all of a write, or has it on its disk already.
+fn is_in_memory(w: &World, node: usize, asked: &Asked) -> bool {
+    let links = w.nodes[node].links.keys();
+    let links = links.filter_map(|link| w.links.get(link));
+    let received: Vec<&VecDeque<Received>> = links
+        .map(|l| &l.received[usize::from(l.ends[0] != node)])
+        .collect();
+    (0..asked.count).all(|i| {
+        let (wanted, value) = (asked.block + i, asked.value_of(i));
+        let is_received = |entry: &Received| match entry {
+            Received::Write {
+                volume,
+                block,
+                content,
+                ..
+            } => {
+                let at = wanted.checked_sub(*block);
+                let at = at.and_then(|at| content.get(at as usize));
+                *volume == asked.volume && at == Some(&value)
+            }
+            Received::Barrier(_) => false,
+        };
+        let mut entries = received.iter().copied().flatten();
+        let values = std::iter::once(value);
+        entries.any(is_received) || not_on_disk(w, node, (asked.volume, wanted), values).is_none()
+    })
 }

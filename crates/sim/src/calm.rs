@@ -2,6 +2,8 @@
 //! Requests and commands are answered in time, no connection is lost, a short absence is soon made
 //! up for. A bug that a broken link or a time-out makes up for shows here.
 
+use std::collections::BTreeSet;
+
 use lockstep_core::event::RequestKind;
 use lockstep_format::units::NodeId;
 
@@ -39,19 +41,94 @@ pub(crate) fn goes_on(w: &mut World, o: &mut Operator, plan: &Plan) {
     are_kept(w, &links);
     // A third node that is brought up to date by one that the Primary may write beside copies
     // everything again and again until it meets the Primary.
-    if rng.permille(500) && w.nodes.len() == 2 {
-        let node = rng.below(w.nodes.len() as u64) as usize;
-        let peer = (node + 1 + rng.below(w.nodes.len() as u64 - 1) as usize) % w.nodes.len();
-        if w.violation.is_none() && o.disconnect(w, node, peer, false) {
-            wait_for(w, o, SOON, "an operator's disconnect ends", |w, _| {
-                let waits = !w.nodes[node].commands.is_empty();
-                waits.then(|| "the command waits".into())
-            });
-            requests(w, o, plan, &mut rng);
-            o.reconnect(w);
-            is_at_rest(w, o, "two nodes were apart");
-        }
+    // Nobody takes the only disk from a client.
+    let two = w.nodes.len() == 2 && w.storage().len() == 2;
+    if rng.permille(700) && two && w.violation.is_none() {
+        is_away(w, o, plan, &mut rng);
     }
+}
+
+/// One of two nodes is away for a while, or its disk is, by command. What is copied afterwards is what was
+/// written meanwhile, and a replica that is thrown away is copied once.
+fn is_away(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
+    let node = rng.below(2) as usize;
+    let peer = 1 - node;
+    let volume = rng.below(u64::from(w.config.volumes)) as u16;
+    let before = w.copied;
+    let mut whole = 0;
+    let sizes = sizes(w);
+    let how = rng.below(5);
+    let (began, what) = match how {
+        0 | 1 => (o.disconnect(w, node, peer, false), "two nodes were apart"),
+        2 => (o.detach(w, node, volume, false), "a disk was away"),
+        3 if o.primary.is_some_and(|primary| primary != node) => {
+            (o.down(w, node), "a node was away")
+        }
+        4 if takes_soon(w) && o.may_invalidate(w, node).is_some() => {
+            let reset = rng.permille(500);
+            let began = o.invalidate(w, node, volume, reset);
+            whole = w.nodes[node].disks[usize::from(volume)].content.len() as u64;
+            (began, "a replica was thrown away")
+        }
+        _ => return,
+    };
+    if !began {
+        return;
+    }
+    let command = "an operator's command ends";
+    wait_for(w, o, SOON, command, |w, o| {
+        let is_over = w.nodes[node].commands.is_empty() && (how != 3 || o.is_down(node));
+        (!is_over).then(|| "the command waits".into())
+    });
+    let changed = requests(w, o, plan, rng);
+    match how {
+        0 | 1 => {
+            o.reconnect(w);
+        }
+        2 => {
+            o.reattach(w);
+        }
+        3 => o.start(w, node),
+        _ => {}
+    }
+    is_at_rest(w, o, what);
+    // A resync goes block by block of the bitmap, on the node whose blocks are larger. What changes
+    // while everything is copied may be copied twice.
+    let bit = |block: u64| block / blocks_of_bit(w);
+    let bits: BTreeSet<(u16, u64)> = changed.iter().map(|(v, block)| (*v, bit(*block))).collect();
+    let bits = if whole > 0 { changed.len() } else { bits.len() };
+    let most = bits as u64 * blocks_of_bit(w) + whole.next_multiple_of(blocks_of_bit(w));
+    let copied = w.copied - before;
+    // A disk that comes back may be larger than it was, and what is new is copied.
+    let is_same = sizes == self::sizes(w);
+    // With 8.4 what an attach has marked stays so until nodes that are not equal meet.
+    let is_same = is_same && w.flushes_peers;
+    if w.violation.is_none() && is_same && copied > most {
+        w.fail(format!(
+            "{copied} blocks were copied after {what} and nothing went wrong, and at most {most} can differ"
+        ));
+    }
+}
+
+fn sizes(w: &World) -> Vec<u64> {
+    let snapshots = (0..w.nodes.len()).filter_map(|node| w.snapshot(node));
+    let devices = snapshots.flat_map(|s| s.devices);
+    devices.map(|d| d.size_sectors).collect()
+}
+
+/// Blocks of 4 KiB that one bit of the coarsest bitmap stands for.
+fn blocks_of_bit(w: &World) -> u64 {
+    let shift = w.config.bitmap_shifts.iter().copied().max();
+    1 << (shift.unwrap_or(BLOCK_SHIFT) - BLOCK_SHIFT)
+}
+
+/// 4 KiB.
+const BLOCK_SHIFT: u8 = 12;
+
+/// A full resync does not take long.
+fn takes_soon(w: &World) -> bool {
+    let seconds = w.config.blocks * 4 / u64::from(w.config.resync_max_kib_s);
+    seconds * SECOND < SOON && w.config.bandwidth.is_none()
 }
 
 /// Another node becomes Primary; each command is answered soon.
@@ -110,15 +187,18 @@ fn is_at_rest(w: &mut World, o: &mut Operator, after: &str) {
     });
 }
 
-/// Some requests with pauses, each answered soon.
-fn requests(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
+/// Some requests with pauses, each answered soon. Gives the blocks that they have changed.
+fn requests(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) -> Vec<(u16, u64)> {
+    let mut changed = Vec::new();
     let discards = plan.requests.iter();
     let discards = discards
         .filter(|r| r.kind == RequestKind::Discard)
         .take(1)
         .count();
     for _ in 0..ROUNDS {
-        let Some(node) = o.accepts_io() else { return };
+        let Some(node) = o.accepts_io() else {
+            return changed;
+        };
         for _ in 0..rng.range(1, 5) {
             let count = rng.range(1, 9);
             let block = rng.pick(&[100, 2048 - 4, 5000]) + rng.below(24);
@@ -135,6 +215,9 @@ fn requests(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
             };
             let volume = rng.below(u64::from(w.config.volumes)) as u16;
             w.request(node, volume, kind, block, count);
+            if !matches!(kind, RequestKind::Read | RequestKind::Flush) {
+                changed.extend((block..block + count).map(|block| (volume, block)));
+            }
         }
         let pause = rng.pick(&[0, MS, 30 * MS, 2 * SECOND, 11 * SECOND]);
         let until = w.now + pause;
@@ -149,6 +232,7 @@ fn requests(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
             },
         );
     }
+    changed
 }
 
 /// How often requests come.
@@ -169,7 +253,9 @@ pub(crate) fn nobody_is_misunderstood(w: &mut World, node: usize, peer: NodeId, 
 }
 
 /// Words of errors that are policy, or that faults of the world explain.
-const CAUSES: [&str; 12] = [
+const CAUSES: [&str; 14] = [
+    "compare shared-secret",
+    "incompatible protocol settings",
     "is longer than the peer's version takes",
     "blocks that could not be copied",
     "a write is without an answer for",

@@ -6,8 +6,9 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 
 use lockstep_format::disk::v09::DeviceFlags;
 
+use crate::cover;
 use crate::history::seconds;
-use crate::world::{Asked, World, name};
+use crate::world::{Asked, Weather, World, name};
 
 /// Whatever differs between two disks is marked on one of them, whoever dies now.
 pub fn differences_are_marked(w: &mut World) {
@@ -36,6 +37,7 @@ pub fn differences_are_marked(w: &mut World) {
                         w.nodes[x].disks[v].content[b] != w.nodes[y].disks[v].content[b]
                     })
                     .filter(|b| !w.spoiled.contains_key(&(volume, *b)))
+                    .filter(|b| !cover::is_known_bad(w, v, x, y, *b))
                     .collect();
                 if differing.is_empty() {
                     continue;
@@ -85,6 +87,10 @@ fn new_area(w: &World, volume: usize, nodes: [usize; 2]) -> Vec<u64> {
 /// If a node lost its power now, what it might lose is marked: its unflushed blocks lie in its
 /// activity log or are marked on one of two disks.
 pub fn losses_are_marked(w: &mut World) {
+    if w.limits.no_log {
+        // What a Primary sent is unsettled in its memory until it is durable; a log would say so twice.
+        return;
+    }
     for volume in 0..w.config.volumes {
         let v = usize::from(volume);
         for x in w.storage() {
@@ -101,6 +107,7 @@ pub fn losses_are_marked(w: &mut World) {
                     .filter(|(block, old)| {
                         w.nodes[y].disks[v].content[*block as usize] != *old
                             && !w.spoiled.contains_key(&(volume, *block))
+                            && !cover::is_known_bad(w, v, x, y, *block)
                     })
                     .map(|(block, _)| *block)
                     .collect();
@@ -280,6 +287,58 @@ pub fn generations_agree(w: &mut World) {
                     name(node)
                 ));
             }
+        }
+    }
+}
+
+/// All nodes are at rest and whole: their metadata say nothing else, and name no crash and nobody who is behind.
+pub fn metadata_are_at_rest(w: &mut World, primary: Option<usize>) {
+    use lockstep_format::disk::v09::PeerFlags;
+    if !w.flushes_peers || w.config.weather != Weather::ByPlace {
+        return;
+    }
+    // Among more nodes a flag may outlive what it stood for until the next attach, and a crash what nobody compares.
+    if w.nodes.len() > 2 || w.storage().count() < 2 {
+        return;
+    }
+    for node in w.storage() {
+        for volume in 0..w.nodes[node].disks.len() {
+            let Ok(superblock) = w.nodes[node].disks[volume].superblock() else {
+                continue;
+            };
+            let (flags, is_primary) = (superblock.flags, primary == Some(node));
+            let whole = DeviceFlags::CONSISTENT | DeviceFlags::WAS_UP_TO_DATE;
+            let crashed = flags.contains(DeviceFlags::CRASHED_PRIMARY);
+            let mut peers = w.storage().filter(|peer| *peer != node);
+            let odd = peers.find(|peer| {
+                let slot = superblock.peer(crate::world::id(*peer));
+                slot.flags.contains(PeerFlags::OUTDATED)
+            });
+            let what = match odd {
+                _ if !flags.contains(whole) => "do not call it current".to_string(),
+                _ if crashed && !is_primary => "call it a crashed Primary".to_string(),
+                Some(peer) => format!("call {} Outdated", name(peer)),
+                None => continue,
+            };
+            w.fail(format!(
+                "all is at rest and in sync, and the metadata of volume {volume} of {} {what}",
+                name(node)
+            ));
+            return;
+        }
+    }
+}
+
+/// All nodes are at rest: every write is durable at all peers, and its sender knows it.
+pub fn writes_are_settled(w: &mut World) {
+    for node in 0..w.nodes.len() {
+        let resource = w.nodes[node].resource.as_ref();
+        let unsettled = resource.map_or(0, |r| r.unsettled());
+        if unsettled > 0 && w.config.weather == Weather::ByPlace {
+            w.fail(format!(
+                "all is at rest, and {} waits for the end of {unsettled} writes at its peers",
+                name(node)
+            ));
         }
     }
 }

@@ -26,6 +26,7 @@ pub(crate) fn write_is_marked(w: &mut World, node: usize, volume: usize, op: &Da
         let differing: Vec<u64> = (*block..*block + content.len() as u64)
             .filter(|b| theirs.get(*b as usize) != content.get((*b - *block) as usize))
             .filter(|b| !w.spoiled.contains_key(&(volume as u16, *b)))
+            .filter(|b| !is_known_bad(w, volume, node, peer, *b))
             .collect();
         if differing.is_empty() {
             continue;
@@ -137,6 +138,23 @@ pub(crate) fn is_asked_for(w: &World, volume: usize, block: u64) -> bool {
     let mut requests = w.nodes.iter().flat_map(|n| n.requests.values());
     requests
         .any(|r| usize::from(r.volume) == volume && (r.block..r.block + r.count).contains(&block))
+}
+
+/// The same of requests that change it.
+pub(crate) fn is_asked_for_writing(w: &World, volume: usize, block: u64) -> bool {
+    let mut requests = w.nodes.iter().flat_map(|n| n.requests.values());
+    requests.any(|r| {
+        usize::from(r.volume) == volume
+            && r.kind != lockstep_core::event::RequestKind::Read
+            && (r.block..r.block + r.count).contains(&block)
+    })
+}
+
+/// The block cannot be read on a node's disk, and the node knows it.
+pub(crate) fn is_known_bad(w: &World, volume: usize, x: usize, y: usize, block: u64) -> bool {
+    let is_bad = |node: usize| w.nodes[node].disks[volume].bad.contains_key(&block);
+    (is_bad(x) || is_bad(y))
+        && (suspects(w, volume, x, y, block) || suspects(w, volume, y, x, block))
 }
 
 /// According to its metadata the disk does not have all data of a generation.

@@ -12,10 +12,11 @@ use std::str::FromStr;
 
 use lockstep_core::event::LinkId;
 use lockstep_core::event::{Input, LinkDownReason};
-use lockstep_core::options::Quorum;
+use lockstep_core::options::{Protocol, Quorum};
 
 use crate::check;
 use crate::disk::{Lose, MetaOp, Where};
+use crate::operator::Settings;
 use crate::scenario::Scenario;
 use crate::words;
 use crate::world::{Config, Ev, MS, SECOND, World, id, name};
@@ -247,6 +248,10 @@ pub struct Story {
     pub full_sync: bool,
     /// A majority is asked for.
     pub majority: bool,
+    /// Protocol of all connections.
+    pub protocol: Protocol,
+    /// Newest version that the nodes speak, if it is not the newest that there is.
+    pub dialect: Option<u32>,
     /// What comes before the part that is cut.
     pub before: fn(&mut Scenario),
     /// Drives the story on; called every millisecond with the number of steps done so far. True:
@@ -309,6 +314,7 @@ impl Story {
             nodes: self.nodes,
             blocks: self.blocks,
             metadata: self.metadata,
+            protocol: self.protocol,
             disk_delay: MS / 10,
             net_delay: MS / 5,
             trace: self.trace,
@@ -318,7 +324,13 @@ impl Story {
             true => Quorum::Majority,
             false => Quorum::Off,
         };
-        let mut s = Scenario::with(config, |o| o.resource.quorum = quorum, self.full_sync);
+        let change = |o: &mut Settings| {
+            o.resource.quorum = quorum;
+            if let Some(dialect) = self.dialect {
+                o.resource.protocol_max = dialect;
+            }
+        };
+        let mut s = Scenario::with(config, change, self.full_sync);
         (self.before)(&mut s);
         s.world.trap = Trap {
             counts: Some(BTreeMap::new()),

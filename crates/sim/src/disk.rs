@@ -18,6 +18,17 @@ use lockstep_format::units::{AlExtent, NodeId, Sector};
 
 use crate::rng::Rng;
 
+/// A crashed Primary that kept no activity log.
+const WITHOUT_LOG: DeviceFlags = DeviceFlags::CRASHED_PRIMARY
+    .union(DeviceFlags::PRIMARY_IND)
+    .union(DeviceFlags::AL_DISABLED);
+
+/// A replica without an activity log: its peers that were left behind are copied as a whole after a crash.
+const UNLOGGED: DeviceFlags = DeviceFlags::PRIMARY_IND.union(DeviceFlags::AL_DISABLED);
+
+/// What a block holds that cannot be read, plus its number.
+const LOST: u64 = 1 << 60;
+
 /// Bytes of one block of simulated data.
 pub const BLOCK: u64 = 4096;
 
@@ -88,6 +99,8 @@ pub struct Flying<T> {
     pub tag: Tag,
     /// What.
     pub op: T,
+    /// When it was asked for.
+    pub since: u64,
 }
 
 /// A write of metadata or a read.
@@ -123,6 +136,8 @@ pub enum MetaOp {
 pub struct Trouble {
     /// Reads that fail.
     pub reads: u32,
+    /// What a failed read was to give is gone.
+    pub loses: bool,
     /// Writes that fail.
     pub writes: u32,
     /// Flushes that fail.
@@ -148,6 +163,7 @@ impl Default for Trouble {
     fn default() -> Self {
         Trouble {
             reads: 0,
+            loses: false,
             writes: 0,
             flushes: 0,
             metas: 0,
@@ -257,6 +273,8 @@ pub struct Disk {
     pub meta_bytes: u64,
     /// Size of the data device.
     pub data_bytes: u64,
+    /// Blocks that cannot be read until they are written, and what they held before.
+    pub(crate) bad: BTreeMap<u64, u64>,
     /// It reported an error at least once.
     pub had_errors: bool,
     /// A discard leaves the old content, and the node is told so.
@@ -361,6 +379,7 @@ impl Disk {
             persistent: place == Where::Persistent,
             meta_bytes: device_bytes,
             data_bytes,
+            bad: BTreeMap::new(),
             had_errors: false,
             keeps_discarded: false,
             layout,
@@ -512,6 +531,10 @@ impl Disk {
     /// A write completes.
     pub fn write(&mut self, block: u64, content: &[u64], fua: bool) {
         self.overwrite_metadata(block, content.len() as u64);
+        if !self.bad.is_empty() {
+            self.bad
+                .retain(|bad, _| !(block..block + content.len() as u64).contains(bad));
+        }
         for (block, value) in (block..).zip(content) {
             self.sequence += 1;
             let old = std::mem::replace(&mut self.content[block as usize], *value);
@@ -528,6 +551,25 @@ impl Disk {
         if fua {
             let durable = block..block + content.len() as u64;
             self.unflushed.retain(|v| !durable.contains(&v.block));
+        }
+    }
+
+    /// A read of a block has failed, and others will until it is written: what it held is gone.
+    pub(crate) fn loses(&mut self, block: u64) {
+        let old = std::mem::replace(&mut self.content[block as usize], LOST + block);
+        self.bad.entry(block).or_insert(old);
+    }
+
+    /// The node dies before it has noted what it cannot read: the next read may be lucky.
+    fn reads_again(&mut self) {
+        for (block, old) in std::mem::take(&mut self.bad) {
+            let peers = (0..NodeId::COUNT).map(usize::from);
+            match peers.into_iter().any(|peer| self.is_marked(peer, block)) {
+                true => {
+                    self.bad.insert(block, old);
+                }
+                false => self.content[block as usize] = old,
+            }
         }
     }
 
@@ -589,10 +631,14 @@ impl Disk {
                     _ => rng.below(values.len() as u64) as usize,
                 };
                 toll.lost |= pick + 1 < values.len();
-                self.content[block as usize] = values[pick];
+                match self.bad.get_mut(&block) {
+                    Some(old) => *old = values[pick],
+                    None => self.content[block as usize] = values[pick],
+                }
             }
             toll.lucky = had && !toll.lost;
         }
+        self.reads_again();
         self.open = false;
         self.closing = None;
         self.hung.clear();
@@ -637,6 +683,7 @@ impl Disk {
             let superblock = known.get_or_insert_with(|| Rc::new(self.decode_superblock()));
             let superblock = Rc::clone(superblock);
             let log = match superblock.as_ref() {
+                Ok(s) if s.flags.contains(WITHOUT_LOG) => Log::All,
                 Ok(s) if !s.flags.contains(DeviceFlags::AL_CLEAN) => self.read_log(s.al_extents),
                 Ok(_) | Err(_) => Log::None,
             };
@@ -764,7 +811,11 @@ impl Disk {
         let superblock = read.superblock.as_ref().as_ref().map_err(Clone::clone)?;
         let entry = superblock.peer(NodeId(peer as u8));
         let sectors = superblock.effective_size.0;
-        if entry.flags.contains(PeerFlags::FULL_SYNC) || sectors == 0 {
+        let unlogged = superblock.flags.contains(UNLOGGED)
+            && !superblock.flags.contains(DeviceFlags::AL_CLEAN)
+            && entry.bitmap_index.is_some()
+            && entry.bitmap_uuid.0 & !1 > 4;
+        if entry.flags.contains(PeerFlags::FULL_SYNC) || sectors == 0 || unlogged {
             blocks.iter().for_each(|_| see(true));
             return Ok(());
         }

@@ -257,6 +257,10 @@ impl<'a> Drive<'a> {
         if refused || w.violation.is_some() {
             return;
         }
+        check::writes_are_settled(w);
+        if self.plan.shares.is_none() {
+            check::metadata_are_at_rest(w, o.primary);
+        }
         if self.plan.goes_on() {
             calm::goes_on(w, o, self.plan);
         }

@@ -57,10 +57,14 @@ pub enum Extra {
     Old,
     /// Metadata at the end of the devices, also where these grow.
     Internal,
+    /// `al-updates no`: two nodes without an activity log.
+    NoLog,
+    /// Protocol A or B.
+    Async,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 20] = [
+pub const EXTRAS: [(Extra, &str); 22] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -81,6 +85,8 @@ pub const EXTRAS: [(Extra, &str); 20] = [
     (Extra::Openers, "openers"),
     (Extra::Old, "old"),
     (Extra::Internal, "internal"),
+    (Extra::NoLog, "no-log"),
+    (Extra::Async, "async"),
 ];
 
 /// The word of one.
@@ -133,6 +139,15 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         }
         Extra::Pmem => config.metadata = Where::Persistent,
         Extra::Internal => config.metadata = Where::Internal,
+        Extra::NoLog => {
+            config.nodes = 2;
+            config.diskless = 0;
+            settings.disk.al_updates = false;
+        }
+        Extra::Async => {
+            config.protocol = rng.pick(&[Protocol::A, Protocol::B]);
+            settings.net.protocol = config.protocol;
+        }
         Extra::Every | Extra::Bursts | Extra::KeptDiscards => {}
         Extra::Hot => {
             config.blocks = config.blocks.min(SMALL_BLOCKS);

@@ -110,6 +110,12 @@ pub enum Fault {
     CutCommand,
     /// The operator resizes a volume, and the node loses its power soon.
     CutResize,
+    /// Reads fail, and what they were to give is gone.
+    BadBlock,
+    /// The operator changes the protocol of all connections.
+    Protocol,
+    /// Two nodes do not have the same secret for a while; they must not connect.
+    Secret,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -151,7 +157,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 20] = [
+pub const BY_NAME: [(Fault, &str); 23] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -172,10 +178,14 @@ pub const BY_NAME: [(Fault, &str); 20] = [
     (Fault::Regroup, "regroup"),
     (Fault::CutCommand, "cut-command"),
     (Fault::CutResize, "cut-resize"),
+    (Fault::BadBlock, "badblock"),
+    (Fault::Protocol, "protocol"),
+    (Fault::Secret, "other-secret"),
 ];
 
 /// Kinds that make a disk report errors.
-pub const ERRORS: [Fault; 4] = [
+pub const ERRORS: [Fault; 5] = [
+    Fault::BadBlock,
     Fault::ReadError,
     Fault::WriteError,
     Fault::FlushError,
@@ -253,6 +263,7 @@ pub(crate) enum Undo {
     Start(usize),
     Reconnect,
     Regroup(usize, usize),
+    SameSecret,
     Reattach,
     Pause(usize, usize, u16),
     InOrder(usize, u16),
@@ -316,6 +327,7 @@ pub(crate) fn revert(w: &mut World, o: &mut Operator, what: Undo) {
             o.forget_and_know(w, node, peer);
             o.reconnect(w);
         }
+        Undo::SameSecret => o.same_secret(w),
         Undo::Reattach => {
             o.reattach(w);
         }
@@ -511,6 +523,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             Some(Undo::OpenAll(a))
         }
         Fault::SlowDisk
+        | Fault::BadBlock
         | Fault::ReadError
         | Fault::WriteError
         | Fault::FlushError
@@ -532,6 +545,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             match fault {
                 Fault::SlowDisk => trouble.slowness = rng.pick(&[10, 50, 300]),
                 Fault::ReadError => trouble.reads = count,
+                Fault::BadBlock => (trouble.reads, trouble.loses) = (count, true),
                 Fault::WriteError => trouble.writes = count,
                 Fault::FlushError => trouble.flushes = count,
                 Fault::MetaError => trouble.metas = count,
@@ -552,6 +566,14 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             if o.is_up(a) {
                 o.change_options(w, rng, a, b, volume);
             }
+            None
+        }
+        Fault::Secret => o.other_secret(w, a, b).then(|| {
+            w.reset(a, b);
+            Undo::SameSecret
+        }),
+        Fault::Protocol => {
+            o.change_protocol(w, rng);
             None
         }
         Fault::Verify => {

@@ -226,6 +226,7 @@ impl World {
                         );
                     }
                     crate::acks::is_everywhere(self, node, &asked);
+                    crate::acks::failure_is_noted(self, node, &asked);
                     match hard {
                         true => check::fua_is_durable(self, node, &asked),
                         false => promises::last_copy_is_durable(self, node, &asked),

@@ -9,11 +9,21 @@ use lockstep_format::units::{Sector, VolumeNr};
 use crate::check;
 use crate::cover;
 use crate::disk::{BLOCK, DataOp, Fate, Flying, MetaOp};
+use crate::limits;
 use crate::promises;
 use crate::rot;
 use crate::sometimes;
 use crate::story;
 use crate::world::{Ev, MS, Place, World, name, span};
+
+/// Blocks that an operation reads.
+fn read_range(op: &DataOp) -> Option<std::ops::Range<u64>> {
+    match op {
+        DataOp::Read { payload, block } => Some(*block..*block + u64::from(payload.len) / BLOCK),
+        DataOp::ReadNew { block, count } => Some(*block..*block + count),
+        DataOp::Write { .. } | DataOp::Flush { .. } => None,
+    }
+}
 
 const EIO: DiskError = DiskError::Io { errno: 5 };
 
@@ -116,10 +126,10 @@ impl World {
         let id = self.next();
         let typical = self.config.disk_delay * self.nodes[node].disks[v].trouble.slowness;
         let delay = self.delay(Place::Disk(node, v), typical);
-        let life = self.nodes[node].life;
+        let (life, since) = (self.nodes[node].life, self.now);
         self.nodes[node].disks[v]
             .flying
-            .push((id, Flying { tag, op }));
+            .push((id, Flying { tag, op, since }));
         self.at(
             delay,
             Ev::Disk {
@@ -141,15 +151,20 @@ impl World {
             self.late(node, v, &op);
             return;
         }
-        let Some(Flying { tag, op }) = self.nodes[node].disks[v].take_flying(id) else {
+        let Some(Flying { tag, op, .. }) = self.nodes[node].disks[v].take_flying(id) else {
             return;
         };
         let mut result = Ok(None);
-        let fate = if self.is_last_copy(node, v) {
+        let fate = if self.reads_bad_block(node, v, &op) {
+            Fate::Failed
+        } else if self.is_last_copy(node, v) {
             Fate::Good
         } else {
             self.nodes[node].disks[v].trouble.fate(&op)
         };
+        if fate == Fate::Failed {
+            self.loses_block(node, v, &op);
+        }
         self.nodes[node].disks[v].had_errors |= fate == Fate::Failed;
         if fate != Fate::Good {
             self.trace(node, || format!("== volume {v}: {}", fate.words()));
@@ -207,6 +222,41 @@ impl World {
         }
         self.input(node, Input::DiskDone { tag, result });
         self.try_close(node, v);
+    }
+
+    /// A block that could not be read once cannot be read again.
+    fn reads_bad_block(&self, node: usize, v: usize, op: &DataOp) -> bool {
+        let disk = &self.nodes[node].disks[v];
+        !disk.bad.is_empty()
+            && read_range(op).is_some_and(|range| disk.bad.range(range).next().is_some())
+    }
+
+    /// A read has failed. Where another disk has the block for certain, it is lost here until somebody
+    /// writes it.
+    fn loses_block(&mut self, node: usize, v: usize, op: &DataOp) {
+        // A disk that is taken away reports the error again after the next attach.
+        let lasts = self.nodes[node].disks[v].trouble.loses && self.limits.passes_on;
+        let Some(range) = read_range(op).filter(|_| lasts) else {
+            return;
+        };
+        let block = range.start;
+        let value = self.nodes[node].disks[v]
+            .content
+            .get(block as usize)
+            .copied();
+        let is_safe = |peer: usize| {
+            let disk = &self.nodes[peer].disks[v];
+            let kept = disk.content.get(block as usize).copied() == value && disk.open;
+            kept && !disk.given_up
+                && check::is_whole(self, peer, v)
+                && disk.volatile_in(block..block + 1).is_empty()
+        };
+        let mut peers = self.storage().filter(|peer| *peer != node);
+        if value.is_some() && peers.any(is_safe) && !cover::is_asked_for_writing(self, v, block) {
+            self.trace(node, || format!("== block {block} of volume {v} is lost"));
+            sometimes!(self.marks, "block-unreadable");
+            self.nodes[node].disks[v].loses(block);
+        }
     }
 
     /// The disk has all data, no other node that is up has, and that is to be spared. One that its
@@ -298,10 +348,10 @@ impl World {
         let id = self.next();
         let typical = self.config.disk_delay * self.nodes[node].disks[v].trouble.slowness;
         let delay = self.delay(Place::Meta(node, v), typical);
-        let life = self.nodes[node].life;
+        let (life, since) = (self.nodes[node].life, self.now);
         self.nodes[node].disks[v]
             .flying_meta
-            .insert(id, Flying { tag, op });
+            .insert(id, Flying { tag, op, since });
         self.at(
             delay,
             Ev::Meta {
@@ -333,7 +383,7 @@ impl World {
             return;
         }
         let disk = &mut self.nodes[node].disks[v];
-        let Some(Flying { tag, op }) = disk.flying_meta.remove(&id) else {
+        let Some(Flying { tag, op, .. }) = disk.flying_meta.remove(&id) else {
             return;
         };
         if disk.trouble.meta_fails() {
@@ -394,19 +444,20 @@ impl World {
         self.trace(node, || format!("gives the disk of volume {v} up"));
         sometimes!(self.marks, "disk-given-up");
         promises::gives_up_what_hangs(self, node, v);
+        limits::disk_is_given_up(self, node, v);
         let disk = &mut self.nodes[node].disks[v];
         disk.given_up = true;
         disk.had_errors = true;
         disk.trouble.happened = true;
         let flying = std::mem::take(&mut disk.flying);
         let flying_meta = std::mem::take(&mut disk.flying_meta);
-        for (id, Flying { tag, op }) in flying {
+        for (id, Flying { tag, op, .. }) in flying {
             self.release_read(node, &op);
             let result = Err(DiskError::Gone);
             self.soon(node, Input::DiskDone { tag, result });
             self.nodes[node].disks[v].abandoned.insert(id, op);
         }
-        for (id, Flying { tag, op }) in flying_meta {
+        for (id, Flying { tag, op, .. }) in flying_meta {
             let result = Err(DiskError::Gone);
             self.soon(node, Input::MetaDone { tag, result });
             self.nodes[node].disks[v].abandoned_meta.insert(id, op);

@@ -18,6 +18,7 @@ mod front;
 pub mod handlers;
 pub mod history;
 mod io;
+mod limits;
 pub mod marks;
 mod moved;
 mod net;

@@ -242,6 +242,13 @@ pub const MARKS: &[(&str, &str)] = &[
     ("fault-options", "fault: the operator changed options"),
     ("fault-newuuid", "fault: the operator made a new generation"),
     (
+        "fault-other-secret",
+        "fault: two nodes had different secrets",
+    ),
+    ("fault-badblock", "fault: a disk could not read a block"),
+    ("fault-protocol", "fault: the operator changed the protocol"),
+    ("block-unreadable", "what a disk could not read was gone"),
+    (
         "peer-forgotten",
         "a node forgot a peer and was told of it anew",
     ),

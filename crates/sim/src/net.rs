@@ -7,6 +7,7 @@ use lockstep_format::wire;
 use crate::acks;
 use crate::cover;
 use crate::disk::BLOCK;
+use crate::limits;
 use crate::marks;
 use crate::sometimes;
 use crate::story;
@@ -42,6 +43,8 @@ impl World {
                 ended: [false; 2],
                 wires: Default::default(),
                 received: Default::default(),
+                untold: Default::default(),
+                open: Default::default(),
                 broken: false,
                 dead: false,
             },
@@ -108,9 +111,13 @@ impl World {
         }
         let dialect = resource.dialect(peer);
         acks::said(self, node, peer, link, packet, volume);
+        limits::sent(self, node, link, packet);
         let mut bytes = Vec::with_capacity(64);
         wire::encode(packet, volume, &dialect, &mut bytes);
         self.packets += 1;
+        if let wire::Packet::RsDataReply(data) = packet {
+            self.copied += u64::from(data.payload_len) / BLOCK;
+        }
         marks::see_packet(&mut self.marks, packet);
         if self.is_traced() {
             let text = story::sent(usize::from(peer.0), volume, packet, payload.as_deref());
@@ -314,6 +321,7 @@ impl World {
             return;
         }
         acks::received(self, link, to, &packet, payload.as_deref(), header.volume);
+        limits::heard(self, to, link, &packet);
         let payload = payload.map(|content| self.new_buffer(to, content));
         let claim = match &packet {
             wire::Packet::PeersInSync(sync) => Some(*sync),
@@ -468,6 +476,24 @@ impl World {
                 l.ends == ends && (0..2).all(|side| l.lives[side] == self.nodes[ends[side]].life)
             })
         })
+    }
+
+    /// Blocks that resyncs have sent.
+    pub fn copied(&self) -> u64 {
+        self.copied
+    }
+
+    /// Nothing passes between the node and all others.
+    pub fn isolate(&mut self, node: usize) {
+        for peer in (0..self.nodes.len()).filter(|p| *p != node) {
+            self.set_blocked(node, peer, true);
+            self.set_blocked(peer, node, true);
+        }
+    }
+
+    /// The node hears of its next link so much later than the peer.
+    pub fn next_link_late(&mut self, node: usize, time: u64) {
+        self.nodes[node].late_link = Some(time);
     }
 
     /// Nothing of a stream moves for a while.

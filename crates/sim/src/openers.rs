@@ -5,6 +5,7 @@
 //! Primary (`auto-promote`), and its close makes it Secondary again.
 
 use lockstep_core::command::Command;
+use lockstep_core::options::Protocol;
 use lockstep_core::resync_order::OrderVerdict;
 use lockstep_core::state::{ConnState, Role};
 use lockstep_format::units::VolumeNr;
@@ -12,11 +13,13 @@ use lockstep_format::units::VolumeNr;
 use crate::operator::{GROWN_MOST_BLOCKS, Operator, peer_id};
 use crate::rng::Rng;
 use crate::sometimes;
-use crate::world::World;
+use crate::world::{World, name};
 
 /// Volumes that front ends have open, and resyncs that wait for others.
 #[derive(Debug, Default)]
 pub(crate) struct Drivers {
+    /// A node with another secret than its peer has, and the first link to which that applies.
+    pub(crate) stranger: Option<(usize, usize, u64)>,
     /// The node with an open volume, and the volume.
     open: Option<(usize, u16)>,
     /// Volumes of nodes whose resyncs wait for other volumes of the node.
@@ -159,6 +162,76 @@ impl Operator {
         w.command(node, Command::ForgetPeer { peer: id });
         self.new_peer(w, node, peer);
         sometimes!(w.marks, "peer-forgotten");
+    }
+
+    /// Changes the protocol of all connections, on each node by a command of its own.
+    pub(crate) fn change_protocol(&mut self, w: &mut World, rng: &mut Rng) {
+        let protocol = rng.pick(&[Protocol::A, Protocol::B, Protocol::C]);
+        self.settings.net.protocol = protocol;
+        for node in 0..w.nodes.len() {
+            for peer in (0..w.nodes.len()).filter(|peer| *peer != node) {
+                if w.is_up(node) {
+                    let mut net = self.settings.net.clone();
+                    net.peer_name = name(peer).to_string();
+                    let peer = peer_id(peer);
+                    w.command(node, Command::NetOptions { peer, net });
+                }
+            }
+        }
+    }
+
+    /// A node is told another secret for a peer than the peer has: no new link between them may be used.
+    pub(crate) fn other_secret(&mut self, w: &mut World, node: usize, peer: usize) -> bool {
+        let is_secret = self.settings.net.shared_secret.is_some();
+        if !is_secret || self.drivers.stranger.is_some() || !self.is_up(node) {
+            return false;
+        }
+        let mut net = self.settings.net.clone();
+        net.peer_name = name(peer).to_string();
+        net.shared_secret = Some("a secret of somebody else".into());
+        let command = Command::NetOptions {
+            peer: peer_id(peer),
+            net,
+        };
+        w.command(node, command);
+        self.drivers.stranger = Some((node, peer, w.next_link));
+        true
+    }
+
+    pub(crate) fn same_secret(&mut self, w: &mut World) {
+        if let Some((node, peer, _)) = self.drivers.stranger.take().filter(|s| self.is_up(s.0)) {
+            let mut net = self.settings.net.clone();
+            net.peer_name = name(peer).to_string();
+            let peer = peer_id(peer);
+            w.command(node, Command::NetOptions { peer, net });
+        }
+    }
+
+    /// Nodes without a common secret have not connected.
+    pub(crate) fn look_at_stranger(&mut self, w: &mut World) {
+        let Some((node, peer, since)) = self.drivers.stranger else {
+            return;
+        };
+        if !self.is_up(node) {
+            // It starts with the right one.
+            self.drivers.stranger = None;
+            return;
+        }
+        let links = w.nodes[node].links.iter();
+        let is_new = links
+            .into_iter()
+            .any(|(link, of)| *of == peer && *link >= since);
+        let connected = |s: lockstep_core::report::Snapshot| {
+            let mut connections = s.connections.into_iter();
+            connections.any(|c| c.peer == peer_id(peer) && c.state == ConnState::Connected)
+        };
+        if is_new && w.nodes[node].commands.is_empty() && w.snapshot(node).is_some_and(connected) {
+            w.fail(format!(
+                "{} and {} are connected and do not have the same secret",
+                name(node),
+                name(peer)
+            ));
+        }
     }
 
     /// Throws a Secondary's data away, by a command to the Primary.

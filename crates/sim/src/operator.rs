@@ -13,6 +13,7 @@ use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::disk::{Lose, Where};
+use crate::limits::Limits;
 use crate::openers::Drivers;
 use crate::rng::Rng;
 use crate::sometimes;
@@ -277,6 +278,7 @@ impl Operator {
             self.pending_loss = 0;
             w.history.unflushed_may_be_lost(w.now);
         }
+        w.limits = Limits::of(&self.settings, w.limits);
         w.start(node, self.settings.resource.clone());
         let nodes = w.nodes.len();
         let volumes = w.config.volumes;
@@ -573,6 +575,7 @@ impl Operator {
             }
         }
         self.look_at_frozen(w);
+        self.look_at_stranger(w);
         self.learn(w);
     }
 
@@ -857,6 +860,7 @@ impl Operator {
         let mut net = self.settings.net.clone();
         net.peer_name = name(peer).to_string();
         net.max_epoch_size = rng.pick(&[1, 20, 2048]);
+        w.limits.epoch = w.limits.epoch.max(net.max_epoch_size);
         net.ping_int_s = rng.pick(&[1, 3, 10]);
         let mut options = self.peer_options(w, peer);
         options.c_max_rate_kib_s = rng.pick(&[2048, 10_240, 102_400]);
@@ -1040,6 +1044,7 @@ impl Operator {
     /// Undoes everything that keeps the nodes from converging. Call it again and again.
     pub fn heal(&mut self, w: &mut World) {
         while self.reconnect(w) {}
+        self.same_secret(w);
         for node in 0..w.nodes.len() {
             self.start(w, node);
         }

@@ -252,6 +252,14 @@ impl Plan {
             config.protocol = Protocol::C;
             settings.net.protocol = Protocol::C;
         }
+        if kinds.contains(&Fault::BadBlock) {
+            settings.disk.on_io_error = OnIoError::PassOn;
+        }
+        if kinds.contains(&Fault::Protocol) {
+            // The least that any of them promises.
+            settings.net.protocol = config.protocol;
+            config.protocol = Protocol::A;
+        }
         let old = orders.extras.contains(&Extra::Old);
         let mut theme = theme;
         if old {
@@ -554,6 +562,13 @@ fn roles(orders: &Orders, config: &mut Config, settings: &mut Settings, mut rng:
         };
         if rng.permille(200) && copies > 1 {
             resource.quorum_minimum_redundancy = Quorum::Number(2);
+        }
+        if wants(Fault::Outdate) {
+            // Until the last one is left. What protocol A acknowledges before, the others may not have.
+            resource.quorum = Quorum::Majority;
+            resource.quorum_minimum_redundancy = Quorum::Off;
+            config.protocol = Protocol::C;
+            settings.net.protocol = Protocol::C;
         }
         resource.on_no_quorum = loss(&mut rng);
     }

@@ -210,7 +210,6 @@ fn shows(bug: Planted) -> Shows {
         | P::RedundancyIgnored
         | P::LastManFalls
         | P::LostQuorumForgotten
-        | P::ReadAskedAgain
         | P::DagtagJumpUntold
         | P::AbsentSizeIgnored
         | P::NewAreaTwoSources
@@ -256,10 +255,8 @@ fn shows(bug: Planted) -> Shows {
         | P::PeerAcksMerged
         | P::PeerAckNamesFailed
         | P::MoveErasesFirst
-        | P::MoveForgetsLog
         | P::MoveUnstamped
         | P::MoveWithoutDrain
-        | P::BehindServesReads
         | P::AheadKeepsGeneration
         | P::WasAheadForgotten
         | P::ConfirmWithoutFlush
@@ -279,6 +276,40 @@ fn shows(bug: Planted) -> Shows {
         | P::VerdictNotAwaited
         | P::NewcomersForgotten
         | P::ForgottenKeepsBits
+        | P::StaleReplyCounts
+        | P::PromotesInHandshake
+        | P::PromotesWithoutQuorum
+        | P::NegotiatesWithSome
+        | P::ReplicaStaysCurrent
+        | P::SeveralSources
+        | P::MarksForEver
+        | P::NoDataForEver
+        | P::FrozenAnsweredWell
+        | P::LogNumberStuck
+        | P::PeerBlockIgnored
+        | P::RetiredForgotten
+        | P::HeldOvertaken
+        | P::EpochUnlimited
+        | P::OvertakenWritesCount
+        | P::MarksNotForwarded
+        | P::LateRefusalIgnored
+        | P::RedoneUnmarked
+        | P::AnySecretDoes
+        | P::HandlerFailureIgnored
+        | P::BrokenFenceCounts
+        | P::HandshakeGoesStale
+        | P::WrittenInHandshake
+        | P::OwedForEver
+        | P::DemotionLeavesBehind
+        | P::LostDagtagAwaited
+        | P::FullSyncFlagStays
+        | P::AbortKeepsHandshake
+        | P::MembersForgotten
+        | P::GoneSourceKept
+        | P::DiskSizeIgnored
+        | P::PeerOutdatedUnnoted
+        | P::CrashedFlagStays
+        | P::OneSlotInvalidated
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -619,7 +650,6 @@ const RARE: &[Planted] = &[
     Planted::FullSyncFlagIgnored,
     Planted::DisabledLogTrusted,
     Planted::DetachIgnoresRequests,
-    Planted::ReadAskedAgain,
     Planted::OnlyCopyNotAwaited,
     Planted::LocalReadTooEarly,
     Planted::DagtagJumpUntold,
@@ -628,10 +658,8 @@ const RARE: &[Planted] = &[
     Planted::AbsentSizeIgnored,
     Planted::NewAreaTwoSources,
     Planted::MoveErasesFirst,
-    Planted::MoveForgetsLog,
     Planted::MoveUnstamped,
     Planted::MoveWithoutDrain,
-    Planted::BehindServesReads,
     Planted::AheadKeepsGeneration,
     Planted::WasAheadForgotten,
     Planted::AheadEndForgotten,
@@ -668,6 +696,40 @@ const RARE: &[Planted] = &[
     Planted::LatePeerKept,
     Planted::LeftMarksStay,
     Planted::ForgottenKeepsBits,
+    Planted::StaleReplyCounts,
+    Planted::PromotesInHandshake,
+    Planted::PromotesWithoutQuorum,
+    Planted::NegotiatesWithSome,
+    Planted::ReplicaStaysCurrent,
+    Planted::SeveralSources,
+    Planted::MarksForEver,
+    Planted::NoDataForEver,
+    Planted::FrozenAnsweredWell,
+    Planted::LogNumberStuck,
+    Planted::PeerBlockIgnored,
+    Planted::RetiredForgotten,
+    Planted::HeldOvertaken,
+    Planted::EpochUnlimited,
+    Planted::OvertakenWritesCount,
+    Planted::MarksNotForwarded,
+    Planted::LateRefusalIgnored,
+    Planted::RedoneUnmarked,
+    Planted::AnySecretDoes,
+    Planted::HandlerFailureIgnored,
+    Planted::BrokenFenceCounts,
+    Planted::HandshakeGoesStale,
+    Planted::WrittenInHandshake,
+    Planted::OwedForEver,
+    Planted::DemotionLeavesBehind,
+    Planted::LostDagtagAwaited,
+    Planted::FullSyncFlagStays,
+    Planted::AbortKeepsHandshake,
+    Planted::MembersForgotten,
+    Planted::GoneSourceKept,
+    Planted::DiskSizeIgnored,
+    Planted::PeerOutdatedUnnoted,
+    Planted::CrashedFlagStays,
+    Planted::OneSlotInvalidated,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -12,7 +12,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::check::is_whole;
 use crate::disk::Disk;
-use crate::world::{Asked, MAX_VOLUMES, MS, SECOND, World, name};
+use crate::world::{Asked, Commanded, MAX_VOLUMES, MS, SECOND, World, name};
 
 /// The part of a node's state that the operator and the checkers ask for all the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +28,9 @@ pub struct View {
     /// It sees fewer nodes with disks than it does not know the whereabouts of: who asks for a
     /// majority has none, whatever is counted for this node itself.
     pub outnumbered: bool,
+    /// Of nodes with disks, a bit each: those that are away, and of which it knows in every volume that
+    /// they are Outdated or worse.
+    pub outdated: u32,
 }
 
 impl View {
@@ -38,6 +41,7 @@ impl View {
             quorate: snapshot.devices.iter().all(|d| d.quorum),
             suspended: !snapshot.suspended.is_empty(),
             outnumbered: outnumbered(snapshot, storage),
+            outdated: outdated(snapshot, storage),
         }
     }
 }
@@ -108,6 +112,18 @@ impl Seen {
     /// The node is not up any more.
     pub(crate) fn forget(&mut self, node: usize) {
         self.relied[node] = Relied::default();
+    }
+}
+
+/// A command went well. Whoever became Primary, and was not forced to, has quorum.
+pub(crate) fn answered(w: &mut World, node: usize, asked: &Commanded, went_well: bool) {
+    let promotes = asked.text.starts_with("Primary { force: false");
+    if !promotes || !went_well || !w.wants_majority {
+        return;
+    }
+    let lacks = |s: Snapshot| s.role == Role::Primary && s.devices.iter().any(|d| !d.quorum);
+    if w.snapshot(node).is_some_and(lacks) {
+        w.fail(format!("{} becomes Primary without quorum", name(node)));
     }
 }
 
@@ -535,6 +551,17 @@ fn outnumbered(snapshot: &Snapshot, storage: usize) -> bool {
     away > seen
 }
 
+/// Nodes that are away and known to be behind: they left in good order, or were outdated.
+fn outdated(snapshot: &Snapshot, storage: usize) -> u32 {
+    let is_behind =
+        |disk: DiskState| (DiskState::Inconsistent..=DiskState::Outdated).contains(&disk);
+    let away = snapshot.connections.iter().filter(|c| {
+        let mut disks = c.peer_devices.iter().map(|p| p.disk_state);
+        usize::from(c.peer.0) < storage && c.state != ConnState::Connected && disks.all(is_behind)
+    });
+    away.fold(0, |all, c| all | 1 << c.peer.0)
+}
+
 /// A cluster-wide change ends at the latest when `twopc-timeout` is over, whoever does not answer.
 pub(crate) fn changes_end(w: &mut World, timeout_tenths: u32) {
     for node in 0..w.nodes.len() {
@@ -571,8 +598,11 @@ pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
     let (storage, volumes) = (w.storage().len() as u32, usize::from(w.config.volumes));
     for node in 0..w.nodes.len() {
         let has = |view: &View| {
-            let volumes = view.holders.iter().take(volumes);
-            volumes.into_iter().all(|h| h.count_ones() * 2 > storage)
+            let mut of_volumes = view.holders.iter().take(volumes);
+            let all = (1 << storage) - 1;
+            // Or nobody is left who could go on without it: the last one.
+            let last = |h: &u32| h & 1 << node != 0 && h | view.outdated == all;
+            of_volumes.all(|h| h.count_ones() * 2 > storage || last(h))
         };
         let deprived = w.view(node).is_some_and(|view| !view.quorate && has(&view));
         if !deprived || w.nodes[node].frozen_until > w.now {
@@ -582,7 +612,7 @@ pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
         let since = *w.seen.deprived.entry(node).or_insert(w.now);
         if w.now >= since + STALE_MOST {
             w.fail(format!(
-                "{} has had no quorum for {} s, and sees most disks UpToDate",
+                "{} has had no quorum for {} s, and sees most disks UpToDate, or nobody else has one",
                 name(node),
                 STALE_MOST / SECOND
             ));

@@ -1,5 +1,7 @@
 //! The stories that `cuts` cuts: connect, bitmap exchange, resync, attach, two-phase commits.
 
+use lockstep_core::event::RequestKind;
+use lockstep_core::options::Protocol;
 use lockstep_core::report::ConnectionReport;
 use lockstep_core::state::{ConnState, DiskState};
 
@@ -109,14 +111,7 @@ pub const STORIES: &[Story] = &[
         name: "crashed-primary",
         text: "A crashed Primary comes back after another node took over.",
         least_packets: 40,
-        before: |s| {
-            write_some(s, A);
-            s.crash(A, Lose::Unflushed);
-            s.pass(15 * SECOND);
-            s.promote(B);
-            write_some(s, B);
-            s.pass(SECOND);
-        },
+        before: take_over,
         step: |s, _| {
             s.restart(A);
             true
@@ -231,6 +226,69 @@ pub const STORIES: &[Story] = &[
         steps: 2,
         ..TRIPLE
     },
+    Story {
+        name: "resync-84",
+        text: "Two nodes connect again; one has written, in the dialect of 8.4.",
+        least_packets: 40,
+        dialect: Some(101),
+        before: write_apart,
+        step: connect_again,
+        steps: 1,
+        ..PAIR
+    },
+    Story {
+        name: "crashed-primary-84",
+        text: "A crashed Primary comes back after another node took over, in the dialect of 8.4.",
+        least_packets: 40,
+        dialect: Some(101),
+        before: take_over,
+        step: |s, _| {
+            s.restart(A);
+            true
+        },
+        steps: 1,
+        ..PAIR
+    },
+    Story {
+        name: "handover-async",
+        text: "A handover with protocol A, and reads at once.",
+        least_packets: 30,
+        protocol: Protocol::A,
+        before: |s| write_some(s, A),
+        step: |s, step| {
+            let done = handover(s, step);
+            if done && step == 3 {
+                let kind = RequestKind::Read;
+                s.world.request(B, 0, kind, 3, 3);
+            }
+            done
+        },
+        steps: 4,
+        ..PAIR
+    },
+    Story {
+        name: "down-and-up",
+        text: "A Secondary goes down in good order, the Primary writes, it comes back.",
+        least_packets: 40,
+        before: |s| write_some(s, A),
+        step: |s, step| match step {
+            0 => s.operator.down(&mut s.world, B),
+            1 => {
+                let down = s.operator.is_down(B);
+                if down {
+                    write_some(s, A);
+                }
+                down
+            }
+            2 => s.world.nodes[A].requests.is_empty(),
+            _ => {
+                s.restart(B);
+                true
+            }
+        },
+        steps: 4,
+        ..PAIR
+    },
 ];
 
 /// Two nodes in sync, A Primary.
@@ -243,6 +301,8 @@ const PAIR: Story = Story {
     metadata: Where::External,
     full_sync: false,
     majority: false,
+    protocol: Protocol::C,
+    dialect: None,
     before: |_| {},
     step: |_, _| true,
     steps: 0,
@@ -256,6 +316,16 @@ fn write_some(s: &mut Scenario, node: usize) {
     for block in [3, 4, 700, 1300, 2000] {
         s.write(node, block, 2);
     }
+}
+
+/// The Primary loses its power, and another node becomes Primary and writes.
+fn take_over(s: &mut Scenario) {
+    write_some(s, A);
+    s.crash(A, Lose::Unflushed);
+    s.pass(15 * SECOND);
+    s.promote(B);
+    write_some(s, B);
+    s.pass(SECOND);
 }
 
 fn write_apart(s: &mut Scenario) {

@@ -6,7 +6,7 @@ use crate::extras::Extra;
 use crate::faults::Fault;
 use crate::plan::{Orders, Size};
 
-/// The kinds of worlds in turn: five or six of thirty-seven are default worlds. Themes go by the last digits of
+/// The kinds of worlds in turn: five or six of forty-one are default worlds. Themes go by the last digits of
 /// the seed, so that a number without a common divisor leaves each of them its share.
 pub fn orders(seed: u64) -> Orders {
     let of = |nodes: Option<usize>, kinds: &[Fault], extras: &[Extra]| Orders {
@@ -15,9 +15,10 @@ pub fn orders(seed: u64) -> Orders {
         extras: extras.to_vec(),
         ..Orders::default()
     };
-    match seed % 37 {
+    let turn = seed / KINDS;
+    match seed % KINDS {
         1 => of(Some(3), CLIENTS, &[]),
-        2 if (seed / 37).is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
+        2 if turn.is_multiple_of(2) => of(Some(5), CLIENTS, &[Extra::Every]),
         2 => of(None, &[], &[Extra::Old]),
         3 => of(Some(2), RESYNC_ERRORS, &[]),
         5 => of(None, &[], &[Extra::TwoPrimaries]),
@@ -25,11 +26,11 @@ pub fn orders(seed: u64) -> Orders {
         7 => of(None, DETACHES, &[]),
         9 => of(Some(2), HANGS, &[Extra::Blocks]),
         10 => of(None, &[], &[Extra::Congestion, Extra::Thin]),
-        11 if !(seed / 37).is_multiple_of(2) => of(Some(2), GROWTHS, &[]),
+        11 if !turn.is_multiple_of(2) => of(Some(2), GROWTHS, &[]),
         11 => of(Some(2), RESIZES, &[]),
-        12 if (seed / 37).is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
+        12 if turn.is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
         12 => of(Some(4), MEETINGS, &[Extra::Every, Extra::Hot]),
-        16 if (seed / 37).is_multiple_of(2) => of(None, &[], &[Extra::KeptDiscards]),
+        16 if turn.is_multiple_of(2) => of(None, &[], &[Extra::KeptDiscards]),
         13 => of(Some(2), ERRORS, &[]),
         14 => of(Some(2), VERIFIES, &[Extra::Csums, Extra::Thin]),
         15 => of(Some(3), TAKEOVERS, &[]),
@@ -41,31 +42,43 @@ pub fn orders(seed: u64) -> Orders {
             &[Extra::Congestion, Extra::Every, Extra::Hot],
         ),
         20 => of(Some(3), MEETINGS, &[Extra::Every, Extra::Bursts]),
-        21 if !(seed / 37).is_multiple_of(2) => {
-            of(Some(2), HANGING, &[Extra::Every, Extra::Impatient])
-        }
+        21 if !turn.is_multiple_of(2) => of(Some(2), HANGING, &[Extra::Every, Extra::Impatient]),
         22 => of(Some(3), HANDOVERS, &[Extra::Every, Extra::Hot]),
         23 => of(Some(3), NUMB, &[Extra::Every, Extra::Numb]),
         24 => of(Some(4), MOVING_CLIENTS, &[Extra::Every, Extra::Hot]),
         25 => of(None, &[], &[Extra::Secret]),
         26 => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
         // Those that read back stay default worlds.
-        27 | 28 if (seed / 37).is_multiple_of(2) || seed % 20 == 13 => Orders::default(),
+        5..=9 | 25..=32 if seed % 20 == 13 => Orders::default(),
+        27 | 28 if turn.is_multiple_of(2) => Orders::default(),
         27 => of(None, &[], &[Extra::Openers]),
         28 => of(None, ORDERS, &[Extra::Every, Extra::Openers]),
         29 => of(Some(2), SPOTS, &[Extra::Every, Extra::Hot]),
-        30 if (seed / 37).is_multiple_of(2) => of(Some(2), GROWTHS, &[Extra::Internal]),
+        30 if turn.is_multiple_of(2) => of(Some(2), GROWTHS, &[Extra::Internal]),
         30 => of(Some(2), RESIZES, &[Extra::Internal]),
         31 => of(Some(2), SLEEPS, &[Extra::Every]),
         32 => of(Some(3), RESIZES, &[]),
         33 => of(Some(3), REGROUPS, &[Extra::Every]),
         34 => of(Some(2), REGROUPS, &[Extra::Every]),
-        35 if (seed / 37).is_multiple_of(2) => of(Some(2), CUT_COMMANDS, &[Extra::Every]),
+        35 if turn.is_multiple_of(2) => of(Some(2), CUT_COMMANDS, &[Extra::Every]),
         35 => of(Some(3), CUT_COMMANDS, &[Extra::Every, Extra::Csums]),
-        36 if (seed / 37).is_multiple_of(2) => of(Some(3), QUORUMS, &[Extra::Every]),
+        36 if turn.is_multiple_of(2) => of(Some(3), QUORUMS, &[Extra::Every]),
+        36 => of(Some(3), LAST_MEN, &[Extra::Every]),
+        37 => of(Some(2), BAD_BLOCKS, &[Extra::Every]),
+        38 => of(Some(2), PROTOCOLS, &[Extra::Every, Extra::Hot]),
+        39 => of(
+            Some(2),
+            SLOW_HANDOVERS,
+            &[Extra::Every, Extra::Hot, Extra::Async],
+        ),
+        40 if turn.is_multiple_of(2) => of(None, &[], &[Extra::Blocks]),
+        40 => of(Some(2), STRANGERS, &[Extra::Every, Extra::Secret]),
         _ => Orders::default(),
     }
 }
+
+/// How many there are.
+const KINDS: u64 = 41;
 
 /// Nothing is fixed that would say what kind of worlds is wanted.
 pub fn is_open(orders: &Orders) -> bool {
@@ -75,6 +88,36 @@ pub fn is_open(orders: &Orders) -> bool {
         && orders.extras.is_empty()
         && orders.size == Size::Any
 }
+
+/// Disks cannot read some blocks, again and again.
+const BAD_BLOCKS: &[Fault] = &[Fault::BadBlock, Fault::BadBlock, Fault::Crash, Fault::Reset];
+
+/// The protocol changes while requests are under way.
+const PROTOCOLS: &[Fault] = &[
+    Fault::Protocol,
+    Fault::Protocol,
+    Fault::Stall,
+    Fault::Crash,
+    Fault::Reset,
+    Fault::Handover,
+];
+
+/// Roles change while disks and streams are slow.
+const SLOW_HANDOVERS: &[Fault] = &[
+    Fault::Handover,
+    Fault::Handover,
+    Fault::SlowDisk,
+    Fault::Stall,
+];
+
+/// Nodes do not have the same secret for a while.
+const STRANGERS: &[Fault] = &[
+    Fault::Secret,
+    Fault::Secret,
+    Fault::Reset,
+    Fault::Partition,
+    Fault::Crash,
+];
 
 /// Resyncs begin and wait for other volumes of their node, while front ends open and close volumes.
 const ORDERS: &[Fault] = &[
@@ -209,6 +252,16 @@ const QUORUMS: &[Fault] = &[
     Fault::Reset,
 ];
 
+/// The same with nodes that leave in good order, until one is left.
+const LAST_MEN: &[Fault] = &[
+    Fault::Quorum,
+    Fault::Disconnect,
+    Fault::Disconnect,
+    Fault::Down,
+    Fault::Outdate,
+    Fault::Crash,
+];
+
 /// Disks hang under processes that stand still themselves.
 const SLEEPS: &[Fault] = &[Fault::HangDisk, Fault::Freeze, Fault::Freeze, Fault::Reset];
 
@@ -290,15 +343,15 @@ mod tests {
 
     #[test]
     fn many_worlds_are_default_ones_and_a_command_repeats_the_others() {
-        let all: Vec<Orders> = (0..37).map(orders).collect();
+        let all: Vec<Orders> = (0..KINDS).map(orders).collect();
         assert_eq!(all.iter().filter(|o| is_open(o)).count(), 6);
         let reads_back = (0..400).filter(|seed| seed % 20 == 13);
         assert!(reads_back.filter(|seed| is_open(&orders(*seed))).count() >= 5);
-        let clients = orders(38).command(38);
+        let clients = orders(42).command(42);
         assert!(
-            clients.ends_with("--seed 38 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
+            clients.ends_with("--seed 42 --nodes 3 --faults diskless,quorum,crash,partition,reset"),
             "{clients}"
         );
-        assert!(orders(42).command(42).ends_with("--with two-primaries"));
+        assert!(orders(46).command(46).ends_with("--with two-primaries"));
     }
 }

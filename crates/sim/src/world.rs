@@ -274,6 +274,10 @@ pub(crate) struct Link {
     pub(crate) wires: [[Wire; 2]; 2],
     /// What each side has received and not answered for good.
     pub(crate) received: [VecDeque<crate::acks::Received>; 2],
+    /// What each side has received and heard no peer ack of.
+    pub(crate) untold: [crate::acks::Untold; 2],
+    /// What each side has asked for and got no answer to.
+    pub(crate) open: [crate::limits::Open; 2],
     /// It was reset: some packets are missing.
     pub(crate) broken: bool,
     pub(crate) dead: bool,
@@ -385,6 +389,8 @@ pub struct World {
     pub fua_is_two: bool,
     /// Nobody writes without a majority.
     pub wants_majority: bool,
+    /// Times that the configuration names.
+    pub(crate) limits: crate::limits::Limits,
     /// Blocks that a disk silently spoiled, with the node that did it.
     pub spoiled: BTreeMap<(u16, u64), usize>,
     pub(crate) heap: BinaryHeap<Reverse<Scheduled>>,
@@ -414,6 +420,8 @@ pub struct World {
     pub steps: u64,
     /// The present second, and the events before it.
     pub(crate) second: (u64, u64),
+    /// Blocks that resyncs have sent.
+    pub(crate) copied: u64,
     /// Packets by name, for the report.
     pub packets: u64,
     /// Writes acknowledged.
@@ -480,6 +488,7 @@ impl World {
             flushes_peers: true,
             fua_is_two: false,
             wants_majority: false,
+            limits: Default::default(),
             spoiled: BTreeMap::new(),
             heap: BinaryHeap::new(),
             events: Vec::new(),
@@ -499,6 +508,7 @@ impl World {
             fingerprint: 0xcbf2_9ce4_8422_2325,
             steps: 0,
             second: (0, 0),
+            copied: 0,
             packets: 0,
             acked: 0,
             config,
@@ -718,14 +728,6 @@ impl World {
         n.frozen_until = self.now + time;
     }
 
-    /// Nothing passes between the node and all others.
-    pub fn isolate(&mut self, node: usize) {
-        for peer in (0..self.nodes.len()).filter(|p| *p != node) {
-            self.set_blocked(node, peer, true);
-            self.set_blocked(peer, node, true);
-        }
-    }
-
     /// The disk works again.
     pub fn cure(&mut self, node: usize, volume: u16) {
         let trouble = &mut self.nodes[node].disks[usize::from(volume)].trouble;
@@ -735,11 +737,6 @@ impl World {
         };
         self.nodes[node].disks[usize::from(volume)].answers_since = self.now;
         self.unhang(node, usize::from(volume));
-    }
-
-    /// The node hears of its next link so much later than the peer.
-    pub fn next_link_late(&mut self, node: usize, time: u64) {
-        self.nodes[node].late_link = Some(time);
     }
 
     /// The node's clock jumps ahead.
@@ -888,12 +885,12 @@ impl World {
                     format!("command {} ends: {}", id.0, story::answer(&result))
                 });
                 sometimes!(self.marks, result.is_err(), "command-refused");
-                let node = &mut self.nodes[node];
-                if node.commands.remove(&id.0).is_none() {
+                let Some(asked) = self.nodes[node].commands.remove(&id.0) else {
                     self.fail(format!("command {} was answered twice", id.0));
                     return;
-                }
-                node.answers.insert(id.0, result);
+                };
+                crate::promises::answered(self, node, &asked, result.is_ok());
+                self.nodes[node].answers.insert(id.0, result);
             }
             Output::Digest {
                 tag,
@@ -925,8 +922,11 @@ impl World {
                 text,
             }) => {
                 self.watch_log(node, &text);
-                if let (Level::Error, Some(peer)) = (level, peer) {
-                    crate::calm::nobody_is_misunderstood(self, node, peer, &text);
+                if let Some(peer) = peer {
+                    crate::limits::strikes(self, node, peer, &text);
+                    if level == Level::Error {
+                        crate::calm::nobody_is_misunderstood(self, node, peer, &text);
+                    }
                 }
                 marks::see_log(&mut self.marks, &text);
                 let line = LogLine {

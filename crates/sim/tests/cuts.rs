@@ -106,3 +106,19 @@ fn only_one_partition_has_quorum_after_every_cut() {
 fn the_loss_of_a_primary_and_its_return_heal_after_every_cut() {
     every_cut_heals("two-survivors");
 }
+
+#[test]
+fn resyncs_in_the_dialect_of_84_heal_after_every_cut() {
+    every_cut_heals("resync-84");
+    every_cut_heals("crashed-primary-84");
+}
+
+#[test]
+fn a_handover_with_protocol_a_heals_after_every_cut() {
+    every_cut_heals("handover-async");
+}
+
+#[test]
+fn a_secondary_that_goes_down_and_comes_back_heals_after_every_cut() {
+    every_cut_heals("down-and-up");
+}

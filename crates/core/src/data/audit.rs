@@ -36,6 +36,13 @@ impl Resource {
         self.devices.get(&volume).map(|d| d.current_uuid())
     }
 
+    /// Own writes that some peer has not made durable yet, or this node has not settled for another reason.
+    pub fn unsettled(&self) -> usize {
+        let keys = self.io.log.iter();
+        keys.filter(|key| self.io.requests.get(**key).is_some())
+            .count()
+    }
+
     /// The cluster-wide change that this node takes part in: its number and who began it.
     pub fn transaction(&self) -> Option<(u32, NodeId)> {
         let running = self.twopc.current.as_ref()?;

@@ -104,6 +104,9 @@ impl Resource {
     /// nobody can wait for them.
     pub(crate) fn dagtag_lost(&mut self, node: NodeId) {
         self.timers.clear(Timer::WriteAwaited(node));
+        if planted!(self, LostDagtagAwaited) {
+            return;
+        }
         self.source_dagtag_lost(node);
         self.verify_dagtag_lost(node);
     }

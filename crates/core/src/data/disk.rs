@@ -536,11 +536,15 @@ impl Resource {
             self.disk_failed(volume, DiskFault::Meta);
             return;
         }
+        let stuck = planted!(self, LogNumberStuck);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let mut ready = Vec::new();
         io.al.committed(&mut ready);
+        if stuck {
+            io.al.repeat_number();
+        }
         if planted!(self, LostLogWakeUp) {
             ready.truncate(1);
         }

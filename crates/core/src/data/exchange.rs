@@ -36,6 +36,7 @@ impl Resource {
             && dialect.protocol >= crate::legacy::WITH_COMPRESSED_BITMAP;
         let total = self.wire_bits(volume);
         let theirs = self.peer_block_sectors(volume, peer);
+        let rounds = planted!(self, CoarseBitsRounded);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -43,7 +44,10 @@ impl Resource {
         // A kernel with large blocks reads plain words wrongly if this side's differ: a bitmap of
         // whole blocks of both sides always compresses.
         let unequal = theirs != io.bitmap.shape().block().sectors();
-        let unit = theirs.max(io.bitmap.shape().block().sectors()) / WIRE_BIT_SECTORS;
+        let unit = match rounds {
+            true => 1,
+            false => theirs.max(io.bitmap.shape().block().sectors()) / WIRE_BIT_SECTORS,
+        };
         let use_rle = use_rle || unequal;
         let mut packets = Vec::new();
         let mut at = 0;

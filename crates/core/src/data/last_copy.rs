@@ -14,7 +14,7 @@ use alloc::collections::{BTreeSet, VecDeque};
 use alloc::vec::Vec;
 
 use lockstep_format::disk::v09::DeviceFlags;
-use lockstep_format::units::{NodeId, Uuid, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role};
 
 use super::Key;
@@ -28,6 +28,32 @@ use crate::state::ReplSets;
 use crate::uuids::is_real;
 
 impl Resource {
+    /// The local copy failed: a peer that merely was sent the write (protocol A) counts when it
+    /// says that it has it, which it does with the barrier of the epoch.
+    pub(super) fn await_only_copies(&mut self, key: Key) {
+        let Some(req) = self.io.requests.get_mut(key) else {
+            return;
+        };
+        let sent_only: NodeMask = req
+            .ok
+            .intersection(req.unsettled)
+            .iter()
+            .filter(|peer| {
+                self.connections
+                    .get(peer)
+                    .is_some_and(|c| c.net.protocol == Protocol::A || c.io.was_async)
+            })
+            .collect();
+        if req.completed || sent_only.is_empty() {
+            return;
+        }
+        for peer in sent_only.iter() {
+            req.ok.remove(peer);
+            req.pending.insert(peer);
+        }
+        self.close_epoch();
+    }
+
     /// What `peer` writes is on this disk and on no other one.
     pub(crate) fn holds_last_copy(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let flushes = self

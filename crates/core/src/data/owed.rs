@@ -63,6 +63,9 @@ impl Resource {
 
     /// So many blocks of those that were owed are the peer's by now, or may be.
     pub(crate) fn no_longer_owed(&mut self, volume: VolumeNr, peer: NodeId, blocks: u64) {
+        if planted!(self, OwedForEver) {
+            return;
+        }
         if let Some(io) = self.peer_io(volume, peer) {
             io.owed_blocks = io.owed_blocks.saturating_sub(blocks);
         }

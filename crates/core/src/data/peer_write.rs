@@ -923,8 +923,9 @@ impl Resource {
         except: Option<NodeId>,
     ) {
         let end = sector.end_of(size_bytes);
+        let careless = planted!(self, OvertakenWritesCount);
         for conn in self.connections.values_mut() {
-            if Some(conn.peer) == except {
+            if Some(conn.peer) == except || careless {
                 continue;
             }
             for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
@@ -944,6 +945,9 @@ impl Resource {
         size_bytes: u32,
     ) {
         for other in self.established() {
+            if planted!(self, MarksNotForwarded) {
+                continue;
+            }
             let repl = self.state.peer_device(volume, other).repl;
             let source = repl.is_sync_source() || repl == ReplState::WfBitmapS;
             if other != except && source && !have.contains(other) {

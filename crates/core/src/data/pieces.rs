@@ -99,6 +99,11 @@ impl Resource {
         let req = self.io.requests.get(key)?;
         let (kind, size_bytes) = (req.kind, req.size_bytes);
         if !self.can_carry(peer, kind, size_bytes) {
+            // The connection is over, and this write was never among those that it took with it.
+            let req = self.io.requests.get_mut(key)?;
+            req.ok.remove(peer);
+            req.pending.remove(peer);
+            req.unsettled.remove(peer);
             return None;
         }
         self.io.requests.get(key)

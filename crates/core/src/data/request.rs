@@ -46,7 +46,10 @@ impl Resource {
             self.complete(request.id, Ok(()));
         } else if self.io_fails(volume) {
             self.complete(request.id, Err(RequestError::Io));
-        } else if full || !self.io.held.is_empty() || self.requests_wait(volume) {
+        } else if full
+            || !self.io.held.is_empty() && !planted!(self, HeldOvertaken)
+            || self.requests_wait(volume)
+        {
             self.io.held.push_back(request);
             self.want_held_uuids();
         } else {
@@ -271,7 +274,7 @@ impl Resource {
             // and with protocol A and B it is acknowledged.
             let early = planted!(self, LocalReadTooEarly);
             let waits = self.peer_writes_in_flight(volume) || self.was_read_at_peer(volume);
-            if balances || waits && !early {
+            if (balances || waits) && !early {
                 self.queue_local_read(key);
             } else {
                 self.local_read(key);
@@ -420,10 +423,9 @@ impl Resource {
                 || planted!(self, ReadFromAnyPeer) && p.disk == DiskState::Inconsistent
                 || planted!(self, ReadFromOutdated) && p.disk == DiskState::Outdated)
                 && p.repl > ReplState::Off
-                && (!matches!(p.repl, ReplState::Ahead | ReplState::Behind)
-                    || planted!(self, BehindServesReads))
+                && !matches!(p.repl, ReplState::Ahead | ReplState::Behind)
                 && conn.net.allow_remote_read
-                && (!tried.contains(*peer) || planted!(self, ReadAskedAgain));
+                && !tried.contains(*peer);
             if !usable {
                 continue;
             }

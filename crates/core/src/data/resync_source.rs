@@ -176,11 +176,37 @@ impl Resource {
             self.source_read_done(volume, peer, key, Ok(None));
             return;
         }
+        if self.is_behind_with(volume, read.sector, read.size_bytes) {
+            self.source_give_up(volume, peer, key);
+            return;
+        }
         let op = DiskOp::ReadNew {
             sector: read.sector,
             len: read.size_bytes,
         };
         self.disk_op(volume, op, DataOp::SourceRead(volume, peer, key));
+    }
+
+    /// A Primary that is Ahead of this node has told it of the block instead of sending it: the target may have got
+    /// newer data from the Primary itself.
+    fn is_behind_with(&mut self, volume: VolumeNr, sector: Sector, size_bytes: u32) -> bool {
+        let Some(state) = self.state.devices.get(&volume) else {
+            return false;
+        };
+        let behind = state
+            .peers
+            .iter()
+            .filter(|(_, p)| p.repl == ReplState::Behind);
+        let behind: NodeMask = behind.map(|(peer, _)| *peer).collect();
+        !behind.is_empty()
+            && self.disk_io(volume).is_some_and(|io| {
+                let bits = io
+                    .bitmap
+                    .shape()
+                    .touched_bits(sector, u64::from(size_bytes));
+                let mut slots = behind.iter().filter_map(|peer| io.slot(peer));
+                slots.any(|slot| io.bitmap.any_set(slot, bits.clone()))
+            })
     }
 
     pub(crate) fn source_read_done(

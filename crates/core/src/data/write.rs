@@ -336,7 +336,7 @@ impl Resource {
             .min()
             .unwrap_or(2048)
             .max(1);
-        if self.io.epoch_writes >= longest {
+        if self.io.epoch_writes >= longest && !planted!(self, EpochUnlimited) {
             self.close_epoch();
         }
         let trims = matches!(kind, RequestKind::Discard | RequestKind::Zeroes { .. });
@@ -488,35 +488,10 @@ impl Resource {
         self.settle_log();
     }
 
-    /// The local copy failed: a peer that merely was sent the write (protocol A) counts when it
-    /// says that it has it, which it does with the barrier of the epoch.
-    fn await_only_copies(&mut self, key: Key) {
-        let Some(req) = self.io.requests.get_mut(key) else {
-            return;
-        };
-        let sent_only: NodeMask = req
-            .ok
-            .intersection(req.unsettled)
-            .iter()
-            .filter(|peer| {
-                self.connections
-                    .get(peer)
-                    .is_some_and(|c| c.net.protocol == Protocol::A || c.io.was_async)
-            })
-            .collect();
-        if req.completed || sent_only.is_empty() {
-            return;
-        }
-        for peer in sent_only.iter() {
-            req.ok.remove(peer);
-            req.pending.insert(peer);
-        }
-        self.close_epoch();
-    }
-
     /// An ack of a write, in whatever form.
     pub(crate) fn write_ack(&mut self, peer: NodeId, volume: VolumeNr, ack: &BlockAck, how: Ack) {
         let key = Key(ack.block_id.0);
+        let late = planted!(self, LateRefusalIgnored);
         let known = self.io.requests.get_mut(key).filter(|req| {
             req.volume == volume && req.sector == ack.sector && req.sent.contains(peer)
         });
@@ -540,6 +515,7 @@ impl Resource {
             .then(|| self.now - req.submitted_at);
         req.pending.remove(peer);
         match how {
+            Ack::Failed if late => {}
             Ack::Failed => {
                 req.ok.remove(peer);
                 req.in_sync.remove(peer);
@@ -651,7 +627,9 @@ impl Resource {
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         self.io.log.retain(|other| *other != key);
         // The disk that is gone, or not whole, has it, and nobody else yet.
-        self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        if !planted!(self, RedoneUnmarked) {
+            self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
+        }
         // Its place in the activity log may be given back already, and a resync reply may be on its
         // way to the disk where the write was.
         self.drop_range(key);

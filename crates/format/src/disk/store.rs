@@ -14,7 +14,7 @@ use super::bitmap::{BitmapShape, Piece};
 use super::layout::Layout;
 use super::v09::DeviceFlags;
 use super::{BLOCK_BYTES, v08};
-use crate::units::{AlExtent, Sector};
+use crate::units::{AlExtent, Sector, Uuid};
 
 /// A device or file that holds metadata. All positions and lengths are multiples of 4096 bytes
 /// but for positions on a device whose size is none.
@@ -245,7 +245,9 @@ fn mark<S: Store>(
     let disabled =
         DeviceFlags::CRASHED_PRIMARY | DeviceFlags::PRIMARY_IND | DeviceFlags::AL_DISABLED;
     applied.everything_marked = match replay.coverage {
-        _ if superblock.device_flags().contains(disabled) => Some(FullReason::LogDisabled),
+        _ if superblock.device_flags().contains(disabled) || leaves_peers_behind(superblock) => {
+            Some(FullReason::LogDisabled)
+        }
         Coverage::Incomplete(gap) => Some(FullReason::Gap(gap)),
         Coverage::Complete => None,
     };
@@ -266,6 +268,21 @@ fn mark<S: Store>(
         applied.extents.push(*extent);
     }
     Ok(())
+}
+
+/// A Primary wrote here without an activity log, and some peer was left behind at a generation: what it
+/// lacks was in memory only.
+fn leaves_peers_behind(superblock: &AnySuperBlock) -> bool {
+    let unlogged = DeviceFlags::PRIMARY_IND | DeviceFlags::AL_DISABLED;
+    let is_named = |uuid: Uuid| !uuid.without_primary_bit().is_zero();
+    let behind = match superblock {
+        AnySuperBlock::V08(old) => is_named(old.bitmap_uuid),
+        AnySuperBlock::V09(new) => {
+            let peers = new.peers.iter().filter(|p| p.bitmap_index.is_some());
+            peers.map(|p| p.bitmap_uuid).any(is_named)
+        }
+    };
+    superblock.device_flags().contains(unlogged) && behind
 }
 
 /// Sets bits in every slot on disk, within the pages that the bitmap has.

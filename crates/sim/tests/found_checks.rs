@@ -1,0 +1,76 @@
+//! Worlds that failed, found by checks of what nodes promise each other.
+
+mod common;
+
+use common::planned_holds;
+use lockstep_core::event::RequestKind;
+use lockstep_sim::disk::Lose;
+use lockstep_sim::extras::Extra;
+use lockstep_sim::operator::Settings;
+use lockstep_sim::scenario::{A, B, Scenario};
+use lockstep_sim::world::{Config, SECOND};
+
+/// Of two volumes that were detached by `down` the end of one wrote the superblock of the other once more, behind the one
+/// that called its log clean. At the next attach everything in the log was copied.
+#[test]
+fn a_node_that_goes_down_with_two_volumes_leaves_both_logs_clean() {
+    for seed in 0..12 {
+        let config = Config {
+            volumes: 2,
+            ..Config::small(seed)
+        };
+        let mut s = Scenario::with(config, |_| {}, false);
+        for volume in 0..2 {
+            let kind = RequestKind::Write { fua: false };
+            let id = s.world.request(A, volume, kind, 100, 2);
+            s.done(A, id);
+        }
+        s.pass(SECOND);
+        assert!(s.operator.down(&mut s.world, B));
+        s.pass(SECOND);
+        assert!(s.operator.is_down(B));
+        s.restart(B);
+        s.in_sync();
+        assert_eq!(s.world.copied(), 0, "seed {seed}");
+    }
+}
+
+/// Without an activity log only the memory of a replica knew what a Primary without a disk wrote there: after a crash
+/// of both the Primary's disk came back, and differed without a mark.
+#[test]
+fn a_replica_without_a_log_that_crashes_marks_all_towards_a_disk_that_was_left_behind() {
+    for lose in [Lose::InFlight, Lose::Unflushed] {
+        let change = |settings: &mut Settings| settings.disk.al_updates = false;
+        let mut s = Scenario::with(Config::small(3), change, false);
+        assert!(s.operator.detach(&mut s.world, A, 0, false));
+        s.pass(SECOND);
+        s.write_and_wait(A, 700, 2);
+        s.crash(B, lose);
+        s.restart(B);
+        // Until the Primary has missed it, and both are connected again.
+        s.pass(15 * SECOND);
+        assert!(s.operator.reattach(&mut s.world));
+        s.in_sync();
+    }
+}
+
+/// A Primary was Ahead of a node, had told it of a block and then written it again, and then copied what was marked. When that
+/// node heard from where the Primary's writes came as data again, it sent the block, as it had it, to a target that had got the new
+/// data from the Primary.
+#[test]
+fn whoever_is_behind_is_no_source_of_what_it_lacks() {
+    let kinds = (None, vec![Extra::Congestion, Extra::Thin]);
+    let requests = "4-136,155-190,200-224,525-526,536-544";
+    planned_holds(None, 131_001_488, kinds.clone(), "0-2", requests);
+    planned_holds(None, 131_001_488, kinds, "0-99", "0-999");
+}
+
+/// A write was begun before the connection and is too long for the peer's old version, which ends the connection. It and
+/// all later ones waited for that peer to make it durable.
+#[test]
+fn a_write_that_ends_the_connection_waits_for_no_peer() {
+    let kinds = (None, vec![Extra::Old]);
+    let requests = "7,9-14,22,59-63,65-68,71-74,76-80,83,85,98";
+    planned_holds(None, 131_001_193, kinds.clone(), "1,3", requests);
+    planned_holds(None, 131_001_193, kinds, "0-99", "0-999");
+}
