@@ -369,6 +369,9 @@ impl Resource {
         let established = self.state.conn(peer) == ConnState::Connected;
         if established {
             self.data_packet(peer, stream, volume, packet, payload);
+        } else if let Packet::FlushRequestsAck(ack) = packet {
+            // A kernel sends it as soon as there is a stream for it: a Primary has passed on the question.
+            self.flush_acked(peer, ack.flush_sequence, ack.primary_node_id);
         } else {
             if let Some(payload) = payload {
                 self.release(payload.buf);

@@ -224,15 +224,22 @@ impl Resource {
                 (*n, rank, self.out_of_sync_blocks(volume, *n))
             })
             .collect();
-        let current = candidates
-            .iter()
-            .find(|(n, ..)| old.peer_device(volume, *n).repl == ReplState::SyncTarget);
+        let starting = |p: &PeerDeviceState| p.repl == ReplState::StartingSyncT;
+        let starting = state.peers.iter().find(|(_, p)| starting(p));
+        let current = candidates.iter().find(|(n, ..)| {
+            let before = old.peer_device(volume, *n).repl;
+            matches!(before, ReplState::SyncTarget | ReplState::StartingSyncT)
+        });
         let best = candidates
             .iter()
             .min_by_key(|(n, rank, blocks)| (*rank, *blocks, n.0));
         let desired = match (current, best) {
+            // The operator has chosen.
+            _ if let Some((chosen, _)) = starting => Some(*chosen),
+            // A kernel may not know that it is to be a source (4.3, rule 3); it counts blocks only.
             (Some(current), Some(best))
-                if best.1 < current.1
+                if (best.1 < current.1
+                    && (!best.1.0 && current.1.0 || !self.is_kernel(best.0)))
                     || (best.1 == current.1 && best.2 + SOURCE_CHANGE_BLOCKS <= current.2) =>
             {
                 Some(best.0)

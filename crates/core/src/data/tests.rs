@@ -206,8 +206,8 @@ struct World {
     /// What a kernel 8.4 would know of the epochs that each node has sent.
     kernel_epochs: [two_primaries::KernelEpochs; 2],
     packets: BTreeMap<&'static str, u64>,
-    /// The same in order, each with its sender.
-    sent: Vec<(usize, &'static str)>,
+    /// The same in order, each with its sender and receiver.
+    sent: Vec<(usize, usize, &'static str)>,
     answers: BTreeMap<u64, Result<Answer, CommandError>>,
     /// Handlers that run: node, name, tag.
     handlers: Vec<(usize, &'static str, Tag)>,
@@ -523,7 +523,7 @@ impl World {
                         self.spoil = None;
                     }
                     *self.packets.entry(name).or_default() += 1;
-                    self.sent.push((index, name));
+                    self.sent.push((index, usize::from(peer.0), name));
                     let key = (index, usize::from(peer.0), link.0, stream == Stream::Data);
                     self.wires
                         .entry(key)

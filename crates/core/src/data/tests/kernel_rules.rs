@@ -1,11 +1,28 @@
 //! What a node does beside a kernel of DRBD 9, seen with a live one. Here both nodes treat each other so.
 
+use lockstep_format::units::NodeMask;
+use lockstep_format::wire::packet::{FlushRequestsAck, PeersInSync};
+
 use super::*;
+use crate::state::ReplSets;
 
 fn kernels(seed: u64) -> World {
+    some_kernels(seed, 2)
+}
+
+fn some_kernels(seed: u64, count: usize) -> World {
     let mut setup = Setup::default();
     setup.options.kernel_rules = true;
-    clean(seed, 2, setup)
+    clean(seed, count, setup)
+}
+
+/// The next thing that happens, whenever that is.
+fn step(w: &mut World) {
+    if !w.step() {
+        let due = |n: &Node| n.resource.next_timeout();
+        w.now = w.nodes.iter().filter_map(due).min().unwrap();
+        (0..w.nodes.len()).for_each(|index| w.input(index, Input::Timeout));
+    }
 }
 
 /// A kernel takes no bitmap in StartingSyncT ("unexpected repl_state (SyncTarget) in receive_bitmap"), and asks
@@ -51,11 +68,139 @@ fn an_attaching_kernel_hears_of_the_resync_before_the_bitmap() {
     w.sent.clear();
     w.attach(1);
     w.pass_until("the resync", 60, World::in_sync);
-    let own: Vec<&str> = w.sent.iter().filter(|s| s.0 == 0).map(|s| s.1).collect();
+    let own: Vec<&str> = w.sent.iter().filter(|s| s.0 == 0).map(|s| s.2).collect();
     let bitmap = own
         .iter()
         .position(|name| *name == "bitmap")
         .expect("a bitmap");
     let states = own[..bitmap].iter().filter(|name| **name == "state");
     assert!(states.count() >= 2, "{own:?}");
+}
+
+/// A third node is told nothing of a resync that it has no part in; asked for blocks, it would serve them all the same.
+#[test]
+fn a_full_sync_on_request_asks_its_source_only() {
+    for (seed, source) in [(3, 0), (4, 2)] {
+        let mut w = some_kernels(seed, 3);
+        w.write(0, 800, 4096, 7);
+        w.pass(Duration::from_secs(1));
+        w.sent.clear();
+        w.invalidate_from(1, source);
+        w.pass_until("the resync", 60, World::in_sync);
+        let asked = |peer: usize| {
+            let asks = |s: &&(usize, usize, &str)| **s == (1, peer, "resync request");
+            w.sent.iter().filter(asks).count()
+        };
+        assert!(asked(source) > 0);
+        assert_eq!(asked(2 - source), 0, "{:#?}", w.log);
+        w.pass(Duration::from_secs(1));
+        w.check_idle();
+        w.check_same_data();
+    }
+}
+
+/// A Primary passes the question on to all its peers, and these answer by any stream that they have.
+#[test]
+fn an_answer_to_a_flush_may_come_before_the_nodes_are_connected() {
+    let mut w = kernels(5);
+    w.cut_links_between(0, 1);
+    let link = loop {
+        if let Some(link) = w.links.keys().next() {
+            break *link;
+        }
+        step(&mut w);
+    };
+    while !w.deliver((0, 1, link, true)) {
+        assert!(w.step());
+    }
+    w.log.clear();
+    let packet = Input::Packet {
+        peer: node_id(0),
+        link: LinkId(link),
+        stream: Stream::Data,
+        volume: VolumeNr::NONE,
+        packet: Packet::FlushRequestsAck(FlushRequestsAck {
+            flush_sequence: 1,
+            primary_node_id: node_id(0),
+        }),
+        payload: None,
+    };
+    w.input(1, packet);
+    w.pass_until("in sync", 20, World::in_sync);
+    let refused = w
+        .log
+        .iter()
+        .find(|line| line.contains("before the connection"));
+    assert_eq!(refused, None, "{:#?}", w.log);
+}
+
+/// A word about who is in sync is lost at a kernel source that adds the target's bitmap afterwards. If the target
+/// asks for nothing then, the source keeps its marks ("expected n_oos:40 to be 0").
+#[test]
+fn what_a_source_may_not_have_heard_is_copied_from_it() {
+    let mut setup = Setup::default();
+    setup.options.kernel_rules = true;
+    setup.peer.c_plan_ahead_tenths = 0;
+    setup.peer.resync_rate_kib_s = 250;
+    let mut w = clean(6, 3, setup);
+    w.apart = vec![(0, 1), (1, 2)];
+    w.cut_links_between(0, 1);
+    w.cut_links_between(1, 2);
+    w.run();
+    for n in 0..400 {
+        w.write(0, n * 16, 4096, n as u8);
+    }
+    w.pass(Duration::from_secs(1));
+    w.apart = vec![(0, 1)];
+    w.pass_until("the other node", 20, |w| {
+        w.repl(1, 2) == ReplState::SyncTarget
+    });
+    w.apart.clear();
+    let prepares = |w: &World| {
+        let device = &w.nodes[1].resource.devices[&VOLUME];
+        let heard = device.peers[&node_id(0)].last_state;
+        w.repl(1, 0).is_sync_target() && heard.is_some_and(|s| s.repl == ReplState::WfBitmapS)
+    };
+    while !prepares(&w) {
+        step(&mut w);
+    }
+    let marks = w.bits(1, 0);
+    assert!(marks > 0, "{:#?}", w.log);
+    let in_sync = |w: &mut World| {
+        let (link, _) = (w.links.iter().find(|(_, ends)| **ends == (1, 2))).unwrap();
+        let packet = Input::Packet {
+            peer: node_id(2),
+            link: LinkId(*link),
+            stream: Stream::Control,
+            volume: VOLUME,
+            packet: Packet::PeersInSync(PeersInSync {
+                sector: Sector(0),
+                mask: NodeMask::of(node_id(0)).with(node_id(1)),
+                size_bytes: 4 << 20,
+            }),
+            payload: None,
+        };
+        w.input(1, packet);
+    };
+    in_sync(&mut w);
+    assert_eq!(w.bits(1, 0), 0, "{:#?}", w.log);
+    let unheard = |w: &World| {
+        let device = &w.nodes[1].resource.devices[&VOLUME];
+        let unheard = &device.peers[&node_id(0)].io.unheard;
+        unheard
+            .iter()
+            .map(|bits| bits.end - bits.start)
+            .sum::<u64>()
+    };
+    assert_eq!(unheard(&w), marks);
+    while unheard(&w) > 0 {
+        step(&mut w);
+    }
+    assert!(w.bits(1, 0) >= marks, "{:#?}", w.log);
+    w.pass_until("in sync", 60, World::in_sync);
+    w.pass(Duration::from_secs(2));
+    for (a, b) in [(0, 1), (1, 0)] {
+        assert_eq!(w.bits(a, b), 0, "{:#?}", w.log);
+    }
+    w.check_same_data();
 }
