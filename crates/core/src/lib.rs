@@ -31,6 +31,7 @@ pub mod exposed;
 mod far;
 pub mod fencing;
 pub mod few;
+mod followers;
 mod forced;
 mod frozen;
 pub mod generation;

@@ -281,6 +281,7 @@ impl Resource {
                 Timer::Added(peer) => self.present_again(peer),
                 Timer::Ping(peer) => self.ping_timer(peer),
                 Timer::RequestAge(peer) => self.request_age_timer(peer),
+                Timer::Follower(peer) => self.follower_timer(peer),
                 Timer::Twopc => self.twopc_timeout(),
                 Timer::TwopcRetry => self.twopc_retry(),
                 Timer::CommandRetry => self.retry_commands(),

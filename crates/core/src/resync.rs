@@ -586,9 +586,20 @@ impl Resource {
         self.after_superblock(volume, AfterMeta::FullSync(peer));
     }
 
+    /// The connection is gone, perhaps before the intention was durable: the next one finds the bits, and the
+    /// metadata do not call for a full sync for ever.
+    pub(crate) fn full_sync_cut_short(&mut self, volume: VolumeNr, peer: NodeId, was: ReplState) {
+        self.mark_all(volume, peer, was);
+    }
+
     /// The intention is durable: the bits follow.
     pub(crate) fn full_sync_marked(&mut self, volume: VolumeNr, peer: NodeId) {
-        match self.state.peer_device(volume, peer).repl {
+        let repl = self.state.peer_device(volume, peer).repl;
+        self.mark_all(volume, peer, repl);
+    }
+
+    fn mark_all(&mut self, volume: VolumeNr, peer: NodeId, repl: ReplState) {
+        match repl {
             ReplState::StartingSyncS => self.set_slot(volume, peer),
             ReplState::StartingSyncT if planted!(self, OneSlotInvalidated) => {
                 self.set_slot(volume, peer);

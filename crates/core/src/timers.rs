@@ -21,6 +21,8 @@ pub enum Timer {
     Ping(NodeId),
     /// The oldest request towards the peer is too old.
     RequestAge(NodeId),
+    /// The peer has not taken a new generation that waits for it.
+    Follower(NodeId),
     /// The two-phase commit takes too long.
     Twopc,
     /// Try the two-phase commit again.
@@ -119,6 +121,7 @@ impl Timers {
             Timer::Added(peer),
             Timer::Ping(peer),
             Timer::RequestAge(peer),
+            Timer::Follower(peer),
             Timer::AheadEnd(peer),
         ] {
             self.clear(timer);

@@ -857,6 +857,9 @@ impl Resource {
                         self.prepare_resync_target(volume, *peer);
                     }
                 }
+                ReplState::Off if after.disk >= DiskState::Negotiating => {
+                    self.full_sync_cut_short(volume, *peer, before.repl);
+                }
                 ReplState::StartingSyncS => self.start_full_sync_source(volume, *peer),
                 ReplState::StartingSyncT => self.start_full_sync_target(volume, *peer),
                 ReplState::VerifyS => self.verify_entered(volume, *peer, true),

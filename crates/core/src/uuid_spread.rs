@@ -334,6 +334,7 @@ impl Resource {
             }
         }
         self.new_uuid = Some(new);
+        self.watch_followers();
         self.settle_confirm();
     }
 

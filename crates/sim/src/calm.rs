@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use lockstep_core::event::RequestKind;
 use lockstep_format::units::NodeId;
 
+use crate::faults::Fault;
 use crate::operator::Operator;
 use crate::plan::Plan;
 use crate::rng::{Rng, mixed};
@@ -64,7 +65,7 @@ fn is_away(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
         3 if o.primary.is_some_and(|primary| primary != node) => {
             (o.down(w, node), "a node was away")
         }
-        4 if takes_soon(w) && o.may_invalidate(w, node).is_some() => {
+        4 if takes_soon(w, plan) && o.may_invalidate(w, node).is_some() => {
             let reset = rng.permille(500);
             let began = o.invalidate(w, node, volume, reset);
             whole = w.nodes[node].disks[usize::from(volume)].content.len() as u64;
@@ -126,8 +127,12 @@ fn blocks_of_bit(w: &World) -> u64 {
 const BLOCK_SHIFT: u8 = 12;
 
 /// A full resync does not take long.
-fn takes_soon(w: &World) -> bool {
-    let seconds = w.config.blocks * 4 / u64::from(w.config.resync_max_kib_s);
+fn takes_soon(w: &World, plan: &Plan) -> bool {
+    // Somebody may have changed it to this.
+    let is_slow = plan.faults.iter().any(|f| f.fault == Fault::Options);
+    let slowest = if is_slow { 2048 } else { u32::MAX };
+    let rate = w.config.resync_max_kib_s.min(slowest);
+    let seconds = w.config.blocks * 4 / u64::from(rate);
     seconds * SECOND < SOON && w.config.bandwidth.is_none()
 }
 
@@ -253,13 +258,14 @@ pub(crate) fn nobody_is_misunderstood(w: &mut World, node: usize, peer: NodeId, 
 }
 
 /// Words of errors that are policy, or that faults of the world explain.
-const CAUSES: [&str; 14] = [
+const CAUSES: [&str; 15] = [
     "compare shared-secret",
     "incompatible protocol settings",
     "is longer than the peer's version takes",
     "blocks that could not be copied",
     "a write is without an answer for",
     "a barrier is without an answer for",
+    "the peer did not take a new generation within",
     "fence-peer ended with",
     "before-resync-",
     "the connection was refused",

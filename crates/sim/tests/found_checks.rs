@@ -74,3 +74,39 @@ fn a_write_that_ends_the_connection_waits_for_no_peer() {
     planned_holds(None, 131_001_193, kinds.clone(), "1,3", requests);
     planned_holds(None, 131_001_193, kinds, "0-99", "0-999");
 }
+
+/// The target of a full sync was gone before the source had noted it, since its disk was slow. The source copied what the target had
+/// marked, and its metadata went on calling for a full sync.
+#[test]
+fn a_full_sync_that_is_cut_short_is_not_called_for_for_ever() {
+    planned_holds(None, 132_001_763, (None, Vec::new()), "1,3,5", "none");
+    planned_holds(None, 132_001_763, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A follower's disk hung while it took a new generation, and with it all requests of the Primary.
+#[test]
+fn a_follower_that_does_not_take_a_generation_is_given_up() {
+    let kinds = || {
+        let extras = vec![Extra::Every, Extra::Impatient];
+        (Some("hangdisk,hangdisk,reset"), extras)
+    };
+    for seed in [132_002_924, 133_001_848] {
+        planned_holds(Some(2), seed, kinds(), "0", "0");
+        planned_holds(Some(2), seed, kinds(), "0-99", "0-999");
+    }
+}
+
+/// Three nodes grew one after the other, and a mark of the new area came to the one that had not heard of it. That was taken for a
+/// fault of the sender.
+#[test]
+fn a_mark_behind_the_own_end_is_no_fault_of_a_larger_peer() {
+    let kinds = || {
+        (
+            Some("resize,cut-resize,crash,partition,powercut"),
+            Vec::new(),
+        )
+    };
+    let requests = "2-4,6,8,10,14-15,18,38-40,42-45,47,49";
+    planned_holds(Some(3), 133_001_818, kinds(), "4-6", requests);
+    planned_holds(Some(3), 133_001_818, kinds(), "0-99", "0-999");
+}

@@ -1077,6 +1077,9 @@ impl Resource {
     /// `P_OUT_OF_SYNC`: the sender has something newer here.
     pub(crate) fn peer_out_of_sync(&mut self, peer: NodeId, volume: VolumeNr, desc: &BlockDesc) {
         if !self.is_within(volume, desc.sector, desc.size_bytes, DISCARD_LEN_MAX) {
+            if self.sizes_differ(peer, volume) {
+                return;
+            }
             let text = format!(
                 "mark of {} bytes at sector {}",
                 desc.size_bytes, desc.sector

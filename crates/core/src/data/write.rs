@@ -1124,7 +1124,7 @@ impl Resource {
     }
 
     /// How long a write or a barrier may be without an answer; none if for ever.
-    fn answer_limit(&self, peer: NodeId) -> Option<Duration> {
+    pub(crate) fn answer_limit(&self, peer: NodeId) -> Option<Duration> {
         let ko = if planted!(self, KoCountIsOne) {
             1
         } else {
