@@ -208,7 +208,7 @@ pub(crate) fn disk_is_given_up(w: &mut World, node: usize, volume: usize) {
             waited / MS,
             limit / MS
         ));
-    } else if now < n.frozen_until + AWAKE {
+    } else if now - waited + limit >= n.frozen_from && now < n.frozen_until + AWAKE {
         w.fail(format!(
             "{} stood still until {} ms ago, and gives up the disk of volume {volume} without a look at \
              what it has answered",
@@ -218,5 +218,5 @@ pub(crate) fn disk_is_given_up(w: &mut World, node: usize, volume: usize) {
     }
 }
 
-/// Whoever stood still has to look twice.
+/// Whoever stood still when the time was over has to look twice.
 const AWAKE: u64 = 90 * MS;

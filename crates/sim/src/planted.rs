@@ -310,6 +310,10 @@ fn shows(bug: Planted) -> Shows {
         | P::PeerOutdatedUnnoted
         | P::CrashedFlagStays
         | P::OneSlotInvalidated
+        | P::AttachedInHandshakeOverlooked
+        | P::ExtentsOutOfOrder
+        | P::VouchesForTheLost
+        | P::FarNodesNotTold
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }

@@ -194,7 +194,8 @@ pub struct Node {
     /// Results of the last commands.
     pub answers: BTreeMap<u64, Result<Answer, CommandError>>,
     pub(crate) timer_at: u64,
-    /// The process stands still until then; everything that comes meanwhile waits.
+    /// The process stands still, or stood, from then until then; everything that comes meanwhile waits.
+    pub(crate) frozen_from: u64,
     pub(crate) frozen_until: u64,
     /// The next link's news comes so much later here.
     pub(crate) late_link: Option<u64>,
@@ -463,6 +464,7 @@ impl World {
                 works_since: 0,
                 answers: BTreeMap::new(),
                 timer_at: u64::MAX,
+                frozen_from: 0,
                 frozen_until: 0,
                 late_link: None,
                 skew: 0,
@@ -725,7 +727,7 @@ impl World {
             format!("== the process stands still for {} ms", time / MS)
         });
         let n = &mut self.nodes[node];
-        n.frozen_until = self.now + time;
+        (n.frozen_from, n.frozen_until) = (self.now, self.now + time);
     }
 
     /// The disk works again.
