@@ -1057,7 +1057,8 @@ impl Resource {
             return;
         }
         if mine.repl != ReplState::Established {
-            if let Some(pd) = self.peer_device_mut(volume, peer) {
+            let again = !self.is_kernel(peer) || self.goes_on(peer, volume, theirs, phase);
+            if let Some(pd) = self.peer_device_mut(volume, peer).filter(|_| again) {
                 pd.resync_again += 1;
             }
             return;

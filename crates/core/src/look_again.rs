@@ -9,11 +9,11 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::compare;
 use crate::resource::Resource;
-use crate::state::{PeerDeviceState, State};
+use crate::state::{PeerDeviceState, ReplSets, State};
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -244,6 +244,24 @@ impl Resource {
                 .devices
                 .get(&volume)
                 .is_some_and(|d| d.growth.uncompared.contains(peer))
+    }
+
+    /// A kernel decides during a resync whether another one in that direction follows it, and begins that
+    /// without another look (semantics.md, 14.2). So does its peer, or it waits for a bitmap for ever.
+    pub(crate) fn goes_on(
+        &self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+        phase: compare::Phase,
+    ) -> bool {
+        let next = self
+            .compare_with(peer, volume, theirs, phase)
+            .and_then(|result| result.strategy.to_repl_state(self.state.role, theirs.role));
+        let repl = self.state.peer_device(volume, peer).repl;
+        let source = repl.is_sync_source() || repl == ReplState::WfBitmapS;
+        let target = repl.is_sync_target() || repl == ReplState::WfBitmapT;
+        next == Some(ReplState::WfBitmapS) && source || next == Some(ReplState::WfBitmapT) && target
     }
 
     /// Compares with the peer's last state.

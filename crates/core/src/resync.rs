@@ -242,6 +242,17 @@ impl Resource {
                 return;
             }
         }
+        // A source that was not stable is good enough beside a Primary that this node has met meanwhile. A
+        // kernel looks at it again only when it is asked.
+        let connections = self.state.connections.iter();
+        let primary = connections
+            .filter(|(_, c)| c.conn == ConnState::Connected && c.peer_role == Role::Primary)
+            .map(|(node, _)| *node)
+            .next();
+        if let Some(primary) = primary.filter(|_| !self.kernel_peers().is_empty()) {
+            let state = self.state.clone();
+            self.look_for_source(primary, &state);
+        }
     }
 
     /// The new UUIDs are durable: now the state may say so.
@@ -548,7 +559,13 @@ impl Resource {
         // The acks of the last blocks may still be on their way to a source, on the other stream:
         // it would compare with marks that are none. A Lockstep target compares and says so.
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
-        if again && (was_target || !lockstep) {
+        if again && self.is_kernel(peer) {
+            let repl = match was_target {
+                true => ReplState::WfBitmapT,
+                false => ReplState::WfBitmapS,
+            };
+            self.hard_change(Change::new().repl(volume, peer, repl));
+        } else if again && (was_target || !lockstep) {
             self.compare_now(peer, volume);
         }
         // A new generation of the source may have crossed the target's last packet.

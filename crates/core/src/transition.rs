@@ -1027,7 +1027,7 @@ impl Resource {
 
     /// A Primary is a neighbour now, so that a resync sees all its writes: what an unstable one
     /// could not finish is tried again (semantics.md, 14.6).
-    fn look_for_source(&mut self, primary: NodeId, new: &State) {
+    pub(crate) fn look_for_source(&mut self, primary: NodeId, new: &State) {
         for (volume, d) in &new.devices {
             let behind = matches!(d.disk, DiskState::Inconsistent | DiskState::Outdated);
             if !behind || d.peers.values().any(|p| p.repl > ReplState::Established) {
@@ -1079,7 +1079,7 @@ impl Resource {
     }
 
     /// Connected peers that are no Lockstep nodes.
-    fn kernel_peers(&self) -> Vec<NodeId> {
+    pub(crate) fn kernel_peers(&self) -> Vec<NodeId> {
         self.established_peers()
             .iter()
             .filter(|peer| !self.is_lockstep(*peer))

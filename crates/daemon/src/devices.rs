@@ -264,6 +264,8 @@ struct Served {
     closed: bool,
     /// It was claimed or mounted when last seen.
     claimed: bool,
+    /// What was written last had failed when last seen, which was told.
+    unwritten: bool,
     /// The count of its uses when last seen, and since when it is that.
     last_use: Option<(u64, Instant)>,
     /// The holder was told of it.
@@ -596,6 +598,7 @@ impl Worker {
         served.checking = false;
         let closed_since = served.closed && usage == Usage::Open;
         served.claimed = matches!(usage, Usage::Claimed | Usage::MountedReadOnly);
+        let known = std::mem::replace(&mut served.unwritten, usage == Usage::Unwritten);
         let Some(gate) = served.device.gate().cloned() else {
             return;
         };
@@ -608,6 +611,7 @@ impl Worker {
             Usage::Unwritten if fails => {
                 gate.close(uses);
             }
+            Usage::Unwritten if known => {}
             Usage::Unwritten => {
                 tracing::warn!(
                     device = %served.device.path().display(),
@@ -724,6 +728,7 @@ impl Worker {
                         checking: false,
                         closed: false,
                         claimed: false,
+                        unwritten: false,
                         last_use: None,
                         held: false,
                     },

@@ -215,9 +215,13 @@ fn promotions_at_once_have_one_winner_and_nodes_come_and_go() -> Result<()> {
     Ok(())
 }
 
-/// What is logged about refused promotions and lost nodes.
+/// What is logged about refused promotions, lost nodes and writes that fail.
 const EXPECTED: &[&str] = &[
     "State change failed",
     "Multiple primaries not allowed",
     "the connection was lost: Closed",
+    "what was written last has failed, and its volume stays open",
+    "Buffer I/O error on dev drbd",
+    // A kernel that is copied from one node sets all marks towards another one at the same time.
+    "bitmap locked for 'set_n_write sync_handshake'",
 ];

@@ -1,6 +1,7 @@
 //! What a node does beside a kernel of DRBD 9, seen with a live one. Here both nodes treat each other so.
 
 use lockstep_format::units::NodeMask;
+use lockstep_format::wire::UuidFlags;
 use lockstep_format::wire::packet::{FlushRequestsAck, PeersInSync};
 
 use super::*;
@@ -203,4 +204,74 @@ fn what_a_source_may_not_have_heard_is_copied_from_it() {
         assert_eq!(w.bits(a, b), 0, "{:#?}", w.log);
     }
     w.check_same_data();
+}
+
+/// A kernel that meets a Primary without a disk during a resync asks for another resync, and waits for its bitmap
+/// when the first one has ended, though nothing is left to copy.
+#[test]
+fn another_resync_that_was_asked_for_during_one_follows_it() {
+    let mut setup = Setup::default();
+    setup.options.kernel_rules = true;
+    setup.peer.c_plan_ahead_tenths = 0;
+    setup.peer.resync_rate_kib_s = 250;
+    let mut w = clean(7, 2, setup);
+    w.cut = true;
+    w.cut_links_between(0, 1);
+    w.run();
+    for n in 0..100 {
+        w.write(0, n * 16, 4096, n as u8);
+    }
+    w.pass(Duration::from_secs(1));
+    w.cut = false;
+    w.pass_until("the resync", 20, |w| {
+        w.repl(1, 0) == ReplState::SyncTarget && w.repl(0, 1) == ReplState::SyncSource
+    });
+    let flags = UuidFlags::RESYNC | UuidFlags::DISKLESS_PRIMARY;
+    let target = &mut w.nodes[1].resource;
+    target.send_uuids(node_id(0), VOLUME, flags);
+    let state = target.state.clone();
+    target.send_state(node_id(0), VOLUME, &state);
+    w.input(1, Input::Timeout);
+    w.pass_until("the source waits for the next one", 20, |w| {
+        w.repl(0, 1) == ReplState::WfBitmapS
+    });
+}
+
+/// A target meets a client that is Primary while it is copied from a node that follows that Primary: what it has got
+/// then does not count, and the source has to be asked again.
+#[test]
+fn a_client_primary_that_is_met_during_a_resync_makes_its_end_count() {
+    let mut setup = Setup {
+        diskless: Some(0),
+        client: true,
+        ..Setup::default()
+    };
+    setup.options.kernel_rules = true;
+    setup.peer.c_plan_ahead_tenths = 0;
+    setup.peer.resync_rate_kib_s = 250;
+    let mut w = World::new(8, 3, setup);
+    w.pass(Duration::from_secs(3));
+    let command = Command::NewCurrentUuid {
+        volume: VOLUME,
+        clear_bitmap: true,
+        force_resync: false,
+    };
+    w.command(1, command);
+    w.pass_until("clean start", 20, World::in_sync);
+    w.command(0, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    w.apart = vec![(0, 2), (1, 2)];
+    w.cut_links_between(0, 2);
+    w.cut_links_between(1, 2);
+    w.run();
+    for n in 0..200 {
+        w.write(0, n * 16, 4096, n as u8);
+    }
+    w.pass(Duration::from_secs(2));
+    w.apart = vec![(0, 2)];
+    w.pass_until("a resync", 20, |w| w.repl(2, 1) == ReplState::SyncTarget);
+    w.apart.clear();
+    w.pass_until("in sync", 60, World::in_sync);
+    w.pass(Duration::from_secs(2));
+    assert!(w.nodes[1].data.now == w.nodes[2].data.now);
 }
