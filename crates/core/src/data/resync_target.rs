@@ -756,6 +756,7 @@ impl Resource {
         let payload = request.payload.take();
         let range = request.range.take();
         request.written = true;
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
         let sectors = u64::from(request.size_bytes) / Sector::SIZE;
         let idle = sync.flushing.is_empty() && sync.marking.is_empty();
         sync.unflushed.push(key);
@@ -772,6 +773,7 @@ impl Resource {
             || sync.unflushed.len() == sync.requests.len()
             || device.disk.as_ref().is_some_and(|d| !d.io.flushes());
         let lost = sync.lost;
+        self.overwrite_others(volume, peer, sector, size_bytes);
         self.wake_ranges(volume, ready);
         if let Some(payload) = payload {
             self.release(payload.buf);
@@ -787,6 +789,23 @@ impl Resource {
                 self.timers.set_earliest(Timer::ResyncFlush(volume), at);
             }
             self.target_kick(volume, peer);
+        }
+    }
+
+    /// What another source gave before, and is not flushed yet, is not here any more: it settles nothing.
+    fn overwrite_others(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        let device = self.devices.get(&volume);
+        let targets = device.into_iter().flat_map(|d| &d.peers);
+        let others = targets.filter(|(other, pd)| **other != peer && pd.io.target.is_some());
+        let others: Vec<NodeId> = others.map(|(other, _)| *other).collect();
+        for other in others {
+            self.target_marked_again(volume, other, sector, size_bytes);
         }
     }
 
