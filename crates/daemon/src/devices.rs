@@ -88,6 +88,8 @@ pub(crate) enum End {
 const BACKLOG: usize = 64;
 /// How long a device may take to come or go.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How long the news of a volume's size wait for its device.
+const WATCHER_PATIENCE: Duration = Duration::from_secs(2);
 /// How often the kernel is asked who uses a device that is mounted or otherwise claimed.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long a device was not used before it is asked whether it is used at all. The question claims it
@@ -171,12 +173,21 @@ impl Devices {
 
     /// Brings one resource's devices to what the board says, and waits for that.
     pub(crate) fn look_at(&self, resource: &str) {
+        self.look_at_within(resource, PATIENCE);
+    }
+
+    /// The same for a watcher, who is not kept waiting for long.
+    pub(crate) fn look_at_soon(&self, resource: &str) {
+        self.look_at_within(resource, WATCHER_PATIENCE);
+    }
+
+    fn look_at_within(&self, resource: &str, patience: Duration) {
         if let Some(orders) = &self.orders {
             let (done, wait) = sync_channel(1);
             let resource = resource.to_owned();
             if orders.send(Order::LookAt { resource, done }).is_ok() {
                 // Without an answer in time the device comes later, which the log tells.
-                let _ = wait.recv_timeout(PATIENCE);
+                let _ = wait.recv_timeout(patience);
             }
         }
     }

@@ -290,7 +290,7 @@ impl Node {
         all
     }
 
-    fn devices(&self) -> Devices {
+    pub(crate) fn devices(&self) -> Devices {
         lock(&self.devices).clone()
     }
 

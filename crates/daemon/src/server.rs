@@ -1,5 +1,6 @@
 //! The control socket: one thread per conversation, one request after the other.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
@@ -15,6 +16,7 @@ use crate::board::Statistics;
 use crate::node::{CommandResult, Node, node};
 use crate::options::Moment;
 use crate::protocol::{MAX_REQUEST_BYTES, Reply, Request, VERSION, parse_request, to_line};
+use crate::report::ResourceReport;
 
 /// Conversations at the same time.
 const MAX_CLIENTS: usize = 256;
@@ -155,15 +157,41 @@ fn watch(
             listen_to_watcher(input, &asked, resource.as_deref());
             mailbox.close();
         })?;
+    let mut sizes = Sizes::default();
+    for report in &resources {
+        sizes.note(report);
+    }
     let mut result = out.write_all(&to_line(&Reply::Report { resources }));
     while result.is_ok()
         && let Some(reply) = changes.recv()
     {
+        if let Reply::Changed { resource } = &reply
+            && sizes.note(resource)
+        {
+            // Who waits for this may use the device at once.
+            node.devices().look_at_soon(&resource.name);
+        }
         result = out.write_all(&to_line(&reply));
     }
     // Ends the other thread. A connection that is gone already needs no end.
     let _ = out.shutdown(std::net::Shutdown::Both);
     result
+}
+
+/// The sizes of volumes that a watcher was told, in sectors.
+#[derive(Default)]
+struct Sizes(BTreeMap<u32, u64>);
+
+impl Sizes {
+    /// Takes a report in; `true` if a volume has another size than before, and one that a device has.
+    fn note(&mut self, report: &ResourceReport) -> bool {
+        let mut news = false;
+        for device in &report.devices {
+            let size = device.size_sectors;
+            news |= self.0.insert(device.minor, size) != Some(size) && size != 0;
+        }
+        news
+    }
 }
 
 /// Until the watcher hangs up or sends something else than `refresh`.

@@ -1,12 +1,18 @@
 //! Nodes without a disk that get one while everything runs, and give it back.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::os::unix::fs::FileTypeExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
-use lockstep_e2e::{Cluster, Setup, Shape, can_mount};
+use anyhow::{Context, Result, bail, ensure};
+use lockstep_e2e::{Cluster, Setup, Shape, can_mount, terminate};
 
 /// A number that no other test uses.
 const TEST: u8 = 93;
+/// Another one.
+const TEST_EVENTS: u8 = 101;
 const CLIENT: usize = 2;
 
 /// In a node's configuration the client has a disk, or none.
@@ -98,6 +104,68 @@ fn a_client_gets_a_disk_when_its_peers_have_a_bitmap_for_it() -> Result<()> {
         cluster.adm(node, &["adjust", "r0"])?;
     }
     wait_for(&cluster, "UpToDate")?;
+    cluster.stop(CLIENT)?;
+    cluster.stop(0)
+}
+
+/// The client's only device.
+fn device_of(cluster: &Cluster) -> Result<PathBuf> {
+    let links = fs::read_dir(cluster.node_dir(CLIENT).join("dev")).context("no device at all")?;
+    for link in links {
+        let link = link?;
+        if link.file_name().to_string_lossy().starts_with("drbd") && link.path().exists() {
+            let target = fs::canonicalize(link.path())?;
+            if !target.is_dir() {
+                return Ok(target);
+            }
+        }
+    }
+    bail!("no device")
+}
+
+/// A watcher that hears of a volume's size may use its device at once.
+#[test]
+fn the_device_is_there_when_events2_tells_its_size() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let shape = Shape {
+        clients: vec![CLIENT],
+        ..Shape::default()
+    };
+    let mut cluster = Cluster::shaped(&Setup::quick(TEST_EVENTS, 3), shape)?;
+    cluster.primary_of_equal_disks(0)?;
+    cluster.adm(CLIENT, &["down", "r0"])?;
+    for _ in 0..5 {
+        let mut events = Command::new(cluster.dir().join("bin/drbdsetup"))
+            .args(["events2", "--timestamps", "--statistics"])
+            .env("LOCKSTEP_DIR", cluster.node_dir(CLIENT))
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let lines = BufReader::new(events.stdout.take().context("its output")?).lines();
+        let told = std::thread::scope(|scope| -> Result<bool> {
+            let up = scope.spawn(|| cluster.adm(CLIENT, &["up", "r0"]));
+            let mut told = false;
+            for line in lines {
+                let line = line?;
+                let size = line.split(" size:").nth(1);
+                if line.contains(" device ") && size.is_some_and(|size| !size.starts_with("0 ")) {
+                    told = true;
+                    break;
+                }
+            }
+            // Without any patience: it has to be there now.
+            let device = device_of(&cluster)?;
+            ensure!(fs::metadata(&device)?.file_type().is_block_device());
+            let bytes = fs::File::open(&device)?.seek(SeekFrom::End(0))?;
+            ensure!(bytes > 0, "{} has no size", device.display());
+            up.join().expect("`up` does not panic")?;
+            Ok(told)
+        });
+        terminate(&mut events);
+        ensure!(told?, "no size was told");
+        cluster.adm(CLIENT, &["down", "r0"])?;
+    }
     cluster.stop(CLIENT)?;
     cluster.stop(0)
 }
