@@ -1,5 +1,6 @@
 //! The operator's commands (semantics.md, 6 and 7).
 
+use alloc::boxed::Box;
 use alloc::format;
 use alloc::vec::Vec;
 
@@ -14,7 +15,6 @@ use crate::generation::Rotation;
 use crate::open::{Access, OpenStep};
 use crate::options::{Fencing, Quorum};
 use crate::resource::Resource;
-use crate::state::ReplSets;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -23,8 +23,6 @@ use crate::validity::Refusal;
 
 /// How often a waiting command looks again.
 pub(crate) const RETRY: Duration = Duration::from_millis(100);
-/// Tries of a promotion (semantics.md, 7.1).
-const PROMOTE_TRIES: u32 = 4;
 
 /// A command that waits for something.
 #[derive(Debug)]
@@ -44,6 +42,8 @@ pub(crate) enum Wait {
         outdate_absent: bool,
         tries: u32,
     },
+    /// A moment, before the next step: what stands against it may go by itself.
+    Pause { at: Instant, then: Box<Wait> },
     /// A two-phase commit under way for a promotion.
     Promoting {
         force: bool,
@@ -269,51 +269,6 @@ impl Resource {
 
     // Roles.
 
-    fn command_primary(&mut self, id: CommandId, force: bool) {
-        if force && self.state.role == Role::Primary && self.force_next(id, None) {
-            return;
-        }
-        for peer in self.established_peers().iter() {
-            self.ping(peer);
-        }
-        self.forget_failed_fences();
-        let patience = self.settle_patience();
-        let what = Wait::Promote {
-            force,
-            force_up_to_date: false,
-            outdate_absent: false,
-            tries: PROMOTE_TRIES,
-        };
-        let until = self.now + patience;
-        self.waiting.push(Waiting { id, what, until });
-    }
-
-    fn settle_patience(&self) -> Duration {
-        let ping = self
-            .connections
-            .values()
-            .map(|c| c.net.ping_timeout_tenths)
-            .max();
-        let tenths = u64::from(self.options.auto_promote_timeout_tenths);
-        Duration::from_tenths(tenths + u64::from(ping.unwrap_or(0)))
-    }
-
-    /// Primary-lost events have settled (semantics.md, 7.1).
-    pub(crate) fn settled(&self) -> bool {
-        let pings = self
-            .connections
-            .values()
-            .any(|c| c.link.as_ref().is_some_and(|l| l.ping_outstanding));
-        let unclear = self.state.devices.iter().any(|(volume, d)| {
-            d.disk == DiskState::Consistent
-                || d.peers.iter().any(|(_, p)| {
-                    p.disk == DiskState::Consistent && p.repl > ReplState::Off && !p.repl.is_sync()
-                })
-                || self.reconcile_hold(*volume)
-        });
-        !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
-    }
-
     /// Looks at every waiting command; called after each input.
     pub(crate) fn settle_commands(&mut self) {
         self.settle_give_way();
@@ -344,6 +299,11 @@ impl Resource {
                     };
                     self.waiting.push(Waiting { what, ..item });
                     self.wish(kind, Some(item.id));
+                }
+                Wait::Pause { at, then } if now >= at => {
+                    self.ping_everybody();
+                    let what = *then;
+                    self.waiting.push(Waiting { what, ..item });
                 }
                 Wait::Fencing {
                     force,
@@ -477,75 +437,6 @@ impl Resource {
                 }
                 _ => self.answer(id, Ok(answer)),
             },
-        }
-    }
-
-    /// What the next try of a promotion does differently (semantics.md, 7.1).
-    fn next_promotion(
-        &mut self,
-        force: bool,
-        force_up_to_date: bool,
-        outdate_absent: bool,
-        tries: u32,
-        refusal: &Refusal,
-    ) -> Option<Wait> {
-        let tries = tries.checked_sub(1).filter(|t| *t > 0)?;
-        let same = Wait::Promote {
-            force,
-            force_up_to_date,
-            outdate_absent,
-            tries,
-        };
-        match refusal.code {
-            ErrorCode::TIMEOUT
-            | ErrorCode::CONCURRENT_ST_CHG
-            | ErrorCode::IN_TRANSIENT_STATE
-            | ErrorCode::TWO_PRIMARIES => Some(same),
-            ErrorCode::NO_UP_TO_DATE_DISK if force && !force_up_to_date => Some(Wait::Promote {
-                force,
-                force_up_to_date: true,
-                outdate_absent,
-                tries,
-            }),
-            ErrorCode::NO_UP_TO_DATE_DISK
-                if !force
-                    && !force_up_to_date
-                    && self.only_fencing_is_missing()
-                    && self.fence_for_promotion() =>
-            {
-                Some(Wait::Fencing {
-                    force,
-                    force_up_to_date,
-                    outdate_absent,
-                    tries,
-                    refusal: refusal.clone(),
-                })
-            }
-            ErrorCode::NO_UP_TO_DATE_DISK if !force && !self.settled() => Some(same),
-            ErrorCode::CW_FAILED_BY_PEER if force_up_to_date && !force => Some(Wait::Promote {
-                force,
-                force_up_to_date: false,
-                outdate_absent,
-                tries,
-            }),
-            ErrorCode::PRIMARY_NOP if !outdate_absent && self.fence_for_promotion() => {
-                Some(Wait::Fencing {
-                    force,
-                    force_up_to_date,
-                    outdate_absent,
-                    tries,
-                    refusal: refusal.clone(),
-                })
-            }
-            ErrorCode::PRIMARY_NOP | ErrorCode::NO_QUORUM if force && !outdate_absent => {
-                Some(Wait::Promote {
-                    force,
-                    force_up_to_date,
-                    outdate_absent: true,
-                    tries,
-                })
-            }
-            _ => None,
         }
     }
 

@@ -77,6 +77,8 @@ pub struct Connection {
     pub peer_verify_alg: String,
     /// What the peer said of a commonly lost Primary during the handshake.
     pub peer_dagtag: Option<(NodeId, Dagtag)>,
+    /// What it said of a Primary that this node still reaches: it has lost its own link only.
+    pub kept_dagtag: Option<(NodeId, Dagtag)>,
     /// Try the connect two-phase commit so many times already.
     pub attempts: u32,
     /// The data path's part.
@@ -177,6 +179,7 @@ impl Connection {
             told_lost: NodeMask::EMPTY,
             peer_verify_alg: String::new(),
             peer_dagtag: None,
+            kept_dagtag: None,
             attempts: 0,
             io: ConnIo::default(),
         }
@@ -715,12 +718,7 @@ impl Resource {
             }
         }
         self.ask_if_lost_there(peer);
-        // Whoever said that it had lost this node has lost its own link only.
-        for conn in self.connections.values_mut() {
-            if conn.peer_dagtag.is_some_and(|(lost, _)| lost == peer) {
-                conn.peer_dagtag = None;
-            }
-        }
+        self.keep_words_about(peer);
         self.restart_ping_timer(peer);
         self.legacy_acks_arrived(peer);
         self.pings_progress();

@@ -13,6 +13,7 @@ use crate::event::{CommandId, DiskInfo};
 use crate::few::Few;
 use crate::generation::Generations;
 use crate::options::{DiskOptions, PeerDeviceOptions};
+use crate::time::Instant;
 use crate::uuids::PeerUuids;
 
 /// A volume of a resource.
@@ -206,6 +207,8 @@ pub struct PeerDevice {
     pub current_uuid: Uuid,
     /// What the peer said of its size and limits.
     pub sizes: Option<PeerSizes>,
+    /// When they came.
+    pub sizes_at: Instant,
     /// The peer's last state word, in 9.x numbering.
     pub last_state: Option<lockstep_format::wire::PeerState>,
     /// The verdict of the handshake in progress; applied at the commit.
@@ -356,6 +359,7 @@ impl PeerDevice {
             uuids: None,
             current_uuid: Uuid::ZERO,
             sizes: None,
+            sizes_at: Instant(0),
             last_state: None,
             verdict: None,
             refusal: None,

@@ -572,10 +572,14 @@ impl Generations {
         &self.slots[usize::from(node.0) % UUID_SLOTS]
     }
 
+    /// Whether the data have the name of a generation: the metadata are not just created.
+    pub fn is_named(&self) -> bool {
+        is_real(self.current) && self.current != Uuid::JUST_CREATED
+    }
+
     /// Whether the current data is the provisioned one: never rotated.
     pub fn is_day0(&self) -> bool {
-        is_real(self.current)
-            && self.current != Uuid::JUST_CREATED
+        self.is_named()
             && self.history.iter().all(|uuid| uuid.is_zero())
             && self
                 .others()

@@ -281,7 +281,7 @@ impl Resource {
             bm_block_shift_minus_12: self.block_shift_for(peer, volume),
         };
         let packet = Sizes {
-            d_size: Sector(disk.map_or(0, |d| d.usable_sectors())),
+            d_size: Sector(self.room_for(peer, volume)),
             u_size: Sector(self.told_wish(volume, peer)),
             c_size: Sector(current_sectors),
             max_bio_size_bytes: MAX_BIO_BYTES,
@@ -441,9 +441,11 @@ impl Resource {
                 return;
             }
         };
+        let now = self.now;
         let Some(pd) = self.peer_device_mut(volume, peer) else {
             return;
         };
+        pd.sizes_at = now;
         // Another try over the same link.
         pd.refusal
             .take_if(|refusal| refusal.code == ErrorCode::HANDSHAKE_RETRY);
@@ -792,6 +794,7 @@ impl Resource {
             conn.lost_split_brain = false;
             conn.attempts = 0;
             conn.peer_dagtag = None;
+            conn.kept_dagtag = None;
         }
     }
 

@@ -13,7 +13,7 @@ use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::compare;
 use crate::resource::Resource;
-use crate::state::{PeerDeviceState, ReplSets, State};
+use crate::state::{DeviceState, PeerDeviceState, ReplSets, State};
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -22,6 +22,8 @@ use crate::uuids::{PeerUuids, is_real};
 
 /// How long a pair may be unequal before it is looked at.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// The same for a node that is Outdated beside an UpToDate one of its generation.
+const PATIENCE_OUTDATED: Duration = Duration::from_millis(100);
 /// The pause doubles so many times at most.
 const MOST_DOUBLINGS: u32 = 4;
 
@@ -47,11 +49,31 @@ impl Resource {
                     && (device.disk, p.disk) != (DiskState::UpToDate, DiskState::UpToDate)
             });
             if unequal {
-                let at = self.now + PATIENCE;
+                let patience = match self.was_outdated_in_vain(*volume, device) {
+                    true => PATIENCE_OUTDATED,
+                    false => PATIENCE,
+                };
+                let at = self.now + patience;
                 self.timers.set_earliest(Timer::LookAgain(*volume), at);
+            } else if let Some(device) = self.devices.get_mut(volume) {
+                device.looked_again = 0;
             }
             self.renew_for_late(*volume);
         }
+    }
+
+    /// This node was outdated for a Primary that others still had, and they are UpToDate without it now,
+    /// with the same generation: there is nobody to wait for.
+    fn was_outdated_in_vain(&self, volume: VolumeNr, state: &DeviceState) -> bool {
+        let first = self.devices.get(&volume).map(|d| d.looked_again) == Some(0);
+        first
+            && state.disk == DiskState::Outdated
+            && state.peers.iter().any(|(peer, p)| {
+                p.repl == ReplState::Established
+                    && p.disk == DiskState::UpToDate
+                    && self.is_lockstep(*peer)
+                    && self.same_current(volume, *peer)
+            })
     }
 
     /// A peer's UUIDs came: a generation that it lacks is watched as well.

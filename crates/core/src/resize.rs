@@ -20,17 +20,20 @@ use crate::admin::no_volume;
 use crate::before_resync::ResyncGate;
 use crate::command::{Answer, CommandError, ErrorCode};
 use crate::data::Wanted;
-use crate::device::{DiskPhase, PeerSizes};
+use crate::device::{DiskPhase, LocalDisk, PeerDevice, PeerSizes};
 use crate::event::{CommandId, DiskInfo, LinkId, Output, Stream};
 use crate::report::Level;
 use crate::resize_local::Found;
 use crate::resource::{Pending, Resource};
+use crate::time::Duration;
 use crate::transition::Change;
 use crate::twopc::{Transaction, Wish, WishKind, command_error};
 use crate::validity::Refusal;
 
 /// Requests that are kept for one peer and more than it has in flight.
 const EARLY_REQUESTS: usize = 4096;
+/// How long a peer's sizes count as what is so now: a handshake is tried again within it.
+const FRESH_SIZES: Duration = Duration::from_secs(3);
 /// Size in sectors that a node without a disk names: it sets no limit.
 const NO_LIMIT_SECTORS: u64 = 1 << 41;
 
@@ -850,6 +853,7 @@ impl Resource {
                 self.is_established(**node)
                     && self.is_lockstep(**node)
                     && (1..theirs).contains(&known)
+                    && !self.is_fresh(pd)
             })
             .map(|(node, _)| *node)
             .collect();
@@ -859,6 +863,29 @@ impl Resource {
         let by = by.first()?;
         let text = format!("volume {volume}: node {by} has no room for {theirs} sectors");
         Some(refusal(ErrorCode::HANDSHAKE_RETRY, text))
+    }
+
+    /// What a peer's disk has room for was heard a moment ago.
+    fn is_fresh(&self, pd: &PeerDevice) -> bool {
+        self.now - pd.sizes_at < FRESH_SIZES
+    }
+
+    /// Sectors that a peer is told as those of this node's disk. Who connects is to come no larger than
+    /// the nodes that it does not reach have room for, if they said so just now.
+    pub(crate) fn room_for(&self, peer: NodeId, volume: VolumeNr) -> u64 {
+        let Some(device) = self.devices.get(&volume) else {
+            return 0;
+        };
+        let own = device.attached().map_or(0, LocalDisk::usable_sectors);
+        if self.state.conn(peer) != ConnState::Connecting || !self.is_lockstep(peer) {
+            return own;
+        }
+        let others = device.peers.iter().filter(|(node, pd)| {
+            **node != peer && self.is_established(**node) && self.is_fresh(pd)
+        });
+        let rooms = others.filter_map(|(_, pd)| pd.sizes.map(|sizes| sizes.disk_sectors));
+        let room = rooms.filter(|room| *room != 0).fold(own, u64::min);
+        room.max(device.size_sectors.min(own))
     }
 
     /// This node follows others, or they follow it: with whoever is as large now, the new area is

@@ -143,7 +143,10 @@ impl Resource {
             let shape = layout.bitmap_shape(size);
             let loaded = disk.io.bitmap.shape().bits();
             if shape.bits() != loaded {
-                disk.io.bitmap.resize(shape, true);
+                // Metadata that were never attached, but name a generation, were made for data
+                // that are of it as a whole (metadata.md, 7: day 0).
+                let named = old == 0 && disk.generations.is_named();
+                disk.io.bitmap.resize(shape, !named);
             }
         }
         self.log(

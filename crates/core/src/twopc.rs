@@ -796,7 +796,8 @@ impl Resource {
         if local_last {
             self.send_outcome(t, to, incapable);
         }
-        let members = t.reachable;
+        // Whoever leaves does not count those that stay as gone: they may go on (semantics.md, 11.1).
+        let members = t.reachable.union(t.target_reachable);
         let mut forced: Vec<VolumeNr> = match &wish.kind {
             WishKind::Promote {
                 force_up_to_date: true,

@@ -509,8 +509,14 @@ impl Resource {
                 members = outcome.reachable_nodes().with(self.node_id);
             }
         }
-        members = members.union(self.state.connected());
+        let mut near = self.state.connected();
+        if self.is_left_by_asker(&t) && has_reachable {
+            // It takes its leave, with whom it reaches: that side counts as gone here.
+            near.remove(t.initiator);
+        }
+        members = members.union(near);
         let empty = t.change == StateChange::default();
+        self.forget_words_of_pair(&t);
         if let Some(peer) = t.handshake
             && let Some(refusal) = self.handshake_changed(peer)
         {
@@ -545,6 +551,13 @@ impl Resource {
             self.far_nodes_told(outcome.reachable_nodes(), outcome.primary_nodes, t.lost);
         }
         self.next_wish();
+    }
+
+    /// The node that asks ends its connection to this one.
+    fn is_left_by_asker(&self, t: &Transaction) -> bool {
+        t.target == Some(self.node_id)
+            && t.change.mask.has(StateWord::CONN)
+            && t.change.val.conn() == Some(ConnState::Disconnecting)
     }
 
     /// Someone far away had to ask whether a Primary is left: its data is not current.

@@ -517,16 +517,4 @@ impl Resource {
         };
         self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
     }
-
-    /// How far this node came in the stream of a lost node.
-    pub(crate) fn tell_lost(&mut self, peer: NodeId, lost: NodeId, dagtag: Dagtag) {
-        if let Some(conn) = self.connections.get_mut(&lost) {
-            conn.told_lost.insert(peer);
-        }
-        let packet = Packet::PeerDagtag(PeerDagtag {
-            dagtag,
-            node_id: lost,
-        });
-        self.send(peer, Stream::Data, VolumeNr::NONE, packet);
-    }
 }

@@ -1,0 +1,145 @@
+//! Promotion by command: what it waits for, and what its next try does differently (semantics.md, 7.1).
+
+use alloc::boxed::Box;
+
+use lockstep_format::wire::{DiskState, ReplState, Role};
+
+use crate::admin::{Wait, Waiting};
+use crate::command::ErrorCode;
+use crate::connection::Connection;
+use crate::event::CommandId;
+use crate::resource::Resource;
+use crate::state::ReplSets;
+use crate::time::Duration;
+use crate::timers::Timer;
+use crate::validity::Refusal;
+
+/// Tries of a promotion (semantics.md, 7.1).
+const PROMOTE_TRIES: u32 = 4;
+
+impl Resource {
+    pub(crate) fn command_primary(&mut self, id: CommandId, force: bool) {
+        if force && self.state.role == Role::Primary && self.force_next(id, None) {
+            return;
+        }
+        self.ping_everybody();
+        self.forget_failed_fences();
+        let patience = self.settle_patience();
+        let what = Wait::Promote {
+            force,
+            force_up_to_date: false,
+            outdate_absent: false,
+            tries: PROMOTE_TRIES,
+        };
+        let until = self.now + patience;
+        self.waiting.push(Waiting { id, what, until });
+    }
+
+    fn settle_patience(&self) -> Duration {
+        let tenths = u64::from(self.options.auto_promote_timeout_tenths);
+        Duration::from_tenths(tenths + self.longest_ping_tenths())
+    }
+
+    fn longest_ping_tenths(&self) -> u64 {
+        let tenths = |c: &Connection| u64::from(c.net.ping_timeout_tenths);
+        self.connections.values().map(tenths).max().unwrap_or(0)
+    }
+
+    /// Primary-lost events have settled (semantics.md, 7.1).
+    pub(crate) fn settled(&self) -> bool {
+        let pings = self
+            .connections
+            .values()
+            .any(|c| c.link.as_ref().is_some_and(|l| l.ping_outstanding));
+        let unclear = self.state.devices.iter().any(|(volume, d)| {
+            d.disk == DiskState::Consistent
+                || d.peers.iter().any(|(_, p)| {
+                    p.disk == DiskState::Consistent && p.repl > ReplState::Off && !p.repl.is_sync()
+                })
+                || self.reconcile_hold(*volume)
+        });
+        !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
+    }
+
+    pub(crate) fn ping_everybody(&mut self) {
+        for peer in self.established_peers().iter() {
+            self.ping(peer);
+        }
+    }
+
+    /// What the next try of a promotion does differently (semantics.md, 7.1).
+    pub(crate) fn next_promotion(
+        &mut self,
+        force: bool,
+        force_up_to_date: bool,
+        outdate_absent: bool,
+        tries: u32,
+        refusal: &Refusal,
+    ) -> Option<Wait> {
+        let tries = tries.checked_sub(1).filter(|t| *t > 0)?;
+        let same = Wait::Promote {
+            force,
+            force_up_to_date,
+            outdate_absent,
+            tries,
+        };
+        match refusal.code {
+            ErrorCode::TIMEOUT | ErrorCode::CONCURRENT_ST_CHG | ErrorCode::IN_TRANSIENT_STATE => {
+                Some(same)
+            }
+            // For one ping-timeout in all: the other Primary may have died, or is leaving.
+            ErrorCode::TWO_PRIMARIES => Some(Wait::Pause {
+                at: self.now
+                    + Duration::from_millis(
+                        self.longest_ping_tenths() * 100 / u64::from(PROMOTE_TRIES - 1),
+                    ),
+                then: Box::new(same),
+            }),
+            ErrorCode::NO_UP_TO_DATE_DISK if force && !force_up_to_date => Some(Wait::Promote {
+                force,
+                force_up_to_date: true,
+                outdate_absent,
+                tries,
+            }),
+            ErrorCode::NO_UP_TO_DATE_DISK
+                if !force
+                    && !force_up_to_date
+                    && self.only_fencing_is_missing()
+                    && self.fence_for_promotion() =>
+            {
+                Some(Wait::Fencing {
+                    force,
+                    force_up_to_date,
+                    outdate_absent,
+                    tries,
+                    refusal: refusal.clone(),
+                })
+            }
+            ErrorCode::NO_UP_TO_DATE_DISK if !force && !self.settled() => Some(same),
+            ErrorCode::CW_FAILED_BY_PEER if force_up_to_date && !force => Some(Wait::Promote {
+                force,
+                force_up_to_date: false,
+                outdate_absent,
+                tries,
+            }),
+            ErrorCode::PRIMARY_NOP if !outdate_absent && self.fence_for_promotion() => {
+                Some(Wait::Fencing {
+                    force,
+                    force_up_to_date,
+                    outdate_absent,
+                    tries,
+                    refusal: refusal.clone(),
+                })
+            }
+            ErrorCode::PRIMARY_NOP | ErrorCode::NO_QUORUM if force && !outdate_absent => {
+                Some(Wait::Promote {
+                    force,
+                    force_up_to_date,
+                    outdate_absent: true,
+                    tries,
+                })
+            }
+            _ => None,
+        }
+    }
+}

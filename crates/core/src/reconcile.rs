@@ -1,0 +1,256 @@
+//! Reconciliation between the survivors of a lost Primary (semantics.md, 18.5).
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
+use lockstep_format::wire::packet::PeerDagtag;
+use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, StateWord, UuidFlags};
+
+use crate::device::Reconcile;
+use crate::event::Stream;
+use crate::report::Level;
+use crate::resource::Resource;
+use crate::transition::Change;
+use crate::twopc::Transaction;
+
+impl Resource {
+    /// The lost peer was Primary: the other survivors hear how far this node came.
+    pub(crate) fn notify_lost_primary(&mut self, lost: NodeId) {
+        let Some(conn) = self.connections.get_mut(&lost) else {
+            return;
+        };
+        if !conn.notify_lost_primary {
+            return;
+        }
+        conn.notify_lost_primary = false;
+        let dagtag = conn.last_dagtag;
+        let left_before = self.take_kept_words(lost);
+        let survivors = self.established_peers().without(lost);
+        for peer in survivors.iter() {
+            let mut owed = false;
+            let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+            for volume in volumes {
+                let p = self.state.peer_device(volume, peer);
+                let own = self.state.disk(volume);
+                let diskful = p.disk >= DiskState::Inconsistent && p.disk != DiskState::DUnknown;
+                if !diskful || own < DiskState::Inconsistent {
+                    continue;
+                }
+                if self.is_lockstep(peer) {
+                    self.send_uuids(peer, volume, UuidFlags::empty());
+                } else {
+                    self.send_current_uuid(peer, volume);
+                }
+                if p.repl == ReplState::Established
+                    && own >= DiskState::Consistent
+                    && !left_before.contains(peer)
+                    && let Some(pd) = self.peer_device_mut(volume, peer)
+                    && pd.reconcile == Reconcile::No
+                {
+                    pd.reconcile = Reconcile::Pending { lost };
+                }
+                owed = true;
+            }
+            if owed {
+                self.tell_lost(peer, lost, dagtag);
+            }
+            self.try_reconcile(peer);
+        }
+        self.reconcile_settled();
+    }
+
+    pub(crate) fn peer_dagtag_received(&mut self, peer: NodeId, packet: PeerDagtag) {
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        conn.peer_dagtag = Some((packet.node_id, packet.dagtag));
+        if self.state.conn(peer) != ConnState::Connected {
+            return;
+        }
+        if self.state.conn(packet.node_id) == ConnState::Connected {
+            // It is alive as far as this node knows; a ping tells.
+            self.ping(packet.node_id);
+            return;
+        }
+        self.try_reconcile(peer);
+    }
+
+    /// Both survivors have said how far they came and have cleaned up: the shorter one follows.
+    fn try_reconcile(&mut self, peer: NodeId) {
+        let Some(conn) = self.connections.get(&peer) else {
+            return;
+        };
+        let Some((lost, theirs)) = conn.peer_dagtag else {
+            return;
+        };
+        let Some(lost_conn) = self.connections.get(&lost) else {
+            return;
+        };
+        let gone = self.state.conn(lost) != ConnState::Connected
+            && !lost_conn.draining
+            && !lost_conn.notify_lost_primary;
+        if !gone {
+            return;
+        }
+        let mine = lost_conn.last_dagtag;
+        let told = lost_conn.told_lost.contains(peer);
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.peer_dagtag = None;
+        }
+        if !told && self.is_lockstep(peer) {
+            // It became Primary and was lost before this node heard of that; the peer waits for
+            // an answer all the same.
+            self.tell_lost(peer, lost, mine);
+        }
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let p = self.state.peer_device(volume, peer);
+            let own = self.state.disk(volume);
+            if p.repl != ReplState::Established
+                || !matches!(own, DiskState::Consistent | DiskState::UpToDate)
+                || !matches!(
+                    p.disk,
+                    DiskState::Consistent | DiskState::UpToDate | DiskState::Outdated
+                )
+            {
+                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                    pd.reconcile = Reconcile::No;
+                }
+                continue;
+            }
+            self.reconcile_volume(volume, peer, lost, mine, theirs);
+        }
+        self.reconcile_settled();
+    }
+
+    fn reconcile_volume(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        lost: NodeId,
+        mine: Dagtag,
+        theirs: Dagtag,
+    ) {
+        let equal = self.same_current(volume, peer);
+        let repl = if !equal {
+            // Different generations: the comparison knows the direction.
+            None
+        } else if mine == theirs {
+            Some(ReplState::Established)
+        } else if mine.is_newer_than(theirs) {
+            Some(ReplState::WfBitmapS)
+        } else {
+            Some(ReplState::WfBitmapT)
+        };
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return;
+        };
+        match repl {
+            None => {
+                pd.reconcile = Reconcile::No;
+                self.compare_now(peer, volume);
+            }
+            Some(ReplState::Established) => {
+                pd.reconcile = Reconcile::No;
+                if !self.is_lockstep(peer) {
+                    // A kernel forgets its marks, too; it would not take a bitmap now.
+                    self.clear_slot(volume, peer);
+                } else if self.marked_towards(volume, peer) {
+                    // Both have the same prefix of the stream, but a mark is older than it.
+                    let repl = if self.node_id < peer {
+                        ReplState::WfBitmapS
+                    } else {
+                        ReplState::WfBitmapT
+                    };
+                    self.hard_change(Change::new().repl(volume, peer, repl));
+                }
+            }
+            Some(repl) => {
+                pd.reconcile = Reconcile::Running {
+                    lost,
+                    dagtag: if mine.is_newer_than(theirs) {
+                        mine
+                    } else {
+                        theirs
+                    },
+                };
+                self.log(
+                    Level::Info,
+                    Some(peer),
+                    Some(volume),
+                    format!("reconciling after the loss of node {lost}: {repl:?}"),
+                );
+                self.hard_change(Change::new().repl(volume, peer, repl));
+            }
+        }
+    }
+
+    /// Nothing is owed any more: Consistent disks ask whether they may be UpToDate.
+    pub(crate) fn reconcile_settled(&mut self) {
+        let open = self
+            .devices
+            .keys()
+            .any(|v| self.state.disk(*v) == DiskState::Consistent && !self.reconcile_hold(*v));
+        if open {
+            self.schedule_empty_twopc();
+        }
+    }
+
+    /// Whoever said that it had lost this Primary has lost its own link only, as the Primary answers.
+    /// What it said holds when this node loses the Primary, too: it is not said again.
+    pub(crate) fn keep_words_about(&mut self, primary: NodeId) {
+        for conn in self.connections.values_mut() {
+            if conn.peer_dagtag.is_some_and(|(lost, _)| lost == primary) {
+                conn.kept_dagtag = conn.peer_dagtag.take();
+            }
+        }
+    }
+
+    /// This node has lost the Primary that others had lost before. Says which of them have been outdated
+    /// meanwhile: they follow whoever is UpToDate, and have no say in that.
+    fn take_kept_words(&mut self, lost: NodeId) -> NodeMask {
+        let mut left_before = NodeMask::EMPTY;
+        for (peer, conn) in &mut self.connections {
+            if conn.kept_dagtag.is_none_or(|(node, _)| node != lost) {
+                continue;
+            }
+            let word = conn.kept_dagtag.take();
+            let mut disks = self.state.devices.values().map(|d| d.peers.get(peer));
+            if disks.any(|p| p.is_some_and(|p| p.disk == DiskState::Outdated)) {
+                left_before.insert(*peer);
+            } else {
+                conn.peer_dagtag = conn.peer_dagtag.or(word);
+            }
+        }
+        left_before
+    }
+
+    /// Two other nodes are connected again: what one said of the loss of the other is outdated.
+    pub(crate) fn forget_words_of_pair(&mut self, t: &Transaction) {
+        let connects =
+            t.change.mask.has(StateWord::CONN) && t.change.val.conn() == Some(ConnState::Connected);
+        let Some(target) = t.target.filter(|_| connects) else {
+            return;
+        };
+        for (teller, about) in [(t.initiator, target), (target, t.initiator)] {
+            if let Some(conn) = self.connections.get_mut(&teller)
+                && conn.kept_dagtag.is_some_and(|(node, _)| node == about)
+            {
+                conn.kept_dagtag = None;
+            }
+        }
+    }
+
+    /// How far this node came in the stream of a lost node.
+    pub(crate) fn tell_lost(&mut self, peer: NodeId, lost: NodeId, dagtag: Dagtag) {
+        if let Some(conn) = self.connections.get_mut(&lost) {
+            conn.told_lost.insert(peer);
+        }
+        let packet = Packet::PeerDagtag(PeerDagtag {
+            dagtag,
+            node_id: lost,
+        });
+        self.send(peer, Stream::Data, VolumeNr::NONE, packet);
+    }
+}
