@@ -502,7 +502,12 @@ impl Resource {
                 self.twopc_progress();
             }
             ConnState::Connected if self.added_volume_state(peer, volume, state) => {}
-            ConnState::Connected => self.established_state_received(peer, volume, state),
+            ConnState::Connected => {
+                self.established_state_received(peer, volume, state);
+                if self.state.peer_device(volume, peer).disk >= DiskState::Consistent {
+                    self.forget_stable_news(Some((peer, volume)));
+                }
+            }
             _ => {}
         }
     }
@@ -1089,7 +1094,8 @@ impl Resource {
         }
         match strategy.to_repl_state(self.state.role, theirs.role) {
             Some(ReplState::Established) => {
-                if own == DiskState::Outdated && theirs.disk >= DiskState::Consistent {
+                let follows = own == DiskState::Outdated && !self.is_weak(&self.state);
+                if follows && theirs.disk >= DiskState::Consistent {
                     let equal =
                         self.same_current(volume, peer) && !self.marked_towards(volume, peer);
                     if equal {

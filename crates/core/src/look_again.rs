@@ -8,7 +8,7 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::compare;
@@ -62,11 +62,34 @@ impl Resource {
         }
     }
 
+    /// A Primary that is not among the neighbours may write at any moment: equal data are no current ones.
+    pub(crate) fn is_weak(&self, state: &State) -> bool {
+        !self.far_primaries.difference(state.connected()).is_empty()
+    }
+
+    /// A transaction has shown all Primaries there are.
+    pub(crate) fn note_primaries(&mut self, primary_nodes: NodeMask) {
+        let near = self.state.connected().with(self.node_id);
+        let far = primary_nodes.difference(near);
+        let before = core::mem::replace(&mut self.far_primaries, far);
+        if before.is_empty() || !far.is_empty() {
+            return;
+        }
+        for (volume, device) in &mut self.devices {
+            if self.state.disk(*volume) == DiskState::Outdated {
+                device.looked_again = 0;
+                let at = self.now + PATIENCE_OUTDATED;
+                self.timers.set_earliest(Timer::LookAgain(*volume), at);
+            }
+        }
+    }
+
     /// This node was outdated for a Primary that others still had, and they are UpToDate without it now,
     /// with the same generation: there is nobody to wait for.
     fn was_outdated_in_vain(&self, volume: VolumeNr, state: &DeviceState) -> bool {
         let first = self.devices.get(&volume).map(|d| d.looked_again) == Some(0);
         first
+            && !self.is_weak(&self.state)
             && state.disk == DiskState::Outdated
             && state.peers.iter().any(|(peer, p)| {
                 p.repl == ReplState::Established
@@ -112,9 +135,15 @@ impl Resource {
         if self.state.disk(volume) == DiskState::Consistent {
             self.schedule_empty_twopc();
         }
+        let weak = self.state.disk(volume) == DiskState::Outdated && self.is_weak(&self.state);
+        if weak {
+            // Is it still one?
+            self.schedule_empty_twopc();
+        }
         let peers: Vec<NodeId> = peers
             .into_iter()
             .filter(|peer| !self.waits_for_stable(volume, *peer))
+            .filter(|peer| !(weak && self.same_current(volume, *peer)))
             .collect();
         // Where a Primary is near, it is asked first: it has everything.
         let primary = peers.iter().copied().find(|peer| {

@@ -4,7 +4,7 @@ use alloc::collections::VecDeque;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{self, ConnState, Packet};
 
 use crate::admin::Waiting;
@@ -65,6 +65,8 @@ pub struct Resource {
     pub(crate) waiting: Vec<Waiting>,
     /// `down` asks for nothing before this time.
     pub(crate) down_pause: Instant,
+    /// Primaries out of reach, as the last transaction has shown them.
+    pub(crate) far_primaries: NodeMask,
     /// A new current UUID that is being spread.
     pub(crate) new_uuid: Option<NewUuid>,
     /// Something waits for a new generation that is due.
@@ -128,6 +130,7 @@ impl Resource {
             twopc: Twopc::default(),
             waiting: Vec::new(),
             down_pause: Instant(0),
+            far_primaries: NodeMask::EMPTY,
             new_uuid: None,
             new_uuid_wanted: false,
             explicit_primary: false,

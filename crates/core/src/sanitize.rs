@@ -295,6 +295,7 @@ impl Resource {
 
     fn sanitize_peers_second(&self, volume: VolumeNr, old: &State, new: &mut State) {
         let stable = new.stable();
+        let weak = self.is_weak(new);
         let is_target = new
             .devices
             .get(&volume)
@@ -362,6 +363,7 @@ impl Resource {
                     || self.peer_got_stable(volume, *peer)
                     || before.disk == DiskState::Outdated)
                 && self.same_current(volume, *peer)
+                && !weak
             {
                 next = p.disk;
             }

@@ -40,6 +40,8 @@ pub struct Twopc {
     retry: Option<(Wish, u32)>,
     /// A PREPARE that waits for the running transaction to end.
     pub(crate) postponed: Option<(NodeId, VolumeNr, PhaseOne, Instant)>,
+    /// The last ones of others that were committed here: initiator and number.
+    pub(crate) committed: VecDeque<(NodeId, u32)>,
     /// Requests of the running change that an 8.4 peer was not asked yet.
     pub(crate) legacy: VecDeque<(VolumeNr, StateChange)>,
     /// Nodes behind others that will hear of this Primary by the last commit (`far.rs`).
@@ -807,6 +809,7 @@ impl Resource {
             _ => Vec::new(),
         };
         forced.retain(|volume| self.may_be_forced(*volume));
+        self.note_primaries(t.primary_nodes);
         match &wish.kind {
             WishKind::Empty => {
                 self.hard_change(Change::new().members(members));
@@ -1065,13 +1068,14 @@ impl Resource {
             .members
             .difference(self.state.connected())
             .without(self.node_id);
-        if quorum || open || !gone.is_empty() {
+        if quorum || open || !gone.is_empty() || !self.far_primaries.is_empty() {
             self.wish(WishKind::Empty, None);
         }
     }
 
     /// The commit of the empty transaction (semantics.md, 10.7).
     pub(crate) fn empty_committed(&mut self, primary_nodes: NodeMask, incapable: bool) {
+        self.note_primaries(primary_nodes);
         let mut near = self.state.connected();
         near.insert(self.node_id);
         let far = primary_nodes.difference(near);
@@ -1102,6 +1106,7 @@ impl Resource {
     /// A commit that shows a Primary with data outside the direct neighbours: this node's data
     /// cannot be current (semantics.md, 10.5).
     pub(crate) fn far_primary(&mut self, primary_nodes: NodeMask, incapable: bool) {
+        self.note_primaries(primary_nodes);
         let mut near = self.state.connected();
         near.insert(self.node_id);
         if !primary_nodes.difference(near).is_empty() && !incapable {
@@ -1115,13 +1120,7 @@ impl Resource {
         }
         // A neighbour that said before that its data are stable is as far from the Primary as this node: it is no
         // reason to be UpToDate again.
-        let devices = self.devices.values_mut();
-        for set in devices
-            .flat_map(|d| d.peers.values_mut())
-            .filter_map(|pd| pd.uuids.as_mut())
-        {
-            set.flags.remove(UuidFlags::GOT_STABLE);
-        }
+        self.forget_stable_news(None);
         let mut change = Change::new().lower_disks(DiskState::Outdated);
         change.ignore_impossible_outdate = true;
         self.hard_change(change);

@@ -20,6 +20,9 @@ use crate::transition::Change;
 use crate::twopc::{ReplyKind, Transaction};
 use crate::validity::Refusal;
 
+/// Committed transactions that are known again.
+const COMMITTED_KEPT: usize = 8;
+
 impl Resource {
     /// Phase one of somebody else's transaction.
     pub(crate) fn prepare_received(&mut self, peer: NodeId, volume: VolumeNr, prepare: PhaseOne) {
@@ -28,6 +31,12 @@ impl Resource {
             && prepare.change.val.conn() == Some(ConnState::Connected)
             && volume.is_none();
         self.note_if_lost_there(peer, head.initiator_node_id);
+        let number = (head.initiator_node_id, head.tid);
+        if self.twopc.committed.contains(&number) {
+            // A redundant path that is slower than the commit: this node's own question was taken for the
+            // answer, and nobody will say how it ended.
+            return;
+        }
         if let Some(t) = self.twopc.current.as_mut() {
             if t.initiator == head.initiator_node_id && t.tid == head.tid {
                 // A redundant path: it is answered with what the others get.
@@ -490,6 +499,10 @@ impl Resource {
             self.next_wish();
             return;
         }
+        if self.twopc.committed.len() == COMMITTED_KEPT {
+            self.twopc.committed.pop_front();
+        }
+        self.twopc.committed.push_back((t.initiator, t.tid));
         if let Some(vote) = t.resize {
             let size = outcome.exposed_size().0;
             self.resize_committed(&t, &vote, size, outcome.primary_nodes, None);
@@ -517,6 +530,7 @@ impl Resource {
         members = members.union(near);
         let empty = t.change == StateChange::default();
         self.forget_words_of_pair(&t);
+        self.note_primaries(outcome.primary_nodes);
         if let Some(peer) = t.handshake
             && let Some(refusal) = self.handshake_changed(peer)
         {

@@ -748,6 +748,7 @@ impl Resource {
             && stable
             && self.peer_got_stable(volume, peer)
             && self.same_current(volume, peer)
+            && !self.is_weak(&self.state)
         {
             self.hard_change(Change::new().disk(volume, mine.disk));
         }

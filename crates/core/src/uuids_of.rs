@@ -78,6 +78,20 @@ impl Resource {
             && !self.marked_towards(volume, peer)
     }
 
+    /// The news that peers are stable have had their effect (semantics.md, 4.2, rule 11): what lowers this
+    /// node's disk later is not undone by them. Those of one peer and volume, or all.
+    pub(crate) fn forget_stable_news(&mut self, of: Option<(NodeId, VolumeNr)>) {
+        for (volume, device) in &mut self.devices {
+            for (peer, pd) in &mut device.peers {
+                if let Some(set) = pd.uuids.as_mut()
+                    && of.is_none_or(|of| of == (*peer, *volume))
+                {
+                    set.flags.remove(UuidFlags::GOT_STABLE);
+                }
+            }
+        }
+    }
+
     /// Either side has marked blocks towards the other.
     pub(crate) fn marked_towards(&self, volume: VolumeNr, peer: NodeId) -> bool {
         self.out_of_sync_blocks(volume, peer) > 0

@@ -103,3 +103,73 @@ fn of_two_secondaries_the_one_that_stays_keeps_quorum() {
         assert!(quorum(0) && !quorum(1), "seed {seed} {:#?}", w.log);
     }
 }
+
+/// A chain of nodes: those that the Primary at its end does not reach are no current ones, also when the
+/// last one was connected to it for a while.
+#[test]
+fn nodes_behind_others_stay_outdated_when_the_primary_leaves_the_last_one() {
+    for (seed, how) in (0..24).map(|n| (n, n % 3)) {
+        let count = 4 + seed as usize % 2;
+        let last = count - 1;
+        let mut w = clean(seed, count, Setup::default());
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        for a in 0..count {
+            for b in a + 2..count {
+                let peer = node_id(b);
+                w.command(a, Command::Disconnect { peer, force: false });
+                w.pass(Duration::from_millis(100));
+            }
+        }
+        w.command(0, Command::Primary { force: false });
+        w.pass(Duration::from_secs(1));
+        let outdated = |w: &World, from: usize| {
+            for node in from..count {
+                let disk = w.disk_state(node);
+                assert_eq!(
+                    disk,
+                    DiskState::Outdated,
+                    "seed {seed} node {node} {:#?}",
+                    w.log
+                );
+            }
+        };
+        outdated(&w, 2);
+        let connect = |w: &mut World, from: usize, to: usize| {
+            let connect = Command::Connect {
+                peer: node_id(to),
+                discard_my_data: false,
+                tentative: false,
+            };
+            w.command(from, connect);
+        };
+        connect(&mut w, 0, last);
+        w.pass(Duration::from_secs(1));
+        assert_eq!(
+            w.disk_state(last),
+            DiskState::UpToDate,
+            "seed {seed} {:#?}",
+            w.log
+        );
+        let force = how == 0;
+        let (from, peer) = match how {
+            1 => (last, node_id(0)),
+            _ => (0, node_id(last)),
+        };
+        w.command(from, Command::Disconnect { peer, force });
+        w.pass(Duration::from_secs(2));
+        outdated(&w, 2);
+        let id = w.command(0, Command::Secondary { force: false });
+        w.pass_until("the demotion", 5, |w| w.answers.contains_key(&id));
+        w.pass(Duration::from_secs(1));
+        for node in 1..count {
+            let disk = w.disk_state(node);
+            assert_eq!(
+                disk,
+                DiskState::UpToDate,
+                "seed {seed} node {node} {:#?}",
+                w.log
+            );
+        }
+    }
+}
