@@ -12,7 +12,7 @@ use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::{TwopcHead, TwopcOutcome, TwopcPrepare, TwopcReply};
 use lockstep_format::wire::{
     ConnState, DeviceDescFlags, DiskState, Packet, ReplState, Role, StateChange, StateWord,
-    TwopcFlags, UuidFlags,
+    TwopcFlags,
 };
 
 use crate::command::{Answer, CommandError, ErrorCode};
