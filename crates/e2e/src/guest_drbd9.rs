@@ -539,7 +539,8 @@ impl Nine {
         self.wait("all Connected and UpToDate", Nine::is_in_sync)
     }
 
-    fn is_in_sync(&self) -> Result<bool> {
+    /// All nodes are Connected and UpToDate, and nothing is marked.
+    pub fn is_in_sync(&self) -> Result<bool> {
         let expected = |node: usize| {
             let diskless = self.setup.diskless.contains(&node);
             if diskless { "Diskless" } else { "UpToDate" }

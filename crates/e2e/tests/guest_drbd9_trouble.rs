@@ -139,7 +139,9 @@ fn invalidated_disks_and_paused_resyncs_work_both_ways() -> Result<()> {
         cluster.wait_in_sync()?;
         // The other one outdates itself alone, and follows afterwards.
         cluster.adm(target, "disconnect r0")?;
-        cluster.adm(target, "outdate r0")?;
+        // `drbdadm outdate` of Debian's tools takes metadata that are not in use only.
+        let words = format!("outdate {}", cluster.setup.minor);
+        cluster.setup_tool(target, &words)?;
         ensure!(cluster.disk_state(target, 0)? == "Outdated", "not outdated");
         cluster.refused(target, "primary r0", "")?;
         cluster.adm(target, "connect r0")?;

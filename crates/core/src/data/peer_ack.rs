@@ -34,10 +34,13 @@ impl Resource {
                 .keys()
                 .fold(mask, |mask, peer| mask.with(*peer));
         }
+        // A kernel without its disk forgets what it has refused, and drops the connection if the ack ends with
+        // it. What it failed to write is acked with the next write.
+        let forgotten = |peer: NodeId| self.is_kernel(peer) && !req.ok.contains(peer);
         let got: Vec<NodeId> = req
             .sent
             .iter()
-            .filter(|peer| self.is_established(*peer))
+            .filter(|peer| self.is_established(*peer) && !forgotten(*peer))
             .collect();
         if got.is_empty() {
             return;

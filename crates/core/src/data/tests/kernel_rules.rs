@@ -275,3 +275,21 @@ fn a_client_primary_that_is_met_during_a_resync_makes_its_end_count() {
     w.pass(Duration::from_secs(2));
     assert!(w.nodes[1].data.now == w.nodes[2].data.now);
 }
+
+/// A kernel that gets a write without its disk refuses it (`P_NEG_ACK`) and knows nothing of it afterwards: a peer ack
+/// of it makes it drop the connection.
+#[test]
+fn a_write_that_a_kernel_has_refused_gets_no_peer_ack() {
+    for (seed, kernels) in [(9, true), (10, false)] {
+        let mut setup = Setup::default();
+        setup.options.kernel_rules = kernels;
+        let mut w = clean(seed, 2, setup);
+        w.nodes[1].fail_data_writes = true;
+        w.packets.clear();
+        w.write(0, 800, 4096, 7);
+        w.pass(Duration::from_secs(1));
+        let acks = w.packets.get("peer ack").copied().unwrap_or(0);
+        assert_eq!(acks, u64::from(!kernels), "{:?}", w.packets);
+        assert_eq!(w.bits(0, 1), 1, "{:#?}", w.log);
+    }
+}
