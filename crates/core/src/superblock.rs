@@ -139,6 +139,7 @@ impl Resource {
             AfterMeta::NewUuid => self.new_uuid_durable(volume),
             AfterMeta::PlannedUuid => self.planned_uuid_durable(volume),
             AfterMeta::ForcedUuid => self.forced_uuid_durable(volume),
+            AfterMeta::SpreadUuids if self.spreads_later(volume) => {}
             AfterMeta::SpreadUuids => self.spread_uuids(volume),
             AfterMeta::Attached => self.attach_stamped(volume),
             AfterMeta::Answer(id) => self.answer(id, Ok(crate::command::Answer::Done)),
@@ -148,6 +149,13 @@ impl Resource {
             AfterMeta::SyncUuid(peer, uuid) => self.sync_uuid_durable(volume, peer, uuid),
             AfterMeta::Resized => self.resize_durable(volume),
         }
+    }
+
+    /// A newer generation has been taken over, and is not durable: who hears of it counts on that. It is told once it is.
+    fn spreads_later(&self, volume: VolumeNr) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.disk.as_ref());
+        let mut waiting = disk.into_iter().flat_map(|d| &d.writer.waiting);
+        waiting.any(|(_, then)| matches!(then, AfterMeta::SpreadUuids))
     }
 
     /// All metadata changes of the volume up to now are durable.

@@ -110,3 +110,15 @@ fn a_mark_behind_the_own_end_is_no_fault_of_a_larger_peer() {
     planned_holds(Some(3), 133_001_818, kinds(), "4-6", requests);
     planned_holds(Some(3), 133_001_818, kinds(), "0-99", "0-999");
 }
+
+/// A follower was told of a second generation while its slow disk wrote the first one. When that was durable it confirmed the
+/// second one, and its metadata did not know it for seconds.
+#[test]
+fn a_generation_is_not_confirmed_by_the_end_of_an_earlier_write() {
+    let kinds = || {
+        let extras = vec![Extra::Every, Extra::Hot];
+        (Some("shuffle,stall,slowdisk"), extras)
+    };
+    planned_holds(Some(3), 198, kinds(), "12,14-15", "50,63");
+    planned_holds(Some(3), 198, kinds(), "0-99", "0-999");
+}
