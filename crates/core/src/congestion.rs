@@ -78,7 +78,8 @@ impl Resource {
             Some("another volume is Ahead")
         } else if fill_sectors > 0 && in_flight_sectors >= fill_sectors {
             Some("congestion-fill is reached")
-        } else if extents >= conn.net.congestion_extents as usize {
+        } else if conn.net.congestion_extents > 0 && extents >= conn.net.congestion_extents as usize
+        {
             Some("congestion-extents is reached")
         } else {
             None

@@ -178,7 +178,7 @@ pub struct NetOptions {
     pub on_congestion: OnCongestion,
     /// `congestion-fill` in sectors, default 0 (no limit).
     pub congestion_fill_sectors: u64,
-    /// `congestion-extents`, default 1237.
+    /// `congestion-extents`, default 1237; 0 for no limit.
     pub congestion_extents: u32,
 }
 

@@ -193,3 +193,21 @@ fn a_policy_with_another_protocol_is_refused() {
     let refusal = w.answers[&id].clone().expect_err("protocol C");
     assert_eq!(refusal.code, ErrorCode::ERR_CONG_NOT_PROTO_A);
 }
+
+#[test]
+fn no_limit_of_extents_is_no_congestion() {
+    for (extents, is_ahead) in [(0, false), (1, true)] {
+        let mut setup = setup(124, OnCongestion::PullAhead);
+        setup.net.congestion_fill_sectors = 0;
+        setup.net.congestion_extents = extents;
+        let mut w = clean(7, 2, setup);
+        w.write(0, 8000, 4096, 99);
+        w.pass(Duration::from_secs(1));
+        w.stalled = Some(1);
+        for n in 0..4 {
+            w.write(0, n * 8, 4096, 1);
+            w.pass(Duration::from_millis(10));
+        }
+        assert_eq!(repl(&w).0 == ReplState::Ahead, is_ahead, "{:#?}", w.log);
+    }
+}

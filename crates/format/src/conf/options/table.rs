@@ -203,10 +203,10 @@ const NET: &[OptionSpec] = &[
     },
     num(
         "congestion-extents",
-        1,
+        0,
         65534,
         1237,
-        "Active extents that count as congestion.",
+        "Active extents that count as congestion; 0 for no limit.",
     ),
     text(
         "csums-alg",
