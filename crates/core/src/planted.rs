@@ -511,6 +511,8 @@ registry! {
         "A disk that was Negotiating in a handshake, and has been decided on since, is not compared.";
     ExtentsOutOfOrder "extents-out-of-order"
         "A received write that waits for an earlier one takes its extents after later ones.";
+    CopyHidesLaterMark "copy-hides-later-mark"
+        "A copied block clears a mark that a write has set since it was written.";
     VouchesForTheLost "vouches-for-the-lost"
         "A node says that a peer is in sync which asks others as if it had lost the connection.";
     FarNodesNotTold "far-nodes-not-told"

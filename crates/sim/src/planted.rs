@@ -516,6 +516,7 @@ fn quoted(text: &str) -> String {
 const RARE: &[Planted] = &[
     Planted::FarNodesNotTold,
     Planted::VouchesForTheLost,
+    Planted::CopyHidesLaterMark,
     Planted::ExtentsOutOfOrder,
     Planted::AttachedInHandshakeOverlooked,
     Planted::AckBeforeDiskWrite,

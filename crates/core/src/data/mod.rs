@@ -794,9 +794,10 @@ impl Resource {
         except: NodeMask,
     ) {
         if let Some(io) = self.disk_io(volume) {
-            let except = io.slot_mask(except);
-            io.bitmap.set_range_in_all(sector, size_bytes, except);
+            let slots = io.slot_mask(except);
+            io.bitmap.set_range_in_all(sector, size_bytes, slots);
         }
+        self.copies_differ(volume, except.complement(), sector, size_bytes);
     }
 }
 

@@ -906,6 +906,11 @@ impl Resource {
                 }
             }
         }
+        let have = match failed {
+            true => NodeMask::EMPTY,
+            false => mask.with(peer),
+        };
+        self.copies_differ(volume, have.complement(), sector, size);
         self.forward_marks(volume, peer, mask, sector, size);
         let kept = planted!(self, ExtentNeverLetGo) && write.kind == RequestKind::Discard;
         if let Some(serial) = write.al.filter(|_| !kept) {

@@ -950,6 +950,23 @@ impl Resource {
         }
     }
 
+    /// A write is settled that these nodes lack, or that failed here: what this node has got of them in the range, and
+    /// not flushed yet, does not make it equal to them.
+    pub(crate) fn copies_differ(
+        &mut self,
+        volume: VolumeNr,
+        nodes: NodeMask,
+        sector: Sector,
+        size_bytes: u32,
+    ) {
+        if planted!(self, CopyHidesLaterMark) {
+            return;
+        }
+        for source in self.sources_of(volume).intersection(nodes).iter() {
+            self.target_marked_again(volume, source, sector, size_bytes);
+        }
+    }
+
     /// A reply that is not on this disk.
     fn target_failed(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
         let Some(sync) = self.target(volume, peer) else {

@@ -42,6 +42,7 @@ mod granularity;
 mod handlers;
 mod integrity;
 mod kernel_rules;
+mod late_words;
 mod left;
 mod named;
 mod numbering;

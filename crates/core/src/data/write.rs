@@ -694,8 +694,7 @@ impl Resource {
             _ if gone => (req.ok, NodeMask::EMPTY),
             _ => (req.ok, req.in_sync),
         };
-        let discards = planted!(self, DiscardsNotMarked);
-        let discards = discards && req.kind == RequestKind::Discard;
+        let discards = planted!(self, DiscardsNotMarked) && req.kind == RequestKind::Discard;
         let forgets = discards || planted!(self, BitsNotSetWhileAway);
         let partial = planted!(self, ClearsPartialBits);
         let short = planted!(self, MarksMissLastBlock) && size > 4096;
@@ -725,6 +724,7 @@ impl Resource {
             }
         }
         self.acked_in_exchange(volume, in_sync, sector, size);
+        self.copies_differ(volume, have.union(req.accounted).complement(), sector, size);
         for peer in news.iter() {
             let told = !planted!(self, OutOfSyncNotTold);
             if told && self.state.peer_device(volume, peer).repl > ReplState::Off {

@@ -1,0 +1,81 @@
+//! Words about blocks that have been written since: they clear no mark (semantics.md, 18.3 and 19.7).
+
+use super::*;
+
+/// Time passes, and no flush of node 2's disk ends.
+fn pass_without_flush(w: &mut World, millis: u64) {
+    let is_flush = |todo: &Todo| matches!(todo, Todo::Disk(_, _, DiskOp::Flush, _));
+    w.hanging.node = Some(2);
+    for _ in 0..=millis / 10 {
+        w.pass(Duration::from_millis(10));
+        loop {
+            let held = core::mem::take(&mut w.hanging.held);
+            let (held, others): (Vec<Todo>, Vec<Todo>) = held.into_iter().partition(is_flush);
+            w.hanging.held = held;
+            let idle = others.is_empty();
+            w.todo.extend(others);
+            w.run();
+            if idle {
+                break;
+            }
+        }
+    }
+}
+
+/// The flush of node 2 that runs ends, and what follows of it happens; the next one waits.
+#[track_caller]
+fn end_flush(w: &mut World) {
+    let held = core::mem::take(&mut w.hanging.held);
+    assert_eq!(held.len(), 1, "one flush runs at a time");
+    w.todo.extend(held);
+    pass_without_flush(w, 0);
+}
+
+fn is_marked(w: &World, index: usize, peer: usize, block: u64) -> bool {
+    let disk = w.nodes[index].resource.devices[&VOLUME].attached().unwrap();
+    let slot = disk.io.slot(node_id(peer)).unwrap();
+    disk.io.bitmap.next_set(slot, block) == Some(block)
+}
+
+/// Node 2 has got a block of node 1 and not flushed it, when the Primary loses node 1 and writes the block on nodes 0
+/// and 2. The flush for that write ends first: the copy below it says nothing of node 1 any more.
+#[test]
+fn a_write_that_the_source_lacks_stays_marked_when_the_copy_below_it_is_flushed() {
+    for seed in 0..4 {
+        let mut w = clean(seed, 3, Setup::default());
+        w.write(0, 8, 4096, 3);
+        w.pass(Duration::from_secs(1));
+        w.hanging.node = Some(2);
+        let command = Command::Invalidate {
+            volume: VOLUME,
+            from: Some(node_id(1)),
+            reset_bitmap: true,
+        };
+        w.command(2, command);
+        pass_without_flush(&mut w, 0);
+        end_flush(&mut w);
+        // The last block that came is not part of the flush that runs.
+        let block = *w.nodes[2].data.now.keys().next_back().unwrap();
+        w.apart = vec![(0, 1)];
+        w.cut_links_between(0, 1);
+        pass_without_flush(&mut w, 200);
+        let id = w.write(0, block * 8, 4096, 7);
+        pass_without_flush(&mut w, 10);
+        assert!(w.done(0, id), "{:#?}", w.log);
+        end_flush(&mut w);
+        end_flush(&mut w);
+        pass_without_flush(&mut w, 500);
+        assert!(is_marked(&w, 0, 1, block), "the write is settled");
+        assert!(is_marked(&w, 2, 1, block));
+        end_flush(&mut w);
+        assert!(is_marked(&w, 2, 1, block), "seed {seed}: {:#?}", w.log);
+        w.hanging.node = None;
+        let held = core::mem::take(&mut w.hanging.held);
+        w.todo.extend(held);
+        w.pass(Duration::from_secs(5));
+        w.apart.clear();
+        w.pass_until("all are in sync", 60, World::in_sync);
+        w.pass(Duration::from_secs(2));
+        w.check_same_data();
+    }
+}
