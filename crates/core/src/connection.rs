@@ -721,6 +721,7 @@ impl Resource {
         self.keep_words_about(peer);
         self.restart_ping_timer(peer);
         self.legacy_acks_arrived(peer);
+        self.late_marks_answered(peer);
         self.pings_progress();
     }
 

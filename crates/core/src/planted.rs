@@ -513,6 +513,8 @@ registry! {
         "A received write that waits for an earlier one takes its extents after later ones.";
     CopyHidesLaterMark "copy-hides-later-mark"
         "A copied block clears a mark that a write has set since it was written.";
+    WordHidesLaterMark "word-hides-later-mark"
+        "The word that nodes are in sync clears a mark that is newer than it.";
     VouchesForTheLost "vouches-for-the-lost"
         "A node says that a peer is in sync which asks others as if it had lost the connection.";
     FarNodesNotTold "far-nodes-not-told"

@@ -517,6 +517,7 @@ const RARE: &[Planted] = &[
     Planted::FarNodesNotTold,
     Planted::VouchesForTheLost,
     Planted::CopyHidesLaterMark,
+    Planted::WordHidesLaterMark,
     Planted::ExtentsOutOfOrder,
     Planted::AttachedInHandshakeOverlooked,
     Planted::AckBeforeDiskWrite,

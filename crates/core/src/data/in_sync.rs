@@ -226,6 +226,17 @@ impl Resource {
         let Some(io) = self.disk_io(volume) else {
             return;
         };
+        let marked = |node: NodeId| {
+            let slot = io.slot(node);
+            slot.is_some_and(|slot| io.bitmap.count_touched(slot, sector, size_bytes) > 0)
+        };
+        let careful = !planted!(self, WordHidesLaterMark) && mask.iter().any(marked);
+        if careful && self.may_be_late(volume, peer, sector, size_bytes) {
+            return;
+        }
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
         let mut known_by = Vec::new();
         for node in mask.iter() {
             if let Some(slot) = io.slot(node) {

@@ -20,6 +20,7 @@ mod exchange;
 mod flush_due;
 mod in_sync;
 mod last_copy;
+mod late_words;
 mod local_op;
 mod newcomers;
 mod owed;
@@ -267,6 +268,8 @@ pub struct PeerIo {
     pub(crate) bitmap_in: u64,
     /// Bits of blocks that the target got and called in sync while its bitmap was on its way.
     pub(crate) acked_in_exchange: BTreeSet<u64>,
+    /// What the peer says of these extents may be older than marks there.
+    pub(crate) late_marks: late_words::LateMarks,
     /// The peer's whole bitmap is here and was not used yet.
     pub(crate) bitmap_received: bool,
     /// Bits when the resync started, and failed ones.

@@ -18,6 +18,7 @@ use lockstep_format::wire::{
 
 use super::conflict::{Clash, Incoming};
 use super::disk::FlushWaiter;
+use super::late_words::LateMarks;
 use super::{DataOp, DiskFault, Owner};
 use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId};
@@ -911,6 +912,9 @@ impl Resource {
             false => mask.with(peer),
         };
         self.copies_differ(volume, have.complement(), sector, size);
+        if !failed {
+            self.note_late_marks(volume, peer, mask, (sector, size));
+        }
         self.forward_marks(volume, peer, mask, sector, size);
         let kept = planted!(self, ExtentNeverLetGo) && write.kind == RequestKind::Discard;
         if let Some(serial) = write.al.filter(|_| !kept) {
@@ -1005,6 +1009,7 @@ impl Resource {
                 io.peer_seq = 0;
                 io.bitmap_in = 0;
                 io.acked_in_exchange.clear();
+                io.late_marks = LateMarks::default();
                 io.bitmap_received = false;
             }
         }

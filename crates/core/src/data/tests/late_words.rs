@@ -1,5 +1,8 @@
 //! Words about blocks that have been written since: they clear no mark (semantics.md, 18.3 and 19.7).
 
+use lockstep_format::units::NodeMask;
+use lockstep_format::wire::packet::PeersInSync;
+
 use super::*;
 
 /// Time passes, and no flush of node 2's disk ends.
@@ -78,4 +81,43 @@ fn a_write_that_the_source_lacks_stays_marked_when_the_copy_below_it_is_flushed(
         w.pass(Duration::from_secs(2));
         w.check_same_data();
     }
+}
+
+/// Node 1 said that node 3 was in sync with it when it was. Before that word comes to node 2, node 3 is away and a
+/// write is made without it.
+#[test]
+fn an_old_word_that_nodes_are_in_sync_clears_no_mark_of_a_later_write() {
+    let mut w = clean(3, 4, Setup::default());
+    w.write(0, 8, 4096, 3);
+    w.pass(Duration::from_secs(1));
+    w.apart = vec![(0, 3), (1, 3), (2, 3)];
+    w.cut_links_where(|a, b| a == 3 || b == 3);
+    w.pass(Duration::from_secs(1));
+    let id = w.write(0, 0, 4096, 7);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, id) && is_marked(&w, 2, 3, 0));
+    let between = |ends: &(usize, usize)| *ends == (1, 2);
+    let link = *w.links.iter().find(|(_, ends)| between(ends)).unwrap().0;
+    let word = PeersInSync {
+        sector: Sector(0),
+        mask: NodeMask::of(node_id(1)).with(node_id(3)),
+        size_bytes: 4 << 20,
+    };
+    let packet = Input::Packet {
+        peer: node_id(1),
+        link: LinkId(link),
+        stream: Stream::Control,
+        volume: VOLUME,
+        packet: Packet::PeersInSync(word),
+        payload: None,
+    };
+    w.input(2, packet);
+    assert!(is_marked(&w, 2, 3, 0));
+    w.pass(Duration::from_secs(5));
+    assert!(is_marked(&w, 2, 3, 0));
+    w.apart.clear();
+    w.pass_until("all are in sync", 60, World::in_sync);
+    w.pass(Duration::from_secs(5));
+    w.check_same_data();
+    assert_eq!(w.bits(2, 3), 0, "{:#?}", w.log);
 }
