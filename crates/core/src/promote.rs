@@ -16,6 +16,8 @@ use crate::validity::Refusal;
 
 /// Tries of a promotion (semantics.md, 7.1).
 const PROMOTE_TRIES: u32 = 4;
+/// Longest time for which a promotion beside another Primary is tried again.
+const MOST_PAUSE_TENTHS: u64 = 10;
 
 impl Resource {
     pub(crate) fn command_primary(&mut self, id: CommandId, force: bool) {
@@ -38,6 +40,13 @@ impl Resource {
     fn settle_patience(&self) -> Duration {
         let tenths = u64::from(self.options.auto_promote_timeout_tenths);
         Duration::from_tenths(tenths + self.longest_ping_tenths())
+    }
+
+    /// All tries together last a ping-timeout, or a second where that is longer: the other Primary may have
+    /// died, or is leaving.
+    fn pause_beside_primary(&self) -> Duration {
+        let tenths = self.longest_ping_tenths().min(MOST_PAUSE_TENTHS);
+        Duration::from_millis(tenths * 100 / u64::from(PROMOTE_TRIES - 1))
     }
 
     fn longest_ping_tenths(&self) -> u64 {
@@ -87,12 +96,8 @@ impl Resource {
             ErrorCode::TIMEOUT | ErrorCode::CONCURRENT_ST_CHG | ErrorCode::IN_TRANSIENT_STATE => {
                 Some(same)
             }
-            // For one ping-timeout in all: the other Primary may have died, or is leaving.
             ErrorCode::TWO_PRIMARIES => Some(Wait::Pause {
-                at: self.now
-                    + Duration::from_millis(
-                        self.longest_ping_tenths() * 100 / u64::from(PROMOTE_TRIES - 1),
-                    ),
+                at: self.now + self.pause_beside_primary(),
                 then: Box::new(same),
             }),
             ErrorCode::NO_UP_TO_DATE_DISK if force && !force_up_to_date => Some(Wait::Promote {

@@ -32,9 +32,6 @@ impl Resource {
 
     /// Bitmap exchange begins, this node is target: it waits for the source's bitmap.
     pub(crate) fn prepare_resync_target(&mut self, volume: VolumeNr, peer: NodeId) {
-        if let Some(pd) = self.peer_device_mut(volume, peer) {
-            pd.io.unheard.clear();
-        }
         self.await_bitmap(volume, peer);
     }
 

@@ -236,10 +236,9 @@ impl Resource {
         let desired = match (current, best) {
             // The operator has chosen.
             _ if let Some((chosen, _)) = starting => Some(*chosen),
-            // A kernel may not know that it is to be a source (4.3, rule 3); it counts blocks only.
             (Some(current), Some(best))
                 if (best.1 < current.1
-                    && (!best.1.0 && current.1.0 || !self.is_kernel(best.0)))
+                    && (!best.1.0 && current.1.0 || self.knows_its_part(volume, best.0)))
                     || (best.1 == current.1 && best.2 + SOURCE_CHANGE_BLOCKS <= current.2) =>
             {
                 Some(best.0)
@@ -269,6 +268,14 @@ impl Resource {
                 p.susp_other = told || p.repl.is_sync_source() || p.repl == ReplState::WfBitmapS;
             }
         }
+    }
+
+    /// The peer has answered this resync. A kernel does not hear of one that makes it a source beside the one
+    /// that was chosen for a full sync (4.3, rule 3).
+    fn knows_its_part(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let heard = device.and_then(|d| d.peers.get(&peer)?.last_state);
+        !self.is_kernel(peer) || heard.is_some_and(|state| state.repl > ReplState::Established)
     }
 
     /// What the source sends will not make this disk whole, because a Primary that this node did not

@@ -99,7 +99,7 @@ impl Resource {
             let blocked = self.in_handshake()
                 || self.connections.values().any(|c| c.draining)
                 || self.devices.keys().any(|v| self.awaits_first_state(*v))
-                || (self.state.suspended() && !self.state.susp_uuid);
+                || (self.state.suspended() && !self.state.susp_uuid && !self.old_peer_may_attach());
             let wanted = self.new_uuid_wanted || self.demotion_wants_uuid();
             if !(wanted || self.state.susp_uuid) || blocked {
                 return;
@@ -142,6 +142,24 @@ impl Resource {
         for volume in gone {
             self.new_uuid_done(volume);
         }
+    }
+
+    /// A peer of 8.4 is connected without its disk, which it may attach again at any time, and it compares
+    /// generations alone. So it has to find the due one also while an operator holds requests back: none of
+    /// these can reach that disk any more.
+    fn old_peer_may_attach(&self) -> bool {
+        let lost = |peer: NodeId| {
+            let mut devices = self.state.devices.values();
+            devices.any(|d| {
+                d.peers
+                    .get(&peer)
+                    .is_some_and(|p| p.disk <= DiskState::Failed)
+            })
+        };
+        let only_user = !self.state.susp_nod
+            && !self.state.susp_quorum
+            && !self.state.connections.values().any(|c| c.susp_fen);
+        only_user && self.legacy_peer().is_some_and(lost)
     }
 
     fn begin_new_uuid(&mut self) {

@@ -109,3 +109,12 @@ fn an_old_pair_that_missed_the_end_of_a_resync_needs_the_operator() {
     holds(120_000_483, None, vec![Extra::Old], ALL.0, ALL.1);
     holds(120_000_199, Some(KINDS), vec![Extra::Old], ALL.0, ALL.1);
 }
+
+/// In 8.4's dialect an operator held requests back at the Primary when its peer detached its disk: the due generation
+/// waited for them, and the peer attached the disk again as an equal one, without a write that the Primary
+/// acknowledged afterwards.
+#[test]
+fn an_old_peer_that_attaches_finds_the_generation_that_was_due() {
+    holds(3_367_177_128, None, vec![], "0-2", "4");
+    holds(3_367_177_128, None, vec![], ALL.0, ALL.1);
+}

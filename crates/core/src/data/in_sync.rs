@@ -10,19 +10,17 @@
 use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::vec::Vec;
-use core::mem;
 use core::ops::Range;
 
 use lockstep_format::units::{AlExtent, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::PeersInSync;
-use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet, ReplState, Role};
+use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet, Role};
 
 use super::disk::DiskIo;
 use crate::al::Extents;
 use crate::event::Stream;
 use crate::interval::Origin;
 use crate::resource::Resource;
-use crate::state::ReplSets;
 use crate::time::Duration;
 use crate::timers::Timer;
 
@@ -220,9 +218,6 @@ impl Resource {
             true => mask.difference(sources).difference(gone),
             false => mask,
         };
-        for node in mask.iter() {
-            self.note_unheard(volume, node, (sector, size_bytes));
-        }
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -259,54 +254,6 @@ impl Resource {
             false => equal.with(peer),
         };
         self.tell_in_sync(volume, &[(sector, size_bytes)], known, Some(peer));
-    }
-
-    /// A kernel that is about to become this node's source adds the marks of this node's bitmap to its own
-    /// when it comes to that, and does nothing else while `before-resync-source` runs. A word that it took
-    /// before is lost with that.
-    fn prepares_as_source(&self, volume: VolumeNr, peer: NodeId) -> bool {
-        let device = self.devices.get(&volume);
-        let heard = device.and_then(|d| d.peers.get(&peer)?.last_state);
-        let repl = self.state.peer_device(volume, peer).repl;
-        self.is_kernel(peer)
-            && repl.is_sync_target()
-            && heard.is_some_and(|state| state.repl == ReplState::WfBitmapS)
-    }
-
-    /// Marks towards a node that prepares to be the source go by a word of a third one.
-    fn note_unheard(&mut self, volume: VolumeNr, peer: NodeId, (sector, size_bytes): Part) {
-        if !self.prepares_as_source(volume, peer) {
-            return;
-        }
-        let Some(io) = self.disk_io(volume) else {
-            return;
-        };
-        let Some(slot) = io.slot(peer) else { return };
-        let bits = io.bitmap.whole_bits(slot, sector, size_bytes);
-        let mut gone: Vec<Range<u64>> = Vec::new();
-        let mut next = bits.start;
-        while let Some(bit) = io.bitmap.next_set(slot, next).filter(|bit| *bit < bits.end) {
-            let clear = io.bitmap.next_clear_within(slot, bit, bits.end - bit);
-            gone.push(bit..clear);
-            next = clear;
-        }
-        if let Some(pd) = self.peer_io(volume, peer) {
-            pd.unheard.append(&mut gone);
-        }
-    }
-
-    /// The source takes everybody's word now. What it may have missed is copied from it, or its own marks
-    /// would stay.
-    pub(super) fn mark_unheard(&mut self, volume: VolumeNr, peer: NodeId) {
-        let io = self.peer_io(volume, peer);
-        let unheard = io.map(|io| mem::take(&mut io.unheard)).unwrap_or_default();
-        if let Some(io) = self.disk_io(volume)
-            && let Some(slot) = io.slot(peer)
-        {
-            for bits in unheard {
-                io.bitmap.set_bits(slot, bits);
-            }
-        }
     }
 
     /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.

@@ -4,7 +4,8 @@
 //! Primary's peer ack, which comes on another connection, marks that node here, and then the old word would
 //! clear the mark. The sender had got the write before the Primary acknowledged it, so what it says later is right.
 //! Extents that were marked by peer acks are noted for each neighbour, therefore, and a word about one of them
-//! counts only if a ping after the mark was answered before. Who is in sync is asked again by then.
+//! counts only if a ping after the mark was answered before. Who is in sync is asked again by then. A kernel does not
+//! answer that, so it gets the ping with the mark and not with the word.
 
 use alloc::collections::BTreeSet;
 
@@ -66,6 +67,16 @@ impl Resource {
                     pd.io.late_marks.noted.insert(extent);
                 }
             }
+        }
+        // A kernel says it once, so what it says from now on shall count soon.
+        for peer in witnesses.iter() {
+            if !self.is_kernel(peer) {
+                continue;
+            }
+            if let Some(io) = self.peer_io(volume, peer) {
+                io.late_marks.wanted = true;
+            }
+            self.ping_about_late_marks(peer);
         }
     }
 

@@ -253,8 +253,6 @@ pub struct PeerIo {
     pub(crate) peer_seq: u32,
     /// Resync from this peer.
     pub(crate) target: Option<TargetSync>,
-    /// Marks that a third node's word has cleared while this source may not have taken it.
-    pub(crate) unheard: Vec<core::ops::Range<u64>>,
     /// Resync requests of the peer, and their keys by first sector.
     pub(crate) source: Slab<SourceRead>,
     /// Online verify with this peer.

@@ -216,9 +216,6 @@ impl Resource {
     /// The resync ended or was given up; answers to what was asked still come.
     pub(crate) fn resync_left(&mut self, volume: VolumeNr, peer: NodeId) {
         self.timers.clear(Timer::ResyncStep(volume, peer));
-        if let Some(io) = self.peer_io(volume, peer) {
-            io.unheard.clear();
-        }
         if let Some(sync) = self.target(volume, peer) {
             sync.over = true;
         }
@@ -474,7 +471,6 @@ impl Resource {
         if self.source_exchanges(volume, peer) {
             return;
         }
-        self.mark_unheard(volume, peer);
         let count = self
             .disk_io(volume)
             .and_then(|io| io.slot(peer).map(|slot| io.bitmap.count(slot)));

@@ -1,11 +1,9 @@
 //! What a node does beside a kernel of DRBD 9, seen with a live one. Here both nodes treat each other so.
 
-use lockstep_format::units::NodeMask;
 use lockstep_format::wire::UuidFlags;
-use lockstep_format::wire::packet::{FlushRequestsAck, PeersInSync};
+use lockstep_format::wire::packet::FlushRequestsAck;
 
 use super::*;
-use crate::state::ReplSets;
 
 fn kernels(seed: u64) -> World {
     some_kernels(seed, 2)
@@ -133,77 +131,6 @@ fn an_answer_to_a_flush_may_come_before_the_nodes_are_connected() {
         .iter()
         .find(|line| line.contains("before the connection"));
     assert_eq!(refused, None, "{:#?}", w.log);
-}
-
-/// A word about who is in sync is lost at a kernel source that adds the target's bitmap afterwards. If the target
-/// asks for nothing then, the source keeps its marks ("expected n_oos:40 to be 0").
-#[test]
-fn what_a_source_may_not_have_heard_is_copied_from_it() {
-    let mut setup = Setup::default();
-    setup.options.kernel_rules = true;
-    setup.peer.c_plan_ahead_tenths = 0;
-    setup.peer.resync_rate_kib_s = 250;
-    let mut w = clean(6, 3, setup);
-    w.apart = vec![(0, 1), (1, 2)];
-    w.cut_links_between(0, 1);
-    w.cut_links_between(1, 2);
-    w.run();
-    for n in 0..400 {
-        w.write(0, n * 16, 4096, n as u8);
-    }
-    w.pass(Duration::from_secs(1));
-    w.apart = vec![(0, 1)];
-    w.pass_until("the other node", 20, |w| {
-        w.repl(1, 2) == ReplState::SyncTarget
-    });
-    w.apart.clear();
-    let prepares = |w: &World| {
-        let device = &w.nodes[1].resource.devices[&VOLUME];
-        let heard = device.peers[&node_id(0)].last_state;
-        w.repl(1, 0).is_sync_target() && heard.is_some_and(|s| s.repl == ReplState::WfBitmapS)
-    };
-    while !prepares(&w) {
-        step(&mut w);
-    }
-    let marks = w.bits(1, 0);
-    assert!(marks > 0, "{:#?}", w.log);
-    let in_sync = |w: &mut World| {
-        let (link, _) = (w.links.iter().find(|(_, ends)| **ends == (1, 2))).unwrap();
-        let packet = Input::Packet {
-            peer: node_id(2),
-            link: LinkId(*link),
-            stream: Stream::Control,
-            volume: VOLUME,
-            packet: Packet::PeersInSync(PeersInSync {
-                sector: Sector(0),
-                mask: NodeMask::of(node_id(0)).with(node_id(1)),
-                size_bytes: 4 << 20,
-            }),
-            payload: None,
-        };
-        w.input(1, packet);
-    };
-    in_sync(&mut w);
-    assert_eq!(w.bits(1, 0), 0, "{:#?}", w.log);
-    let unheard = |w: &World| {
-        let device = &w.nodes[1].resource.devices[&VOLUME];
-        let unheard = &device.peers[&node_id(0)].io.unheard;
-        unheard
-            .iter()
-            .map(|bits| bits.end - bits.start)
-            .sum::<u64>()
-    };
-    assert_eq!(unheard(&w), marks);
-    while unheard(&w) > 0 {
-        step(&mut w);
-    }
-    assert!(w.bits(1, 0) >= marks, "{:#?}", w.log);
-    w.pass_until("in sync", 60, World::in_sync);
-    w.pass(Duration::from_secs(2));
-    for (a, b) in [(0, 1), (1, 0)] {
-        assert_eq!(w.bits(a, b), 0, "{:#?}", w.log);
-    }
-    w.check_same_data();
 }
 
 /// A kernel that meets a Primary without a disk during a resync asks for another resync, and waits for its bitmap
