@@ -314,6 +314,8 @@ fn shows(bug: Planted) -> Shows {
         | P::ExtentsOutOfOrder
         | P::VouchesForTheLost
         | P::FarNodesNotTold
+        | P::CopyHidesLaterMark
+        | P::WordHidesLaterMark
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }

@@ -218,6 +218,7 @@ impl Resource {
             true => mask.difference(sources).difference(gone),
             false => mask,
         };
+        let hides = planted!(self, WordHidesLaterMark);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -225,7 +226,7 @@ impl Resource {
             let slot = io.slot(node);
             slot.is_some_and(|slot| io.bitmap.count_touched(slot, sector, size_bytes) > 0)
         };
-        let careful = !planted!(self, WordHidesLaterMark) && mask.iter().any(marked);
+        let careful = !hides && mask.iter().any(marked);
         if careful && self.may_be_late(volume, peer, sector, size_bytes) {
             return;
         }
