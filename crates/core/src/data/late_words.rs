@@ -24,7 +24,7 @@ pub(crate) struct LateMarks {
     noted: BTreeSet<AlExtent>,
     /// A ping was sent since and is not answered.
     pinged: BTreeSet<AlExtent>,
-    /// A word came about noted ones.
+    /// Another ping is due: a word came about noted ones, or the peer is a kernel.
     wanted: bool,
 }
 

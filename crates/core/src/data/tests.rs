@@ -1046,6 +1046,21 @@ impl World {
         self.pass(Duration::from_millis(100));
     }
 
+    /// The disks of fresh nodes count as equal, and node 0 is Primary.
+    fn start_clean(&mut self) {
+        self.pass(Duration::from_secs(3));
+        let command = Command::NewCurrentUuid {
+            volume: VOLUME,
+            clear_bitmap: true,
+            force_resync: false,
+        };
+        let with_disk = usize::from(self.setup.diskless == Some(0));
+        self.command(with_disk, command);
+        self.pass_until("clean start", 20, World::in_sync);
+        self.command(0, Command::Primary { force: false });
+        self.pass(Duration::from_secs(1));
+    }
+
     /// Two or more fresh nodes, node 0 Primary, everything in sync.
     fn synced(seed: u64, count: usize) -> World {
         let mut world = World::new(seed, count, Setup::default());
@@ -1084,15 +1099,6 @@ fn packet_name(packet: &Packet) -> &'static str {
 /// As `World::synced`, without copying anything: the empty disks are declared equal.
 fn clean(seed: u64, count: usize, setup: Setup) -> World {
     let mut w = World::new(seed, count, setup);
-    w.pass(Duration::from_secs(3));
-    let command = Command::NewCurrentUuid {
-        volume: VOLUME,
-        clear_bitmap: true,
-        force_resync: false,
-    };
-    w.command(0, command);
-    w.pass_until("clean start", 20, World::in_sync);
-    w.command(0, Command::Primary { force: false });
-    w.pass(Duration::from_secs(1));
+    w.start_clean();
     w
 }

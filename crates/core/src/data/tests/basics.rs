@@ -183,17 +183,7 @@ fn a_diskless_primary_reads_and_writes_at_its_peers() {
         diskless: Some(0),
         ..Setup::default()
     };
-    let mut w = World::new(9, 3, setup);
-    w.pass(Duration::from_secs(3));
-    let command = Command::NewCurrentUuid {
-        volume: VOLUME,
-        clear_bitmap: true,
-        force_resync: false,
-    };
-    w.command(1, command);
-    w.pass_until("clean start", 20, World::in_sync);
-    w.command(0, Command::Primary { force: false });
-    w.pass(Duration::from_secs(1));
+    let mut w = clean(9, 3, setup);
     let ids: Vec<u64> = (0..20)
         .map(|n| w.write(0, n * 8, 4096, 1 + n as u8))
         .collect();

@@ -22,18 +22,7 @@ fn with_diskless_primary() -> World {
         client: true,
         ..Setup::default()
     };
-    let mut w = World::new(5, 3, setup);
-    w.pass(Duration::from_secs(3));
-    let command = Command::NewCurrentUuid {
-        volume: VOLUME,
-        clear_bitmap: true,
-        force_resync: false,
-    };
-    w.command(1, command);
-    w.pass_until("clean start", 20, World::in_sync);
-    w.command(0, Command::Primary { force: false });
-    w.pass(Duration::from_secs(1));
-    w
+    clean(5, 3, setup)
 }
 
 /// Nodes 0 and 1 keep a bitmap for node 2, or do not any more.

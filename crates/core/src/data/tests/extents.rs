@@ -24,16 +24,7 @@ fn small_logs(seed: u64, protocol: Protocol) -> World {
     w.setup = setup(67);
     w.start(1);
     w.start(2);
-    w.pass(Duration::from_secs(3));
-    let command = Command::NewCurrentUuid {
-        volume: VOLUME,
-        clear_bitmap: true,
-        force_resync: false,
-    };
-    w.command(0, command);
-    w.pass_until("clean start", 20, World::in_sync);
-    w.command(0, Command::Primary { force: false });
-    w.pass(Duration::from_secs(1));
+    w.start_clean();
     w
 }
 

@@ -69,17 +69,7 @@ fn a_changed_resync_block_is_not_written() {
 fn a_changed_answer_to_a_read_is_asked_of_another_node() {
     let mut setup = setup(DigestAlg::Sha256);
     setup.diskless = Some(0);
-    let mut w = World::new(9, 3, setup);
-    w.pass(Duration::from_secs(3));
-    let command = Command::NewCurrentUuid {
-        volume: VOLUME,
-        clear_bitmap: true,
-        force_resync: false,
-    };
-    w.command(1, command);
-    w.pass_until("clean start", 20, World::in_sync);
-    w.command(0, Command::Primary { force: false });
-    w.pass(Duration::from_secs(1));
+    let mut w = clean(9, 3, setup);
     w.write(0, 80, 4096, 7);
     w.pass(Duration::from_secs(1));
     w.spoil = Some("data reply");

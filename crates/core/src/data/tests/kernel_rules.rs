@@ -176,17 +176,7 @@ fn a_client_primary_that_is_met_during_a_resync_makes_its_end_count() {
     setup.options.kernel_rules = true;
     setup.peer.c_plan_ahead_tenths = 0;
     setup.peer.resync_rate_kib_s = 250;
-    let mut w = World::new(8, 3, setup);
-    w.pass(Duration::from_secs(3));
-    let command = Command::NewCurrentUuid {
-        volume: VOLUME,
-        clear_bitmap: true,
-        force_resync: false,
-    };
-    w.command(1, command);
-    w.pass_until("clean start", 20, World::in_sync);
-    w.command(0, Command::Primary { force: false });
-    w.pass(Duration::from_secs(1));
+    let mut w = clean(8, 3, setup);
     w.apart = vec![(0, 2), (1, 2)];
     w.cut_links_between(0, 2);
     w.cut_links_between(1, 2);
