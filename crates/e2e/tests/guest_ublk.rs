@@ -431,11 +431,15 @@ fn ends(nodes: &Nodes) -> Result<()> {
 /// finds, and the device works.
 fn coming_and_going(nodes: &Nodes) -> Result<()> {
     nodes.sh("adm alfa secondary r0")?;
-    // No process that waits for a device of nobody, and no device but one of each node.
+    // No device but one of each node, and no process that waits for a device of nobody: such a one waits
+    // for ever, others only for their disk.
     let works = "d=$(disk bravo); try $d || exit 1
          n=0; while [ $(ls /sys/class/ublk-char | wc -l) != 2 ]; do
-             n=$((n + 1)); [ $n -lt 100 ] || exit 2; usleep 100000; done
-         ! grep -l '^State:.D' /proc/[0-9]*/task/*/status";
+             n=$((n + 1)); [ $n -lt 100 ] || { ls /sys/class/ublk-char; exit 2; }; usleep 100000; done
+         waiting=$(grep -l '^State:.D' /proc/[0-9]*/task/*/status)
+         for t in $waiting; do
+             n=0; while grep -q '^State:.D' $t 2> /dev/null; do
+                 n=$((n + 1)); [ $n -lt 100 ] || { cat $t; exit 3; }; usleep 100000; done; done";
     let time = |words: &str| -> Result<u64> {
         let script = format!(
             "read a x < /proc/uptime; adm bravo {words} r0 > /dev/null || exit 1
