@@ -223,6 +223,8 @@ impl Resource {
             if has_disk {
                 self.legacy_diskless_writes(volume, peer);
                 self.mark_towards(volume, peer, sector, size_bytes);
+                // It may have got a copy of the block before it lost the disk, and its ack may come late.
+                self.overtake_source_reads_of(volume, peer, sector, size_bytes);
             }
         }
         let sectors = u64::from(size_bytes) / Sector::SIZE;

@@ -39,7 +39,7 @@ pub(crate) struct SourceRead {
     wanted: Wanted,
     range: Option<RangeId>,
     payload: Option<Payload>,
-    /// A resync wrote the block here since it was asked for: what the peer gets may be older.
+    /// Something newer was written here since it was asked for, or waits for that: what the peer gets may be older.
     overtaken: bool,
     /// The data were sent.
     replied: bool,
@@ -397,17 +397,34 @@ impl Resource {
     /// This node's block is replaced by a resync of its own, which does not wait for what its
     /// targets were sent: their acks clear no mark.
     pub(crate) fn overtake_source_reads(&mut self, volume: VolumeNr, sector: Sector, size: u32) {
-        let Some(device) = self.devices.get_mut(&volume) else {
+        let peers: Vec<NodeId> = self
+            .devices
+            .get(&volume)
+            .map(|device| device.peers.keys().copied().collect())
+            .unwrap_or_default();
+        for peer in peers {
+            self.overtake_source_reads_of(volume, peer, sector, size);
+        }
+    }
+
+    /// A target misses a write that waits here until it has acknowledged the copy below it: that ack
+    /// does not clear the write's mark.
+    pub(crate) fn overtake_source_reads_of(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size: u32,
+    ) {
+        let Some(io) = self.peer_io(volume, peer) else {
             return;
         };
         let end = sector.end_of(size);
-        for pd in device.peers.values_mut() {
-            for key in pd.io.source.keys() {
-                if let Some(read) = pd.io.source.get_mut(key) {
-                    let request = &read.request;
-                    read.overtaken |=
-                        request.sector < end && sector < request.sector.end_of(request.size_bytes);
-                }
+        for key in io.source.keys() {
+            if let Some(read) = io.source.get_mut(key) {
+                let request = &read.request;
+                read.overtaken |=
+                    request.sector < end && sector < request.sector.end_of(request.size_bytes);
             }
         }
     }

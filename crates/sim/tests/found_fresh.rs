@@ -1,0 +1,24 @@
+//! Planned worlds of two nodes that nobody had seen before, and what was wrong in them.
+
+mod common;
+
+use common::planned_holds;
+use lockstep_sim::extras::Extra;
+
+fn holds(seed: u64, kinds: Option<&str>, extras: Vec<Extra>, faults: &str, requests: &str) {
+    planned_holds(Some(2), seed, (kinds, extras), faults, requests);
+}
+
+const ALL: (&str, &str) = ("0-99", "0-999");
+
+/// A Primary lost its disk in a resync, and its next write came to the source before the acks of the last blocks,
+/// which were in a slow stream. The write waited for such an ack, and that one cleared the mark of what the Primary's
+/// disk lacks.
+#[test]
+fn a_late_ack_of_a_copy_clears_no_mark_of_a_write_that_waits_for_it() {
+    const REQUESTS: &str = "0-15,20-21,24-25,27,29,33-39,41-49,51,56-71,73-76,78-79,81-82,84,86,91-100,112,117-130,\
+        133-150,152-153,159-164,179,181,183-189,201,204,206,208-212,214,222,224-228,230-236,238-239,241-243,245-251,\
+        253,255,272";
+    holds(1_256_340_080, None, vec![], "0-2", REQUESTS);
+    holds(1_256_340_080, None, vec![], ALL.0, ALL.1);
+}
