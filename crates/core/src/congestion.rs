@@ -11,7 +11,7 @@
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
 use crate::before_resync::ResyncGate;
@@ -195,6 +195,20 @@ impl Resource {
             .values()
             .filter_map(|d| d.peers.get(&peer))
             .any(|p| p.repl == ReplState::Ahead)
+    }
+
+    /// Peers that get none of this node's writes, because it is Ahead of them with every volume.
+    pub(crate) fn left_behind(&self) -> NodeMask {
+        let misses_all = |peer: &NodeId| {
+            let mut devices = self.state.devices.values();
+            devices.all(|d| {
+                d.peers
+                    .get(peer)
+                    .is_some_and(|p| p.repl == ReplState::Ahead)
+            })
+        };
+        let peers = self.connections.keys().copied();
+        peers.filter(|peer| misses_all(peer)).collect()
     }
 
     fn volumes_ahead(&self, peer: NodeId) -> Vec<VolumeNr> {

@@ -894,6 +894,10 @@ impl Resource {
                 if self.is_legacy(peer) {
                     // No two-phase commit has announced the attach.
                     self.send_uuids(peer, volume, UuidFlags::empty());
+                } else if !self.is_lockstep(peer) {
+                    // A kernel forgets all UUIDs when its disk becomes Negotiating, also those that answered
+                    // its two-phase commit if they were faster.
+                    self.answer_attaching_peer(volume, peer);
                 }
                 self.attach_handshake(peer, volume, theirs);
                 return;

@@ -167,7 +167,8 @@ impl Resource {
         // then, and nobody else is connected.
         let peers = match self.legacy_peer() {
             Some(_) => NodeMask::EMPTY,
-            None => self.established_peers(),
+            // Who is left behind does not follow, alive or not, and its line is slow.
+            None => self.established_peers().difference(self.left_behind()),
         };
         for peer in peers.iter() {
             self.ping(peer);

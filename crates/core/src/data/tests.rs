@@ -202,6 +202,8 @@ struct World {
     apart: Vec<(usize, usize)>,
     /// What is sent to this node on data streams waits.
     stalled: Option<usize>,
+    /// And so does the other stream to it.
+    stalled_acks: bool,
     /// This node does not hear that a peer has closed a link.
     deaf: Option<usize>,
     hanging: stalling::Hanging,
@@ -306,6 +308,7 @@ impl World {
             cut: false,
             apart: Vec::new(),
             stalled: None,
+            stalled_acks: false,
             deaf: None,
             hanging: stalling::Hanging::default(),
             spoil: None,
@@ -729,7 +732,7 @@ impl World {
         let wires: Vec<_> = self
             .wires
             .iter()
-            .filter(|(key, q)| !(q.is_empty() || key.3 && self.stalled == Some(key.1)))
+            .filter(|(key, q)| !(q.is_empty() || (key.3 || self.stalled_acks) && self.stalled == Some(key.1)))
             .map(|(key, _)| *key)
             .collect();
         let choices = self.todo.len() + wires.len();
@@ -1092,6 +1095,7 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::EnableReplication(_) => "enable replication",
         Packet::CompressedBitmap(_) | Packet::Bitmap(_) => "bitmap",
         Packet::State(_) => "state",
+        Packet::Uuids110(_) => "uuids",
         _ => "other",
     }
 }

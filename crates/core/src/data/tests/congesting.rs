@@ -211,3 +211,22 @@ fn no_limit_of_extents_is_no_congestion() {
         assert_eq!(repl(&w).0 == ReplState::Ahead, is_ahead, "{:#?}", w.log);
     }
 }
+
+#[test]
+fn nobody_waits_for_a_peer_that_has_fallen_silent() {
+    for kernel_rules in [false, true] {
+        let mut setup = setup(124, OnCongestion::PullAhead);
+        setup.options.kernel_rules = kernel_rules;
+        let mut w = clean(5, 2, setup);
+        w.write(0, 8000, 4096, 99);
+        w.pass(Duration::from_secs(1));
+        w.stalled = Some(1);
+        w.stalled_acks = true;
+        for n in 0..40 {
+            let id = w.write(0, n * 8, 4096, 1);
+            w.pass(Duration::from_millis(10));
+            assert!(w.done(0, id), "write {n}, kernel {kernel_rules}: {:#?}", w.log);
+        }
+        assert_eq!(w.repl(0, 1), ReplState::Ahead);
+    }
+}

@@ -76,6 +76,36 @@ fn an_attaching_kernel_hears_of_the_resync_before_the_bitmap() {
     assert!(states.count() >= 2, "{own:?}");
 }
 
+/// A kernel forgets the UUIDs of its peers when its disk becomes Negotiating, which is after its two-phase commit. Those
+/// that answer the commit may come too early; it waits for ever in the bitmap that follows then, and its attach with it.
+#[test]
+fn an_attaching_kernel_is_told_the_generation_when_it_negotiates() {
+    for seed in 0..30 {
+        let mut w = kernels(100 + seed);
+        let detach = Command::Detach {
+            volume: VOLUME,
+            force: false,
+            diskless: false,
+        };
+        w.command(1, detach);
+        w.pass(Duration::from_secs(1));
+        w.write(0, 800, 4096, 7);
+        w.pass(Duration::from_secs(1));
+        w.sent.clear();
+        w.attach(1);
+        w.pass_until("the resync", 60, World::in_sync);
+        let place = |w: &World, from: usize, name: &str, after: usize| {
+            let found = w.sent[after..].iter().position(|s| s.0 == from && s.2 == name);
+            after + found.unwrap_or_else(|| panic!("{name}: {:?}", w.sent))
+        };
+        let told = place(&w, 1, "uuids", 0);
+        let bitmap = place(&w, 0, "bitmap", told);
+        let uuids = place(&w, 0, "uuids", told);
+        let answered = w.sent[told..bitmap].iter().filter(|s| s.0 == 0 && s.2 == "state");
+        assert!(uuids < bitmap && answered.count() >= 2, "{:?}", w.sent);
+    }
+}
+
 /// A third node is told nothing of a resync that it has no part in; asked for blocks, it would serve them all the same.
 #[test]
 fn a_full_sync_on_request_asks_its_source_only() {
