@@ -16,6 +16,7 @@ use crate::event::Stream;
 use crate::frozen::outdates_primary;
 use crate::generation::Generations;
 use crate::options::{Protocol, Quorum};
+use crate::report::Level;
 use crate::resource::Resource;
 use crate::rule::Rule;
 use crate::state::State;
@@ -617,6 +618,31 @@ impl Resource {
             self.hard_change(Change::new().disk(volume, DiskState::Outdated));
         }
         weak
+    }
+
+    /// A kernel's Primary goes by what a node said of its disk when it connected, and may leave it out of a
+    /// generation that it makes before it hears that the disk is UpToDate: its slot for the node keeps the
+    /// one before, and writes under the new one were not sent. Who followed it all the same would be taken for
+    /// current without them. This node meets that Primary again, as the target of a resync.
+    pub(crate) fn is_left_out(&mut self, peer: NodeId, volume: VolumeNr, set: &PeerUuids) -> bool {
+        let device = self.devices.get(&volume);
+        let own = device.map_or(Uuid::ZERO, Device::current_uuid);
+        let before = set.bitmap[usize::from(self.node_id.0)];
+        let left_out = set.flags.contains(UuidFlags::NEW_DATAGEN)
+            && set.node_mask.contains(self.node_id)
+            && !self.is_lockstep(peer)
+            && self.state.role == Role::Secondary
+            && self.state.disk(volume) == DiskState::UpToDate
+            && self.state.peer_device(volume, peer).repl == ReplState::Established
+            && !set.current.same_generation(own)
+            && before.same_generation(own);
+        if left_out {
+            let text = "the Primary's new generation leaves this node out: connecting again";
+            self.log(Level::Info, Some(peer), Some(volume), text.into());
+            self.hard_change(Change::new().disk(volume, DiskState::Outdated));
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        }
+        left_out
     }
 
     /// A peer that asked around when it connected, or one that is Outdated at this generation, is about to

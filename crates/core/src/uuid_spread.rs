@@ -683,6 +683,9 @@ impl Resource {
             // Both Primaries plan one at the same time: the peer drops its own for this node's.
             return;
         }
+        if self.is_left_out(peer, volume, &set) {
+            return;
+        }
         self.notice_caught_up(peer, volume, &set);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.current_uuid = set.current;

@@ -113,6 +113,7 @@ fn checksums_and_verifies_work_both_ways() -> Result<()> {
         "Out of sync: start=",
         "Online verify found 3 4k block",
         "Online verify found 3",
+        "12 KiB out of sync",
     ])
 }
 
@@ -177,5 +178,6 @@ fn secrets_and_digests_are_understood_both_ways() -> Result<()> {
         "Authentication of peer failed",
         "Failed to create",
         "authentication",
+        "compare shared-secret",
     ])
 }

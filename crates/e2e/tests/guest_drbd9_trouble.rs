@@ -98,6 +98,7 @@ fn split_brains_end_as_the_operator_or_the_policies_say() -> Result<()> {
     let expected = [
         "Split-Brain",
         "split-brain",
+        "split brain on volume 0",
         "Can not disconnect a StandAlone device",
     ];
     cluster.check_end(&expected)

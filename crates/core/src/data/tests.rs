@@ -732,7 +732,9 @@ impl World {
         let wires: Vec<_> = self
             .wires
             .iter()
-            .filter(|(key, q)| !(q.is_empty() || (key.3 || self.stalled_acks) && self.stalled == Some(key.1)))
+            .filter(|(key, q)| {
+                !(q.is_empty() || (key.3 || self.stalled_acks) && self.stalled == Some(key.1))
+            })
             .map(|(key, _)| *key)
             .collect();
         let choices = self.todo.len() + wires.len();

@@ -225,7 +225,11 @@ fn nobody_waits_for_a_peer_that_has_fallen_silent() {
         for n in 0..40 {
             let id = w.write(0, n * 8, 4096, 1);
             w.pass(Duration::from_millis(10));
-            assert!(w.done(0, id), "write {n}, kernel {kernel_rules}: {:#?}", w.log);
+            assert!(
+                w.done(0, id),
+                "write {n}, kernel {kernel_rules}: {:#?}",
+                w.log
+            );
         }
         assert_eq!(w.repl(0, 1), ReplState::Ahead);
     }
