@@ -8,7 +8,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{
+    Receiver, RecvTimeoutError, Sender, SyncSender, TrySendError, channel, sync_channel,
+};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -58,6 +60,11 @@ enum Order {
     },
     /// The resource may have devices again.
     Resume { resource: String },
+    /// Close what nobody uses any more; tells once for each device whether it was closed.
+    Settle {
+        resource: String,
+        closed: Sender<bool>,
+    },
     /// Tell which resources have devices that wait for this daemon.
     Waiting { done: SyncSender<BTreeSet<String>> },
     /// Take all away, but for those that the holder keeps for the next daemon, and end.
@@ -99,6 +106,8 @@ const QUIET: Duration = Duration::from_millis(200);
 const CLOSED: Duration = Duration::from_millis(5);
 /// The same for a device that may soon be used by nobody.
 const LOOK_SOON: Duration = Duration::from_millis(200);
+/// How long a command waits to learn whether devices are still used.
+const SETTLE: Duration = Duration::from_secs(1);
 /// A volume whose size is unknown for so long has a device without size.
 const SIZELESS: Duration = Duration::from_secs(1);
 
@@ -239,6 +248,24 @@ impl Devices {
         }
     }
 
+    /// Closes the volumes of a resource whose devices nobody uses any more, and waits for that; `true` if
+    /// there were some. A command sees what it would see if closing a device told this daemon so.
+    pub(crate) fn settle(&self, resource: &str) -> bool {
+        let (closed, wait) = channel();
+        let resource = resource.to_owned();
+        match &self.orders {
+            Some(orders) if orders.send(Order::Settle { resource, closed }).is_ok() => {}
+            _ => return false,
+        }
+        let begin = Instant::now();
+        let mut any = false;
+        // Ends when each device has been looked at. One that does not answer is left to itself.
+        while let Ok(closed) = wait.recv_timeout(SETTLE.saturating_sub(begin.elapsed())) {
+            any |= closed;
+        }
+        any
+    }
+
     /// Resources with devices of a daemon before this one that still wait.
     pub(crate) fn waiting(&self) -> BTreeSet<String> {
         let (done, wait) = sync_channel(1);
@@ -358,6 +385,7 @@ impl Worker {
                     self.released.retain(|(name, _)| *name != resource);
                     self.look();
                 }
+                Ok(Order::Settle { resource, closed }) => self.settle(&resource, &closed),
                 Ok(Order::Waiting { done }) => {
                     let keys = self.holding.keys().into_iter();
                     let _ = done.send(keys.map(|(resource, _)| resource).collect());
@@ -579,6 +607,37 @@ impl Worker {
         served.closed = true;
         let key = key.clone();
         self.ask_closed(&key);
+    }
+
+    /// Looks at each device that an automatic Primary was promoted for, on a thread of its own.
+    fn settle(&self, resource: &str, closed: &Sender<bool>) {
+        if lock(&self.explicit).contains(resource) || self.suspended(resource).is_some() {
+            return;
+        }
+        for (_, served) in self.devices.iter().filter(|(key, _)| key.0 == resource) {
+            let Some(gate) = served.device.gate().cloned() else {
+                continue;
+            };
+            let session = gate.session();
+            let writes = session.filter(|session| session.access == Some(Access::Write));
+            let Some(session) = writes.filter(|_| !served.claimed) else {
+                continue;
+            };
+            let (check, number) = (served.check.clone(), served.device.number());
+            let closed = closed.clone();
+            let asked = std::thread::Builder::new()
+                .name("usage".into())
+                .spawn(move || {
+                    let busy = lock(&check);
+                    let unused = find_usage(number) == Usage::Unused;
+                    drop(busy);
+                    // Who asked may have stopped waiting.
+                    let _ = closed.send(unused && gate.close(session.uses));
+                });
+            if let Err(error) = asked {
+                tracing::warn!(%error, "how a device is used cannot be told");
+            }
+        }
     }
 
     fn ask_closed(&mut self, key: &Key) {

@@ -150,6 +150,33 @@ fn reading_promotes_nobody_and_writing_is_refused_beside_a_primary() -> Result<(
 }
 
 #[test]
+fn the_command_after_the_last_close_finds_a_secondary() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let cluster = secondaries(97, "")?;
+    let device = cluster.device(0, 97, 0)?;
+    for round in 0..5 {
+        let file = fs::File::options().write(true).open(&device)?;
+        file.write_all_at(&[7; 4096], round * 4096)?;
+        file.sync_all()?;
+        cluster.wait("the write promotes", |c| Ok(role(c, 0)? == "Primary"))?;
+        // Whoever still has it open stays Primary.
+        cluster.adm(0, &["disconnect", "r0"])?;
+        ensure!(role(&cluster, 0)? == "Primary", "demoted under its user");
+        cluster.adm(0, &["connect", "r0"])?;
+        cluster.wait_in_sync()?;
+        drop(file);
+        // Disconnected as a Primary, it would make a generation of its own.
+        cluster.adm(0, &["disconnect", "r0"])?;
+        ensure!(role(&cluster, 0)? == "Secondary", "Primary after the close");
+        cluster.adm(0, &["connect", "r0"])?;
+        cluster.wait_in_sync()?;
+    }
+    Ok(())
+}
+
+#[test]
 fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
     if !can_mount() {
         return Ok(());

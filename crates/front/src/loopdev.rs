@@ -120,6 +120,8 @@ pub(crate) fn attach(
             }
             Err(error) => return Err(error),
         };
+        // What failed to be written under an earlier file is told once, also to a later one's user.
+        let _ = device.sync_all();
         match control_memory(&device, MemoryRequest::LoopConfigure, &mut config) {
             Ok(()) => {
                 if let Err(error) = finish_attach(number, &device, settings) {
