@@ -381,6 +381,8 @@ impl Generations {
         let mut retired: Vec<Uuid> = source.history.iter().rev().copied().collect();
         let known: Vec<NodeId> = self.others().collect();
         retired.extend(known.iter().map(|node| source.slot(*node)));
+        // That is a generation between the two, if the source was given a new one before this resync.
+        retired.push(source.slot(self.node));
         let behind: NodeMask = known
             .iter()
             .copied()

@@ -752,3 +752,16 @@ fn what_a_slot_named_that_is_not_sent_stays_an_ancestor() {
         assert!(target.history.contains(&uuid), "{uuid:?}");
     }
 }
+
+#[test]
+fn a_target_inherits_the_generation_that_its_source_had_in_its_slot() {
+    // The source had left this node at 0x200 when it was given a new generation, and this node has older data still.
+    let mut target = set();
+    let mut source = named(0x300, &[(ME, 0x200)]);
+    source.history[0] = Uuid(0x100);
+    let peers = [view(B, DiskState::UpToDate)];
+    let start = target.resync_starts_as_target(&source, &rotation(&peers));
+    target.resync_ends_as_target(B, &source, start, NodeMask::EMPTY);
+    assert_eq!(target.current, Uuid(0x300));
+    assert_eq!(target.history[..2], [Uuid(0x200), Uuid(0x100)]);
+}
