@@ -253,6 +253,8 @@ pub struct PeerDevice {
     pub unstable_resync: bool,
     /// The last thing that happened between the two is a resync, to its end.
     pub was_copied: bool,
+    /// Who pauses the resync has changed since it was about to start, when an 8.4 is told nothing.
+    pub pause_untold: bool,
     /// Comparisons that hit a running resync.
     pub resync_again: u32,
     /// The superblock says Inconsistent: requests may be made.
@@ -381,6 +383,7 @@ impl PeerDevice {
             reconnect: false,
             unstable_resync: false,
             was_copied: false,
+            pause_untold: false,
             resync_again: 0,
             resync_ready: false,
             behind: lockstep_format::units::NodeMask::EMPTY,

@@ -931,7 +931,8 @@ impl Resource {
                 let tells = wants_state(&was, p, before.disk, after.disk)
                     || before.have_quorum != after.have_quorum
                     || settled && !self.is_legacy(*peer);
-                let tells = tells && !silent;
+                let owed = self.owes_pause(*peer, *volume, (&was, p), silent);
+                let tells = tells && !silent || owed;
                 // Whoever gets the UUIDs of a stable node takes its own disk for what that node's
                 // is: it must not be what that was before.
                 let worse = after.disk < before.disk;
@@ -946,6 +947,22 @@ impl Resource {
                 }
             }
         }
+    }
+
+    /// A resync of an 8.4 runs, and somebody who pauses it has changed their mind in a step that is not told.
+    fn owes_pause(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        (before, after): (&PeerDeviceState, &PeerDeviceState),
+        silent: bool,
+    ) -> bool {
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return false;
+        };
+        pd.pause_untold |= silent && pauses(before) != pauses(after);
+        let known = after.repl.is_sync() || !silent;
+        known && core::mem::take(&mut pd.pause_untold)
     }
 
     fn after_resource(&mut self, old: &State, new: &State, graceful: bool) {
@@ -1147,10 +1164,12 @@ fn wants_state(
     disk_after: DiskState,
 ) -> bool {
     let newly = before.repl < ReplState::Established;
-    let flags = |p: &PeerDeviceState| {
-        let own = p.susp_dependency || p.susp_max_parallel;
-        (p.susp_user, own, p.susp_other)
-    };
-    let changed_flags = flags(before) != flags(after);
+    let changed_flags = pauses(before) != pauses(after);
     newly || before.repl != after.repl || changed_flags || disk_before != disk_after
+}
+
+/// Who pauses the resync here: the operator, its order, or another volume.
+fn pauses(p: &PeerDeviceState) -> (bool, bool, bool) {
+    let own = p.susp_dependency || p.susp_max_parallel;
+    (p.susp_user, own, p.susp_other)
 }

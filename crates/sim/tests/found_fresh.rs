@@ -22,3 +22,25 @@ fn a_late_ack_of_a_copy_clears_no_mark_of_a_write_that_waits_for_it() {
     holds(1_256_340_080, None, vec![], "0-2", REQUESTS);
     holds(1_256_340_080, None, vec![], ALL.0, ALL.1);
 }
+
+/// The operator gave a Primary a new generation while its metadata could not be written. Its peer, which had missed
+/// the one before as well, knew only the new one after its resync: the one in the Primary's metadata was no ancestor.
+#[test]
+fn a_target_knows_the_generation_at_which_its_source_had_left_it() {
+    holds(
+        1_256_345_383,
+        None,
+        vec![],
+        "1,5,7,11,13",
+        "5-6,9-10,14,23-24,26",
+    );
+    holds(1_256_345_383, None, vec![], ALL.0, ALL.1);
+}
+
+/// In 8.4's dialect a pause ended while the target made a full sync ready, of which an 8.4 is told nothing: the source
+/// stayed paused for ever.
+#[test]
+fn an_84_hears_that_a_pause_is_over_though_the_resync_had_not_begun() {
+    holds(1_256_343_379, None, vec![], "19-21", "none");
+    holds(1_256_343_379, None, vec![], ALL.0, ALL.1);
+}
