@@ -1,6 +1,8 @@
 //! What a disk changes behind everybody's back: an online verify finds it, and the resync of the
 //! next connect mends it.
 
+use std::collections::BTreeMap;
+
 use lockstep_core::command::Command;
 use lockstep_core::state::{ReplSets, ReplState};
 use lockstep_format::disk::v09::DeviceFlags;
@@ -22,7 +24,7 @@ const REACH: u64 = 200;
 const FAR: u64 = 1200;
 const FAR_COUNT: u64 = 40;
 
-/// So many verifies may be cut short by a link that is lost under them.
+/// So many verifies that come no further may be cut short by a link that is lost under them.
 const ATTEMPTS: usize = 4;
 
 /// What becomes of the verify.
@@ -296,12 +298,16 @@ fn verify(
 ) -> bool {
     let none = vec![None; from.len()];
     let mut from = from;
-    for _ in 0..ATTEMPTS {
+    let mut reached = BTreeMap::new();
+    let mut idle = 0;
+    while idle < ATTEMPTS {
         let links = w.nodes[driver].links.clone();
         start(w, driver, from, to);
         let mut begun = false;
+        let mut further = false;
         wait_for(w, o, 100 * SECOND, "a verify ends", |w, _| {
             begun |= verifies(w, driver);
+            further |= begins_further(w, driver, &mut reached);
             let waits = |node: usize| {
                 (verifies(w, node) || !w.nodes[node].commands.is_empty())
                     .then(|| format!("{} still verifies", name(node)))
@@ -316,15 +322,36 @@ fn verify(
         }
         w.trace(driver, || "== the verify was cut short".into());
         meet_again(w, o);
-        // On a slow line each attempt may come only so far; the next one goes on there.
+        // On a slow line each attempt may come only so far, because a ping is late among many packets; the next one
+        // goes on there.
         if begun {
             from = &none;
         }
+        idle = if further { 0 } else { idle + 1 };
     }
     if w.violation.is_none() {
         w.fail(format!(
-            "{ATTEMPTS} verifies were cut short, one after the other"
+            "{ATTEMPTS} verifies were cut short, one after the other, and came no further"
         ));
     }
     false
+}
+
+/// A verify of some volume has begun behind where all earlier ones began.
+fn begins_further(w: &World, driver: usize, reached: &mut BTreeMap<VolumeNr, u64>) -> bool {
+    let connections = w
+        .snapshot(driver)
+        .map(|s| s.connections)
+        .unwrap_or_default();
+    let mut further = false;
+    for p in connections.iter().flat_map(|c| &c.peer_devices) {
+        let running = p.repl_state == ReplState::VerifyS;
+        let Some(verify) = p.verify.as_ref().filter(|_| running) else {
+            continue;
+        };
+        let most = reached.entry(p.volume).or_default();
+        further |= verify.start_sector > *most;
+        *most = verify.start_sector.max(*most);
+    }
+    further
 }
