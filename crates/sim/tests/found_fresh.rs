@@ -44,3 +44,18 @@ fn an_84_hears_that_a_pause_is_over_though_the_resync_had_not_begun() {
     holds(1_256_343_379, None, vec![], "19-21", "none");
     holds(1_256_343_379, None, vec![], ALL.0, ALL.1);
 }
+
+/// A node without its disk refused writes, attached the disk and copied them. The Primary's peer ack of those writes
+/// came only then, and marked them again: all was copied twice.
+#[test]
+fn a_late_peer_ack_of_refused_writes_has_nothing_copied_twice() {
+    holds(1_256_342_481, None, vec![], "2", "none");
+    holds(1_256_342_481, None, vec![], ALL.0, ALL.1);
+}
+
+/// On a slow line a verify makes pings late, and each comes only so far: the operator tries again while it comes
+/// further.
+#[test]
+fn a_verify_on_a_slow_line_ends_in_the_end() {
+    holds(1_256_346_081, None, vec![], "6", "none");
+}

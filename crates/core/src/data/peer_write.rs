@@ -49,6 +49,8 @@ pub(crate) struct PeerWrite {
     confirmed: bool,
     /// Newer data have come for the range.
     overtaken: bool,
+    /// It is not on this disk, and the resync that copies it from its sender has begun: its marks are set.
+    recopied: bool,
     /// It is on stable storage once it is off the disk's queue.
     durable: bool,
 }
@@ -263,6 +265,7 @@ impl Resource {
             stage: Stage::Active,
             confirmed: false,
             overtaken: false,
+            recopied: false,
             durable: false,
         });
         self.overtake_peer_writes(volume, sector, size_bytes, Some(peer));
@@ -890,6 +893,12 @@ impl Resource {
     /// Who has the write is known: bits, then the extents.
     fn settle_peer_write(&mut self, peer: NodeId, write: &PeerWrite, mask: NodeMask) {
         let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
+        if write.recopied && write.stage == Stage::Failed {
+            if let Some(serial) = write.al {
+                self.al_put(volume, sector, size, serial);
+            }
+            return;
+        }
         let failed = write.stage == Stage::Failed && !planted!(self, NegAckIgnored);
         let clears_all = planted!(self, PeerAckClearsAll);
         let clears_later = clears_all || planted!(self, AckClearsLaterMark);
@@ -986,6 +995,24 @@ impl Resource {
             for (sector, size) in ranges {
                 self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
             }
+        }
+    }
+
+    /// A resync from this node begins. What it sent before, and what failed here, is part of that: marked now, since its
+    /// peer ack may come when the blocks are copied already, and would have them copied once more.
+    pub(crate) fn recopy_failed_writes(&mut self, volume: VolumeNr, source: NodeId) {
+        let Some(conn) = self.connections.get_mut(&source) else {
+            return;
+        };
+        let failed =
+            |w: &&mut PeerWrite| w.volume == volume && w.stage == Stage::Failed && !w.recopied;
+        let mut ranges = Vec::new();
+        for write in conn.io.writes.iter_mut().filter(failed) {
+            write.recopied = true;
+            ranges.push((write.sector, write.size_bytes));
+        }
+        for (sector, size) in ranges {
+            self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
         }
     }
 

@@ -189,6 +189,7 @@ impl Resource {
             sync.left_bits = total.unwrap_or(0);
             io.target = Some(sync);
             self.mark_third_nodes(volume, peer);
+            self.recopy_failed_writes(volume, peer);
             self.replication_ended_for_others(volume, peer);
             if self.begins_with_replication(volume, peer) {
                 self.request_flushes(volume, peer);
