@@ -145,6 +145,7 @@ impl Resource {
             self.end_resync(volume, peer, None);
             return;
         }
+        self.failures_are_copied(volume, peer);
         if unstable && !planted!(self, UnstableCounts) {
             self.log(
                 Level::Info,

@@ -53,6 +53,14 @@ fn a_late_peer_ack_of_refused_writes_has_nothing_copied_twice() {
     holds(1_256_342_481, None, vec![], ALL.0, ALL.1);
 }
 
+/// A Primary's write failed on its own disk, and was copied from its peer before that one acknowledged it. The ack settled the write,
+/// and it was marked once more as one that this disk lacks; nothing copied it then.
+#[test]
+fn a_failed_write_that_was_copied_before_it_is_settled_is_not_marked_again() {
+    holds(430_003, None, vec![], "17,20,23", "14,25");
+    holds(430_003, None, vec![], ALL.0, ALL.1);
+}
+
 /// On a slow line a verify makes pings late, and each comes only so far: the operator tries again while it comes
 /// further.
 #[test]

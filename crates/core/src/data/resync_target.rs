@@ -15,6 +15,7 @@ use lockstep_format::wire::{Digest, Features, Packet, ReplState, Role, bio_len_m
 use super::disk::FlushWaiter;
 use super::in_sync::Part;
 use super::slab::{Key, Slab};
+use super::write::Local;
 use super::{DataOp, DiskFault, Owner};
 use crate::event::{DiskError, Payload, RequestKind, Stream};
 use crate::interval::{Origin, RangeId, WatchId};
@@ -961,6 +962,32 @@ impl Resource {
         }
         for source in self.sources_of(volume).intersection(nodes).iter() {
             self.target_marked_again(volume, source, sector, size_bytes);
+        }
+    }
+
+    /// A resync from this node has ended. What failed to be written here before, and is not settled yet, was copied with
+    /// it: the marks are gone and do not come back.
+    pub(crate) fn failures_are_copied(&mut self, volume: VolumeNr, source: NodeId) {
+        let Some(slot) = self.disk_io(volume).and_then(|io| io.slot(source)) else {
+            return;
+        };
+        let keys: Vec<Key> = self.io.log.iter().copied().collect();
+        for key in keys {
+            let Some(req) = self.io.requests.get(key) else {
+                continue;
+            };
+            let (sector, size) = (req.sector, req.size_bytes);
+            let failed = req.volume == volume && req.local == Local::Failed;
+            let marked = self.disk_io(volume).is_none_or(|io| {
+                let bits = io.bitmap.shape().touched_bits(sector, u64::from(size));
+                io.bitmap.any_set(slot, bits)
+            });
+            if failed
+                && !marked
+                && let Some(req) = self.io.requests.get_mut(key)
+            {
+                req.accounted.insert(source);
+            }
         }
     }
 

@@ -519,6 +519,7 @@ impl Resource {
             Ack::Failed => {
                 req.ok.remove(peer);
                 req.in_sync.remove(peer);
+                req.accounted.remove(peer);
             }
             Ack::Received => req.ok.insert(peer),
             Ack::Written if !planted!(self, WrittenCountsAsInSync) => req.ok.insert(peer),
