@@ -462,9 +462,6 @@ impl Resource {
     }
 
     pub(crate) fn release(&mut self, buf: BufId) {
-        if self.io.pieces.keeps(buf) {
-            return;
-        }
         self.output(Output::Release { buf });
     }
 

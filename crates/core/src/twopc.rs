@@ -50,6 +50,19 @@ pub struct Twopc {
     pub(crate) told: NodeMask,
 }
 
+impl Twopc {
+    /// Changes that run or wait.
+    pub(crate) fn pending(&self) -> usize {
+        let one = [
+            self.current.is_some(),
+            self.retry.is_some(),
+            self.postponed.is_some(),
+        ];
+        let one: usize = one.into_iter().map(usize::from).sum();
+        one + self.queue.len() + self.legacy.len()
+    }
+}
+
 /// What this node wants the cluster to agree on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wish {

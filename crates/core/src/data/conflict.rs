@@ -39,6 +39,13 @@ pub(crate) struct Conflicts {
     refused: BTreeMap<u32, u32>,
 }
 
+impl Conflicts {
+    /// Packets that wait.
+    pub(super) fn held(&self) -> usize {
+        self.held.len()
+    }
+}
+
 #[derive(Debug)]
 struct HeldPacket {
     volume: VolumeNr,

@@ -21,6 +21,7 @@ mod flush_due;
 mod in_sync;
 mod last_copy;
 mod late_words;
+mod leftovers;
 mod local_op;
 mod newcomers;
 mod owed;

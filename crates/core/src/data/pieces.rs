@@ -8,7 +8,7 @@ use lockstep_format::units::{NodeId, Sector};
 
 use super::slab::Key;
 use super::write::AppRequest;
-use crate::event::{BufId, Payload, Request, RequestError, RequestId, RequestKind};
+use crate::event::{Payload, Request, RequestError, RequestId, RequestKind};
 use crate::resource::Resource;
 
 /// Numbers of pieces have this bit; those of front ends count up from zero.
@@ -42,22 +42,12 @@ pub(crate) struct Pieces {
     /// The request that a piece belongs to.
     whole_of: BTreeMap<RequestId, RequestId>,
     wholes: BTreeMap<RequestId, Whole>,
-    /// References that pieces have to a buffer of which the core got one.
-    buffers: BTreeMap<BufId, u32>,
 }
 
 impl Pieces {
-    /// A reference to the buffer goes; true while other pieces have one.
-    pub(crate) fn keeps(&mut self, buf: BufId) -> bool {
-        let Some(count) = self.buffers.get_mut(&buf) else {
-            return false;
-        };
-        *count -= 1;
-        if *count == 0 {
-            self.buffers.remove(&buf);
-            return false;
-        }
-        true
+    /// Requests that have not ended.
+    pub(super) fn len(&self) -> usize {
+        self.wholes.len() + self.whole_of.len()
     }
 
     /// A request ended, or a piece of one.
@@ -133,7 +123,6 @@ impl Resource {
             }),
         };
         self.io.pieces.wholes.insert(request.id, whole);
-        self.io.pieces.buffers.insert(payload.buf, count);
         let kind = match request.kind {
             RequestKind::Write { .. } if durable => RequestKind::Write { fua: false },
             kind => kind,

@@ -122,6 +122,11 @@ enum Ready {
 }
 
 impl Verify {
+    /// Blocks under way.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// Nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.blocks.len() == 0
