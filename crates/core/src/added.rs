@@ -220,6 +220,9 @@ impl Resource {
             self.begin_anew(peer, volume);
             return true;
         }
+        if !self.may_present(volume) && planted!(self, AddedNotTriedAgain) {
+            return true;
+        }
         if !self.may_present(volume) {
             self.timers.set(Timer::Added(peer), self.now + RETRY);
             return true;
@@ -274,7 +277,7 @@ impl Resource {
                 self.added_volume_state(peer, volume, theirs);
             } else if self.may_present(volume) {
                 self.present(peer, volume, None);
-            } else {
+            } else if !planted!(self, AddedNotTriedAgain) {
                 self.timers.set(Timer::Added(peer), self.now + RETRY);
             }
         }

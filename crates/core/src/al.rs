@@ -128,6 +128,8 @@ pub struct ActivityLog<W> {
     context_start: u16,
     clock: u64,
     written: u64,
+    #[cfg(feature = "planted")]
+    pub(crate) planted: Option<crate::planted::Planted>,
 }
 
 impl<W: Copy> ActivityLog<W> {
@@ -158,6 +160,8 @@ impl<W: Copy> ActivityLog<W> {
             context_start: 0,
             clock: 0,
             written: 0,
+            #[cfg(feature = "planted")]
+            planted: None,
         }
     }
 
@@ -193,7 +197,12 @@ impl<W: Copy> ActivityLog<W> {
     /// Gives the references back. If [`ActivityLog::has_waiters`], the caller calls
     /// [`ActivityLog::prepare`] then.
     pub fn put(&mut self, extents: Extents) {
-        for extent in extents.iter() {
+        let most = if planted!(self, FirstExtentPut) {
+            1
+        } else {
+            usize::MAX
+        };
+        for extent in extents.iter().take(most) {
             self.put_one(extent);
         }
     }
@@ -243,7 +252,9 @@ impl<W: Copy> ActivityLog<W> {
     pub fn committed(&mut self, ready: &mut Vec<W>) {
         assert!(self.in_flight, "a transaction in flight is committed once");
         self.number = self.number.wrapping_add(1);
-        self.context_start = next_context_start(self.context_start, self.count);
+        if !planted!(self, LogContextStuck) {
+            self.context_start = next_context_start(self.context_start, self.count);
+        }
         self.written += 1;
         self.finish(ready);
     }

@@ -384,6 +384,8 @@ impl Resource {
             disk.options.al_updates,
             disk.options.disk_flushes && !disk.info.write_through,
         );
+        #[cfg(feature = "planted")]
+        disk.io.plant(self.planted);
         disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY)
             && !planted!(self, CrashedPrimaryForgotten);
         disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM)

@@ -48,6 +48,8 @@ pub struct Bitmap {
     changed: ChangedPages,
     /// First disk page and count of each write in flight.
     writing: BTreeSet<(u64, u64)>,
+    #[cfg(feature = "planted")]
+    pub(crate) planted: Option<crate::planted::Planted>,
 }
 
 /// A part of the bitmap area that is to be written.
@@ -73,6 +75,8 @@ impl Bitmap {
             changed: ChangedPages::default(),
             writing: BTreeSet::new(),
             shape,
+            #[cfg(feature = "planted")]
+            planted: None,
         }
     }
 
@@ -168,6 +172,9 @@ impl Bitmap {
         target.pages.clear();
         target.default_set = set;
         target.count = if set { total } else { 0 };
+        if planted!(self, FillNotWritten) {
+            return;
+        }
         let pages = self.disk_pages_of(0..total);
         self.changed.add(pages);
     }
@@ -186,6 +193,9 @@ impl Bitmap {
             let end = self.next_clear(from, start).min(self.shape.bits());
             self.set_bits(to, start..end);
             at = end;
+            if planted!(self, SlotMergedInPart) {
+                break;
+            }
         }
     }
 
@@ -407,7 +417,8 @@ impl Bitmap {
                 continue;
             }
             let words = piece.word_range(slot);
-            for index in words.start..words.end.min(self.shape.words()) {
+            let missing = u64::from(planted!(self, LastWordNotWritten));
+            for index in words.start..words.end.min(self.shape.words()) - missing {
                 let word = self.word(slot, index / 2);
                 let half = (word >> (32 * (index % 2))) as u32;
                 if half != 0 {

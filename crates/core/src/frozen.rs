@@ -127,7 +127,8 @@ impl Resource {
             let mut change = Change::new().role(Role::Secondary).fail_io(true);
             change.ignore_openers = true;
             for volume in due.volumes {
-                if self.state.disk(volume) > DiskState::Outdated {
+                let stays = planted!(self, GivesWayStaysCurrent);
+                if self.state.disk(volume) > DiskState::Outdated && !stays {
                     change = change.disk(volume, DiskState::Outdated);
                 }
             }

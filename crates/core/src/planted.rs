@@ -587,6 +587,46 @@ registry! {
         "A node that was Primary counts as one that crashed, also after a demotion.";
     OneSlotInvalidated "one-slot-invalidated"
         "A replica that is thrown away is marked towards its source only.";
+    LogContextStuck "log-context-stuck"
+        "Every activity-log transaction carries the same part of the slots.";
+    FirstExtentPut "first-extent-put"
+        "Of a write across extents only the first is let go.";
+    SlotMergedInPart "slot-merged-in-part"
+        "Of the marks towards one peer only the first run is taken over for another.";
+    FillNotWritten "fill-not-written"
+        "The marks of a whole replica stay in memory.";
+    LastWordNotWritten "last-word-not-written"
+        "The last word of each write of the bitmap is empty.";
+    InSyncSurvivesLoss "in-sync-survives-loss"
+        "What a lost peer called in sync clears its marks when the write is settled.";
+    EarlierClearsLater "earlier-clears-later"
+        "A write that is settled clears the mark of a later one.";
+    LateFailureUnmarked "late-failure-unmarked"
+        "A refusal of a write that is long completed marks nothing.";
+    ResentKeepsAge "resent-keeps-age"
+        "A write that is sent again is as old as it was.";
+    AgeTimerStops "age-timer-stops"
+        "Whether a peer answers in time is looked at once.";
+    GivesWayStaysCurrent "gives-way-stays-current"
+        "A frozen Primary that gives way keeps its disk UpToDate.";
+    AddedNotTriedAgain "added-not-tried-again"
+        "A volume that could not be presented at once is not presented later.";
+    LostPathsKept "lost-paths-kept"
+        "Reads of a lost peer count as under way for ever.";
+    LoadStopsResync "load-stops-resync"
+        "A resync asks for nothing while applications write.";
+    OwedOfOthersKept "owed-of-others-kept"
+        "A source does not count what its target gets from others.";
+    ExchangeAcksKept "exchange-acks-kept"
+        "What a target called in sync in an earlier exchange of bitmaps counts in the next one.";
+    AgainForgotten "again-forgotten"
+        "A comparison that hit a running resync is not made up for.";
+    DayZeroSlotEmpty "day-zero-slot-empty"
+        "A peer without a bitmap slot counts as one towards which nothing is marked.";
+    LostFlushAwaited "lost-flush-awaited"
+        "The end of a resync waits for the answer of a node that is lost.";
+    QuestionsSurviveLoss "questions-survive-loss"
+        "A question of a lost link is answered on the next one.";
 }
 
 #[cfg(feature = "planted")]

@@ -549,8 +549,9 @@ impl Resource {
 
     fn resync_over(&mut self, volume: VolumeNr, peer: NodeId, was_target: bool) {
         self.write_bitmap(volume, BitmapThen::Nothing);
+        let forgets = planted!(self, AgainForgotten);
         let again = self.peer_device_mut(volume, peer).is_some_and(|pd| {
-            let again = pd.resync_again > 0;
+            let again = pd.resync_again > 0 && !forgets;
             pd.resync_again = 0;
             again
         });
@@ -716,6 +717,7 @@ impl Resource {
         let to = disk.io.slot(to);
         match (from, to) {
             (Some(from), Some(to)) => disk.io.bitmap.merge_slot(from, to),
+            (None, Some(_)) if planted!(self, DayZeroSlotEmpty) => {}
             (None, Some(to)) => {
                 // No bitmap of its own: an unallocated one tracks everything since day 0.
                 match disk.generations.free_index() {

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 
 use lockstep_core::event::RequestKind;
+use lockstep_core::state::ReplState;
 use lockstep_format::units::NodeId;
 
 use crate::faults::Fault;
@@ -81,7 +82,10 @@ fn is_away(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
         let is_over = w.nodes[node].commands.is_empty() && (how != 3 || o.is_down(node));
         (!is_over).then(|| "the command waits".into())
     });
-    let changed = requests(w, o, plan, rng);
+    let mut changed = requests(w, o, plan, rng);
+    if whole > 0 {
+        changed.extend(resync_goes_on(w, o, plan, node));
+    }
     match how {
         0 | 1 => {
             o.reconnect(w);
@@ -109,6 +113,49 @@ fn is_away(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) {
             "{copied} blocks were copied after {what} and nothing went wrong, and at most {most} can differ"
         ));
     }
+}
+
+/// Applications go on writing while everything is copied to a node: that goes on as well. Gives the blocks that
+/// they have changed.
+fn resync_goes_on(w: &mut World, o: &mut Operator, plan: &Plan, node: usize) -> Vec<(u16, u64)> {
+    let mut rng = Rng::new(mixed(&[plan.seed, 0x6c6f_6164]));
+    let mut changed = Vec::new();
+    let mut began = None;
+    for round in 0..LOAD_WRITES {
+        let Some(primary) = o.accepts_io().filter(|_| w.violation.is_none()) else {
+            return changed;
+        };
+        if w.nodes[primary].requests.len() < 16 {
+            let volume = rng.below(u64::from(w.config.volumes)) as u16;
+            let block = 5000 + rng.below(24);
+            w.request(primary, volume, RequestKind::Write { fua: false }, block, 1);
+            changed.push((volume, block));
+        }
+        w.run_for(LOAD_PAUSE);
+        o.tick(w);
+        if round == LOAD_WRITES / 4 {
+            began = is_copied_to(w, node).then_some(w.copied);
+        }
+    }
+    if is_copied_to(w, node) && began == Some(w.copied) && w.violation.is_none() {
+        w.fail(format!(
+            "{} is copied to, and nothing came for {} ms while applications wrote",
+            name(node),
+            LOAD_WRITES * 3 / 4 * (LOAD_PAUSE / MS)
+        ));
+    }
+    changed
+}
+
+/// Writes under which a resync has to go on, and the time between two of them.
+const LOAD_WRITES: u64 = 100;
+const LOAD_PAUSE: u64 = 40 * MS;
+
+fn is_copied_to(w: &World, node: usize) -> bool {
+    w.snapshot(node).is_some_and(|s| {
+        let mut pairs = s.connections.iter().flat_map(|c| &c.peer_devices);
+        pairs.any(|p| p.repl_state == ReplState::SyncTarget)
+    })
 }
 
 fn sizes(w: &World) -> Vec<u64> {

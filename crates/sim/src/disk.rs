@@ -786,6 +786,11 @@ impl Disk {
         }
     }
 
+    /// The activity log says which extents are in use.
+    pub(crate) fn has_whole_log(&self) -> bool {
+        !matches!(self.read().log, Log::All)
+    }
+
     /// For each block of the list: does this disk's metadata mark it towards the peer?
     pub fn marks(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
         let mut marks = Vec::with_capacity(blocks.len());
@@ -800,14 +805,37 @@ impl Disk {
         looked.is_ok() && found
     }
 
+    /// The same without the activity log.
+    pub(crate) fn bitmap(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
+        let mut marks = Vec::with_capacity(blocks.len());
+        let read = self.read();
+        let without_log = Read {
+            superblock: Rc::clone(&read.superblock),
+            log: Log::None,
+        };
+        self.look_at_marks_of(&without_log, peer, blocks, |is_marked| {
+            marks.push(is_marked)
+        })?;
+        Ok(marks)
+    }
+
     fn look_at_marks(
         &self,
+        peer: usize,
+        blocks: &[u64],
+        see: impl FnMut(bool),
+    ) -> Result<(), String> {
+        self.look_at_marks_of(&self.read(), peer, blocks, see)
+    }
+
+    fn look_at_marks_of(
+        &self,
+        read: &Read,
         peer: usize,
         blocks: &[u64],
         mut see: impl FnMut(bool),
     ) -> Result<(), String> {
         use lockstep_format::disk::v09::PeerFlags;
-        let read = self.read();
         let superblock = read.superblock.as_ref().as_ref().map_err(Clone::clone)?;
         let entry = superblock.peer(NodeId(peer as u8));
         let sectors = superblock.effective_size.0;

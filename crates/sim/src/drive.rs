@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use lockstep_core::options::Quorum;
 
+use crate::at_rest;
 use crate::calm;
 use crate::check;
 use crate::cover;
@@ -258,11 +259,14 @@ impl<'a> Drive<'a> {
             return;
         }
         check::writes_are_settled(w);
+        at_rest::is_clean(w);
         if self.plan.shares.is_none() {
             check::metadata_are_at_rest(w, o.primary);
         }
         if self.plan.goes_on() {
             calm::goes_on(w, o, self.plan);
+            w.run_for(3 * SECOND);
+            at_rest::is_clean(w);
         }
         if self.plan.verifies() && w.violation.is_none() {
             rot::is_found(w, o, self.plan.seed);

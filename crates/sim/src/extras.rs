@@ -61,10 +61,12 @@ pub enum Extra {
     NoLog,
     /// Protocol A or B.
     Async,
+    /// The activity log has more slots than one of its blocks repeats, on a large volume.
+    LongLog,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 22] = [
+pub const EXTRAS: [(Extra, &str); 23] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -87,6 +89,7 @@ pub const EXTRAS: [(Extra, &str); 22] = [
     (Extra::Internal, "internal"),
     (Extra::NoLog, "no-log"),
     (Extra::Async, "async"),
+    (Extra::LongLog, "long-log"),
 ];
 
 /// The word of one.
@@ -187,12 +190,15 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
                 settings.disk.disk_timeout_tenths = 0;
             }
         }
-        Extra::ShortLog => {
+        Extra::ShortLog | Extra::LongLog => {
             config.blocks = config.blocks.max(LARGE_BLOCKS);
             config.resync_max_kib_s = 102_400;
             config.slow = None;
             settings.peer.c_max_rate_kib_s = config.resync_max_kib_s;
-            settings.disk.al_extents = rng.pick(&[7, 12]);
+            settings.disk.al_extents = match extra {
+                Extra::LongLog => rng.pick(&[920, 1237, 6433]),
+                _ => rng.pick(&[7, 12]),
+            };
         }
         Extra::Congestion => {
             config.protocol = Protocol::A;

@@ -4,6 +4,7 @@
 //! and `check` for what must hold, and `scenario` for the words that tests are written in.
 
 mod acks;
+mod at_rest;
 mod buffers;
 mod calm;
 pub mod check;

@@ -310,6 +310,26 @@ fn shows(bug: Planted) -> Shows {
         | P::PeerOutdatedUnnoted
         | P::CrashedFlagStays
         | P::OneSlotInvalidated
+        | P::LogContextStuck
+        | P::FirstExtentPut
+        | P::SlotMergedInPart
+        | P::FillNotWritten
+        | P::LastWordNotWritten
+        | P::InSyncSurvivesLoss
+        | P::EarlierClearsLater
+        | P::LateFailureUnmarked
+        | P::ResentKeepsAge
+        | P::AgeTimerStops
+        | P::GivesWayStaysCurrent
+        | P::AddedNotTriedAgain
+        | P::LostPathsKept
+        | P::LoadStopsResync
+        | P::OwedOfOthersKept
+        | P::ExchangeAcksKept
+        | P::AgainForgotten
+        | P::DayZeroSlotEmpty
+        | P::LostFlushAwaited
+        | P::QuestionsSurviveLoss
         | P::AttachedInHandshakeOverlooked
         | P::ExtentsOutOfOrder
         | P::VouchesForTheLost
@@ -738,6 +758,25 @@ const RARE: &[Planted] = &[
     Planted::PeerOutdatedUnnoted,
     Planted::CrashedFlagStays,
     Planted::OneSlotInvalidated,
+    Planted::LogContextStuck,
+    Planted::SlotMergedInPart,
+    Planted::FillNotWritten,
+    Planted::LastWordNotWritten,
+    Planted::InSyncSurvivesLoss,
+    Planted::EarlierClearsLater,
+    Planted::LateFailureUnmarked,
+    Planted::ResentKeepsAge,
+    Planted::AgeTimerStops,
+    Planted::GivesWayStaysCurrent,
+    Planted::AddedNotTriedAgain,
+    Planted::LostPathsKept,
+    Planted::LoadStopsResync,
+    Planted::OwedOfOthersKept,
+    Planted::ExchangeAcksKept,
+    Planted::AgainForgotten,
+    Planted::DayZeroSlotEmpty,
+    Planted::LostFlushAwaited,
+    Planted::QuestionsSurviveLoss,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

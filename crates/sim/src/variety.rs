@@ -64,7 +64,8 @@ pub fn orders(seed: u64) -> Orders {
         35 => of(Some(3), CUT_COMMANDS, &[Extra::Every, Extra::Csums]),
         36 if turn.is_multiple_of(2) => of(Some(3), QUORUMS, &[Extra::Every]),
         36 => of(Some(3), LAST_MEN, &[Extra::Every]),
-        37 => of(Some(2), BAD_BLOCKS, &[Extra::Every]),
+        37 if turn.is_multiple_of(2) => of(Some(2), BAD_BLOCKS, &[Extra::Every]),
+        37 => of(Some(2), CRASHES, &[Extra::LongLog]),
         38 => of(Some(2), PROTOCOLS, &[Extra::Every, Extra::Hot]),
         39 => of(
             Some(2),
@@ -91,6 +92,15 @@ pub fn is_open(orders: &Orders) -> bool {
 
 /// Disks cannot read some blocks, again and again.
 const BAD_BLOCKS: &[Fault] = &[Fault::BadBlock, Fault::BadBlock, Fault::Crash, Fault::Reset];
+
+/// Nodes die, links break, roles change.
+const CRASHES: &[Fault] = &[
+    Fault::Crash,
+    Fault::PowerCut,
+    Fault::Reset,
+    Fault::Partition,
+    Fault::Handover,
+];
 
 /// The protocol changes while requests are under way.
 const PROTOCOLS: &[Fault] = &[

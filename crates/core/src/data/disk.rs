@@ -135,6 +135,12 @@ impl DiskIo {
         }
     }
 
+    /// Log and bitmap have the resource's deliberate bug.
+    #[cfg(feature = "planted")]
+    pub(crate) fn plant(&mut self, bug: Option<crate::planted::Planted>) {
+        (self.al.planted, self.bitmap.planted) = (bug, bug);
+    }
+
     /// Says which bitmap slot belongs to a node.
     pub fn set_slot(&mut self, node: NodeId, slot: Option<u8>) {
         if let Some(entry) = self.slots.get_mut(usize::from(node.0)) {

@@ -56,6 +56,9 @@ impl Resource {
             let owed = d.peers.iter().filter(|(_, pd)| pd.io.owed_blocks > 0);
             owed.map(|(node, _)| *node).collect()
         });
+        if planted!(self, OwedOfOthersKept) {
+            return;
+        }
         for node in targets.without(sender).iter() {
             self.owe_less(volume, node, sector, size);
         }
@@ -84,6 +87,7 @@ impl Resource {
                 && has_another_source(volume, *peer, new);
             if before != p.repl
                 && p.repl == ReplState::WfBitmapS
+                && !planted!(self, ExchangeAcksKept)
                 && let Some(io) = self.peer_io(volume, *peer)
             {
                 io.acked_in_exchange.clear();

@@ -546,8 +546,11 @@ impl Resource {
 
     /// Reads that waited for a lost peer go another way.
     pub(crate) fn lose_reads(&mut self, peer: NodeId) {
+        let kept = planted!(self, LostPathsKept);
         for device in self.devices.values_mut() {
-            device.io.read_paths.remove(&peer);
+            if !kept {
+                device.io.read_paths.remove(&peer);
+            }
         }
         for key in self.io.requests.keys() {
             let waits = self

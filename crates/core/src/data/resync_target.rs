@@ -262,6 +262,9 @@ impl Resource {
             .map(|d| d.peers.keys().copied().collect())
             .unwrap_or_default();
         for other in peers {
+            if planted!(self, LostFlushAwaited) {
+                break;
+            }
             if let Some(sync) = self.target(volume, other) {
                 for (_, nodes) in &mut sync.flush_waits {
                     nodes.remove(peer);
@@ -311,6 +314,7 @@ impl Resource {
         let left_sectors = disk.bitmap.out_of_sync_sectors(slot);
         let load = self.resync_load(volume, peer, left_sectors);
         let all = u64::from(planted!(self, RateUnlimited)) * left_sectors;
+        let stops = load.application_sectors > 0 && planted!(self, LoadStopsResync);
         let Some(pd) = self
             .devices
             .get_mut(&volume)
@@ -321,6 +325,9 @@ impl Resource {
         if let Some(sync) = pd.io.target.as_mut() {
             sync.pace.grant(now, &pd.options, load);
             sync.pace.grant_sectors = sync.pace.grant_sectors.max(all);
+            if stops {
+                sync.pace.grant_sectors = 0;
+            }
         }
     }
 

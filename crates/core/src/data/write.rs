@@ -492,10 +492,14 @@ impl Resource {
     pub(crate) fn write_ack(&mut self, peer: NodeId, volume: VolumeNr, ack: &BlockAck, how: Ack) {
         let key = Key(ack.block_id.0);
         let late = planted!(self, LateRefusalIgnored);
+        let late_is_lost = planted!(self, LateFailureUnmarked);
         let known = self.io.requests.get_mut(key).filter(|req| {
             req.volume == volume && req.sector == ack.sector && req.sent.contains(peer)
         });
         let Some(req) = known else {
+            if how == Ack::Failed && late_is_lost {
+                return;
+            }
             if how == Ack::Failed {
                 // Long completed, perhaps forgotten: the peer does not have it.
                 if let Some(io) = self.disk_io(volume)
@@ -806,6 +810,9 @@ impl Resource {
     /// A write is marked before it is settled. Older ones of these blocks, which the peer has and
     /// called in sync, clear their marks now: when they are settled, this mark would go with them.
     fn clear_in_sync(&mut self, volume: VolumeNr, peer: NodeId, sector: Sector, size_bytes: u32) {
+        if planted!(self, EarlierClearsLater) {
+            return;
+        }
         let end = sector.end_of(size_bytes);
         let keys: Vec<Key> = self.io.log.iter().copied().collect();
         let serial = self.al_serial(volume);
@@ -987,6 +994,7 @@ impl Resource {
             return;
         };
         let forgets = planted!(self, LossForgetsUnacked);
+        let keeps_questions = planted!(self, QuestionsSurviveLoss);
         let sent = core::mem::take(&mut conn.io.sent);
         conn.io.unacked.clear();
         conn.io.epoch_writes = 0;
@@ -997,7 +1005,9 @@ impl Resource {
         conn.io.mirror = None;
         conn.io.ap_in_flight_sectors = 0;
         conn.io.resync_in_flight_sectors = 0;
-        conn.io.flush_requests.clear();
+        if !keeps_questions {
+            conn.io.flush_requests.clear();
+        }
         self.io.peer_ack.last.retain(|(node, _)| *node != peer);
         let (mut missed, mut lost) = (Vec::new(), Vec::new());
         for key in sent {
@@ -1025,13 +1035,16 @@ impl Resource {
             self.try_complete(key);
         }
         let others = self.connections.len() > 1;
+        let stays_in_sync = planted!(self, InSyncSurvivesLoss);
         for key in self.io.log.iter() {
             if let Some(req) = self.io.requests.get_mut(*key) {
                 req.mark.remove(peer);
                 // It may become the target of a third node that does not have the write yet.
                 if others && req.ok.contains(peer) {
                     req.left.insert(peer);
-                    req.in_sync.remove(peer);
+                    if !stays_in_sync {
+                        req.in_sync.remove(peer);
+                    }
                     req.accounted.insert(peer);
                     missed.push((req.volume, req.sector, req.size_bytes));
                 }
@@ -1087,7 +1100,8 @@ impl Resource {
                 if resends && !planted!(self, ParkedNotResent) {
                     // The epoch may be over since long: its barrier follows.
                     self.io.barriers_due |= !planted!(self, ResentWithoutBarrier);
-                    if let Some(conn) = self.connections.get_mut(&peer) {
+                    let keeps = planted!(self, ResentKeepsAge);
+                    if let Some(conn) = self.connections.get_mut(&peer).filter(|_| !keeps) {
                         conn.io.resent_at = self.now;
                     }
                     self.send_write(peer, key);
@@ -1172,7 +1186,7 @@ impl Resource {
             let text = format!("a {what} is without an answer for {} ms", limit.as_millis());
             self.log(crate::report::Level::Error, Some(peer), None, text);
             self.drop_connection(peer, ConnState::Timeout);
-        } else {
+        } else if !planted!(self, AgeTimerStops) {
             self.timers.set(Timer::RequestAge(peer), due);
         }
     }
