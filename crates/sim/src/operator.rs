@@ -1089,6 +1089,17 @@ fn are_of_one_generation(w: &World, a: usize, b: usize) -> bool {
     generations(a).is_some_and(|of_a| generations(b) == Some(of_a))
 }
 
+/// Both are up, and this volume is of one generation on both.
+fn same_generation(w: &World, a: usize, b: usize, volume: usize) -> bool {
+    let generation = |node: usize| {
+        let snapshot = w.nodes[node].resource.as_ref()?.snapshot();
+        let mut devices = snapshot.devices.iter();
+        let device = devices.find(|d| usize::from(d.volume.0) == volume)?;
+        Some(device.current_uuid.without_primary_bit())
+    };
+    generation(a).is_some_and(|of_a| generation(b) == Some(of_a))
+}
+
 /// The smallest size of a volume on the nodes that know one; 0 if none does.
 fn smallest(w: &World, volume: VolumeNr) -> u64 {
     let snapshots = (0..w.nodes.len()).filter_map(|node| w.snapshot(node));
@@ -1134,7 +1145,8 @@ fn members(mask: u32) -> Vec<usize> {
 }
 
 /// Nodes, a bit each, that a node which holds a volume's data takes for holders of them and that
-/// think so of it; none if it does not hold them itself.
+/// think so of it; none if it does not hold them itself. Who is of another generation may have lost the
+/// connection, and not know that yet: of what follows it has nothing.
 pub(crate) fn mutual_holders(w: &mut World, node: usize, volume: usize) -> u32 {
     let mine = w.view(node).map_or(0, |v| v.holders[volume]);
     if mine & 1 << node == 0 {
@@ -1144,7 +1156,7 @@ pub(crate) fn mutual_holders(w: &mut World, node: usize, volume: usize) -> u32 {
         .into_iter()
         .filter(|peer| {
             let theirs = w.view(*peer).map_or(0, |v| v.holders[volume]);
-            *peer == node || theirs & 1 << node != 0
+            *peer == node || theirs & 1 << node != 0 && same_generation(w, node, *peer, volume)
         })
         .fold(0, |all, peer| all | 1 << peer)
 }

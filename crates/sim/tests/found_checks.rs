@@ -122,3 +122,17 @@ fn a_generation_is_not_confirmed_by_the_end_of_an_earlier_write() {
     planned_holds(Some(3), 198, kinds(), "12,14-15", "50,63");
     planned_holds(Some(3), 198, kinds(), "0-99", "0-999");
 }
+
+/// A node was cut off, and the Primary began a generation with the other two and died. One of those had not noticed yet that
+/// the first was gone, and the operator of the simulator took that one for an heir.
+#[test]
+fn a_node_of_an_older_generation_is_no_heir() {
+    planned_holds(
+        Some(4),
+        9_201_194,
+        (None, Vec::new()),
+        "3,6-7,12-13",
+        "11,19,22",
+    );
+    planned_holds(Some(4), 9_201_194, (None, Vec::new()), "0-99", "0-999");
+}
