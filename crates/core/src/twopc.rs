@@ -591,7 +591,11 @@ impl Resource {
         packet: Packet,
     ) -> Option<Packet> {
         match packet {
-            Packet::TwopcPrepare(prepare) => self.prepare_received(peer, volume, prepare.into()),
+            Packet::TwopcPrepare(prepare) => {
+                let prepare = prepare.into();
+                self.forget_old_handshake(peer, volume, &prepare);
+                self.prepare_received(peer, volume, prepare);
+            }
             Packet::TwopcPrepRsz(resize) => self.prepare_received(peer, volume, resize.into()),
             Packet::TwopcYes(reply) => self.reply_received(peer, reply, ReplyKind::Yes),
             Packet::TwopcNo(reply) => self.reply_received(peer, reply, ReplyKind::No),

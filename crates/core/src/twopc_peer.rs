@@ -24,12 +24,35 @@ use crate::validity::Refusal;
 const COMMITTED_KEPT: usize = 8;
 
 impl Resource {
+    /// The peer begins to connect: what it told of itself before, in an attempt that came to nothing, does not
+    /// count. It may have arrived after this node had refused that attempt, and the peer tells all of it once more,
+    /// after this packet (semantics.md, 9.2).
+    pub(crate) fn forget_old_handshake(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        prepare: &PhaseOne,
+    ) {
+        let head = prepare.head;
+        if !is_connect(volume, prepare)
+            || head.initiator_node_id != peer
+            || head.target_node_id != Some(self.node_id)
+            || self.state.conn(peer) != ConnState::Connecting
+        {
+            return;
+        }
+        for device in self.devices.values_mut() {
+            if let Some(pd) = device.peers.get_mut(&peer) {
+                pd.verdict = None;
+                pd.last_state = None;
+            }
+        }
+    }
+
     /// Phase one of somebody else's transaction.
     pub(crate) fn prepare_received(&mut self, peer: NodeId, volume: VolumeNr, prepare: PhaseOne) {
         let head = prepare.head;
-        let is_connect = prepare.change.mask.has(StateWord::CONN)
-            && prepare.change.val.conn() == Some(ConnState::Connected)
-            && volume.is_none();
+        let is_connect = is_connect(volume, &prepare);
         self.note_if_lost_there(peer, head.initiator_node_id);
         let number = (head.initiator_node_id, head.tid);
         if self.twopc.committed.contains(&number) {
@@ -642,4 +665,11 @@ impl Resource {
             .is_some_and(|t| t.handshake.is_some())
             || self.in_legacy_handshake()
     }
+}
+
+/// The initiator and the target are to be connected.
+fn is_connect(volume: VolumeNr, prepare: &PhaseOne) -> bool {
+    prepare.change.mask.has(StateWord::CONN)
+        && prepare.change.val.conn() == Some(ConnState::Connected)
+        && volume.is_none()
 }

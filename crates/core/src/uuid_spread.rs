@@ -431,17 +431,27 @@ impl Resource {
         })
     }
 
-    /// Tells everybody what the data are called that this node exposes from now on.
+    /// Tells everybody what the data are called that this node exposes from now on. A name that was given up
+    /// before, because nobody answered, may have been taken all the same: whoever hears of the new one has to know
+    /// it as an ancestor, or the node that took it would look like one of another branch.
     fn send_exposed(&mut self, volume: VolumeNr, uuid: Uuid) {
+        let mut given_up = Vec::new();
         if let Some(device) = self.devices.get_mut(&volume) {
+            given_up.clone_from(&device.announced);
             device.announced.push(uuid);
             let most = device.announced.len().saturating_sub(ANNOUNCED_COUNT);
             device.announced.drain(..most);
         }
         let weak_nodes = self.weak_nodes(volume);
         for peer in self.established_peers().iter() {
-            let packet = CurrentUuid { uuid, weak_nodes };
-            self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
+            let takes = self.state.peer_device(volume, peer).disk == DiskState::UpToDate;
+            let known = self.peer_uuids(volume, peer).filter(|_| takes);
+            let unknown = |old: &&Uuid| known.is_some_and(|set| !set.knows(**old));
+            let names: Vec<Uuid> = given_up.iter().filter(unknown).copied().collect();
+            for uuid in names.into_iter().chain([uuid]) {
+                let packet = CurrentUuid { uuid, weak_nodes };
+                self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
+            }
         }
     }
 

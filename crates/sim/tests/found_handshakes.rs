@@ -114,3 +114,16 @@ fn nobody_vouches_for_a_peer_that_asks_as_if_it_were_lost() {
     holds(4, 79_200_079, None, "12,14", "0");
     holds(4, 79_200_079, None, "0-99", "0-999");
 }
+
+/// A node refused a connect for the moment and heard all that the peer told of itself for it. The next attempt was decided
+/// by that at once: the peer's disk was Outdated and had marks then, and the two looked like a split brain. They did because a
+/// client had given up a generation that one node had taken, and never told it to those that followed the next one.
+#[test]
+fn what_was_told_for_a_refused_connect_does_not_count_for_the_next_one() {
+    let kinds = || {
+        let extras = vec![Extra::Every, Extra::Hot];
+        (Some("shuffle,diskless,crash"), extras)
+    };
+    planned_holds(Some(4), 98_001_464, kinds(), "0,2,7-8,10", "1,4");
+    planned_holds(Some(4), 98_001_464, kinds(), "0-99", "0-999");
+}
