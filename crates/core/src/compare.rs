@@ -1090,10 +1090,15 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
     let Some(direction) = verdict.strategy.direction() else {
         return;
     };
-    let loser = match direction {
-        Direction::Target => h.own,
-        Direction::Source => h.peer,
+    let (loser, source) = match direction {
+        Direction::Target => (h.own, h.peer),
+        Direction::Source => (h.peer, h.own),
     };
+    // Its applications do not see its own disk, which is not current, but that of a peer.
+    let served_by_others = h.is_lockstep()
+        && h.phase == Phase::AfterUnstable
+        && loser.disk < DiskState::UpToDate
+        && source.disk == DiskState::UpToDate;
     // Marks on one side only, both Primary: they are writes in flight of the other Primary, which
     // this one gets late. Nothing of its own is given up.
     let late_writes = verdict.rule == Rule::MarkedBlocks
@@ -1113,6 +1118,7 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
     // A disk that is just being attached to a Primary is not the data that it serves.
     if !loser.is_primary()
         || loser.disk < DiskState::Consistent
+        || served_by_others
         || verdict.strategy.is_arbitrary()
         || !h.has_dirty_bits()
         || verdict.demote_first

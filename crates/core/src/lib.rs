@@ -28,6 +28,7 @@ pub mod device;
 mod disk_timeout;
 pub mod event;
 pub mod exposed;
+mod exposed_disk;
 mod far;
 pub mod fencing;
 pub mod few;

@@ -130,7 +130,8 @@ impl Resource {
         for volume in new.devices.keys().copied().collect::<Vec<_>>() {
             self.finish_peer_devices(volume, old, new);
             self.forget_owed(volume, old, new);
-            if self.finish_metadata_flags(volume, old, new, graceful) {
+            let named = self.take_exposed_generation(volume, old, new);
+            if self.finish_metadata_flags(volume, old, new, graceful) || named {
                 changed.push(volume);
             }
         }
