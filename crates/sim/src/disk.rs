@@ -522,6 +522,13 @@ impl Disk {
         }
     }
 
+    /// Since when the oldest operation has been under way that has not ended yet.
+    pub fn busy_since(&self) -> Option<u64> {
+        let data = self.flying.iter().map(|(_, f)| f.since);
+        let meta = self.flying_meta.values().map(|f| f.since);
+        data.chain(meta).min()
+    }
+
     /// An operation is over. There are few at a time.
     pub fn take_flying(&mut self, id: u64) -> Option<Flying<DataOp>> {
         let at = self.flying.iter().position(|(of, _)| *of == id)?;

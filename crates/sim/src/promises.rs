@@ -441,6 +441,13 @@ pub fn replicas_agree(w: &mut World) {
 }
 
 fn look_at_pair(w: &mut World, (x, y, volume): (usize, usize, u16), before: &Differing) {
+    let stands_still = |node: usize| {
+        let busy = w.nodes[node].disks[usize::from(volume)].busy_since();
+        busy.is_some_and(|since| w.now >= since + SLOW_MOST)
+    };
+    if stands_still(x) || stands_still(y) {
+        return;
+    }
     let content = |w: &World, node: usize, block: u64| {
         w.nodes[node].disks[usize::from(volume)].content[block as usize]
     };
@@ -474,6 +481,9 @@ fn look_at_pair(w: &mut World, (x, y, volume): (usize, usize, u16), before: &Dif
 /// How long what one of two nodes has may be on its way to the other: a wire may stand still until
 /// a ping finds that out.
 const DIFFERENT_MOST: u64 = 40 * SECOND;
+
+/// A slow disk that has needed longer for one operation may need half a minute more, and others wait for that one.
+const SLOW_MOST: u64 = 5 * SECOND;
 
 /// How long a disk may be taken for current that is not.
 const STALE_MOST: u64 = 5 * SECOND;

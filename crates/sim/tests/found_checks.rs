@@ -136,3 +136,11 @@ fn a_node_of_an_older_generation_is_no_heir() {
     );
     planned_holds(Some(4), 9_201_194, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// With protocol B a slow disk needed forty seconds for one write, for which a later one of the same blocks waited. The checker took
+/// that for a copy that nobody makes.
+#[test]
+fn what_waits_for_a_slow_disk_is_on_its_way() {
+    planned_holds(Some(5), 1_300_000_124, (None, Vec::new()), "1", "0-1");
+    planned_holds(Some(5), 1_300_000_124, (None, Vec::new()), "0-99", "0-999");
+}
