@@ -989,6 +989,13 @@ fn apply_split_brain(h: &Handshake<'_>, verdict: &mut Verdict) {
         verdict.strategy = direction.use_bitmap();
         return;
     }
+    if verdict.rule == Rule::HistoryBoth
+        && let Some(direction) = still_an_ancestor(h)
+    {
+        verdict.split_brain = false;
+        verdict.strategy = direction.set_bitmap();
+        return;
+    }
     verdict.handlers.push(Handler::InitialSplitBrain);
     let decision = if auto || h.net.always_asbp {
         by_quorum(h).or_else(|| policies::by_policies(h, verdict))
@@ -1019,6 +1026,26 @@ fn without_changes(h: &Handshake<'_>) -> Option<Direction> {
         (true, _) => Some(Direction::Target),
         (false, true) => Some(Direction::Source),
         (false, false) => None,
+    }
+}
+
+/// Between two Lockstep nodes: one of them has changed nothing since the other left it, which descends from
+/// what it had then. No bitmap is of that time any more (`new-current-uuid` begins all of them anew).
+fn still_an_ancestor(h: &Handshake<'_>) -> Option<Direction> {
+    if !h.is_lockstep() {
+        return None;
+    }
+    let left = |side: &Side, other: &Side| {
+        let at = side.uuids.slot(other.node);
+        is_real(at)
+            && side.uuids.dirty_bits == 0
+            && !side.is_primary()
+            && other.uuids.history_has(at)
+    };
+    match (left(h.own, h.peer), left(h.peer, h.own)) {
+        (true, false) => Some(Direction::Target),
+        (false, true) => Some(Direction::Source),
+        (true, true) | (false, false) => None,
     }
 }
 

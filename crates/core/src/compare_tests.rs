@@ -632,6 +632,30 @@ fn the_quorate_side_wins_a_split_brain() {
 }
 
 #[test]
+fn a_name_alone_that_both_have_lost_the_bitmap_of_is_no_branch() {
+    let lost = |bend: fn(&mut Case)| {
+        let mut c = Case::new(0x10, 0x20);
+        c.features = Features::LOCKSTEP;
+        c.a.uuids.history[0] = Uuid(0x30);
+        c.b.uuids.history[0] = Uuid(0x30);
+        slot(&mut c.a, B, 0x40);
+        slot(&mut c.b, A, 0x30);
+        bend(&mut c);
+        c
+    };
+    lost(|_| {}).expect(Strategy::SourceSetBitmap, Rule::HistoryBoth);
+    let branches: [fn(&mut Case); 4] = [
+        |c| c.b.uuids.dirty_bits = 1,
+        |c| c.b.role = Role::Primary,
+        |c| slot(&mut c.b, A, 0x50),
+        |c| c.features = Features::empty(),
+    ];
+    for branch in branches {
+        lost(branch).expect(Strategy::SplitBrainDisconnect, Rule::HistoryBoth);
+    }
+}
+
+#[test]
 fn discard_my_data_solves_a_split_brain_and_turns_a_direction() {
     split(|c| flag(&mut c.a, UuidFlags::DISCARD_MY_DATA))
         .expect(Strategy::TargetUseBitmap, Rule::BitmapBoth);
