@@ -724,7 +724,7 @@ impl Resource {
     }
 
     /// The commit has come to this peer by a shorter way: it is target of the new area already.
-    fn is_target_already(&self, volume: VolumeNr, peer: NodeId) -> bool {
+    pub(crate) fn is_target_already(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let last = self
             .devices
             .get(&volume)
@@ -908,7 +908,8 @@ impl Resource {
     /// The resync of the new area starts; both sides know without asking, and their marks are equal.
     fn start_new_area(&mut self, volume: VolumeNr, peer: NodeId, side: Side) {
         let repl = self.state.peer_device(volume, peer).repl;
-        if repl != ReplState::Established || self.state.disk(volume) != DiskState::UpToDate {
+        let whole = self.state.disk(volume) == DiskState::UpToDate;
+        if repl != ReplState::Established || !whole || !self.stays_with(volume, peer, side) {
             return;
         }
         let legacy = self.is_legacy(peer);

@@ -24,14 +24,14 @@ use lockstep_format::disk::BLOCK_BYTES;
 use lockstep_format::disk::layout::{Layout, Placement};
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_format::wire::{ConnState, ReplState};
+use lockstep_format::wire::{ConnState, DiskState, ReplState};
 
 use crate::attach::placement;
 use crate::data::{BitmapThen, DiskFault};
 use crate::device::{AfterMeta, LocalDisk};
 use crate::event::{DiskError, DiskInfo, MetaOp};
 use crate::report::{Event, Level};
-use crate::resize::{AfterResize, NewArea};
+use crate::resize::{AfterResize, NewArea, Side};
 use crate::resource::{Pending, Resource};
 
 /// Writes of a move that are in flight at once.
@@ -212,6 +212,14 @@ impl Resource {
             disk.writer.hold = false;
             self.after_superblock(volume, AfterMeta::Resized);
         }
+    }
+
+    /// While the size became durable the peer may have become the target of a third node, which it met. Then it
+    /// does not begin with the new area either, and the two compare again.
+    pub(crate) fn stays_with(&self, volume: VolumeNr, peer: NodeId, side: Side) -> bool {
+        self.is_legacy(peer)
+            || self.state.peer_device(volume, peer).disk == DiskState::UpToDate
+            || side == Side::Source && self.is_target_already(volume, peer)
     }
 
     /// The superblock with the new size, or at the new place, is durable.

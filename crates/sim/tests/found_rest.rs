@@ -26,6 +26,14 @@ fn a_size_that_changes_while_bitmaps_are_exchanged_ends_the_exchange() {
     holds(3, 33_700_001, RESIZES, "0-99", "0-999");
 }
 
+/// While the new size became durable on the Primary its follower met a third node and became its target. The Primary took
+/// itself for the source of the new area all the same, and the follower waited for its bitmap for ever.
+#[test]
+fn who_has_become_the_target_of_another_node_does_not_copy_the_new_area() {
+    holds(3, 1_320_000_018, RESIZES, "0,2-4,6", "14");
+    holds(3, 1_320_000_018, RESIZES, "0-99", "0-999");
+}
+
 /// A node had been made smaller alone, and the other one, later, less small: the operator of the simulator named the
 /// last size again, though no node lets a connection shrink what it uses (semantics.md, 22.4).
 #[test]
