@@ -1,4 +1,4 @@
-//! Planned worlds in which a generation was a name only, or a node spoke of a peer that it had lost.
+//! Planned worlds in which a generation was a name only.
 
 mod common;
 
