@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lockstep_core::command::{Command, CommandError, ErrorCode};
 use lockstep_core::options::ResourceOptions;
@@ -94,8 +94,6 @@ struct State {
 /// What a command answers.
 pub type CommandResult = Result<(), CommandError>;
 
-/// How long a command waits for the demotion that follows the last close.
-const DEMOTION: Duration = Duration::from_secs(1);
 /// Most resources of a node, of volumes and of paths of a resource: bounds what a client can use.
 const MAX_RESOURCES: usize = 16_384;
 const MAX_PATHS: usize = 16;
@@ -325,34 +323,10 @@ impl Node {
 
     /// Runs a command on the core and waits for its answer.
     fn core(&self, entry: &Entry, command: Command) -> CommandResult {
-        // Promotions are asked for by the thread of devices, too.
-        if !matches!(command, Command::Primary { .. }) {
-            self.settle(entry);
-        }
+        self.settle(entry, &command);
         match self.shards[entry.shard].command(entry.id, command).recv() {
             Ok(result) => result.map(|_| ()),
             Err(_) => refuse(ErrorCode::UNKNOWN_ERROR, "the daemon is ending"),
-        }
-    }
-
-    /// An automatic Primary whose last user has closed its device is Secondary before the next command,
-    /// as with a kernel, where closing demotes.
-    fn settle(&self, entry: &Entry) {
-        let name = lock(&entry.configured).configured.name.clone();
-        if !self.devices().settle(&name) {
-            return;
-        }
-        let begin = Instant::now();
-        while begin.elapsed() < DEMOTION {
-            self.refresh(&name);
-            let report = self.board.report(&name);
-            let waits = |r: ResourceReport| {
-                r.role == Role::Primary && !r.devices.iter().any(|device| device.open)
-            };
-            if !report.is_some_and(waits) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(2));
         }
     }
 
@@ -1213,6 +1187,8 @@ pub(crate) fn node(id: u32) -> Result<NodeId, CommandError> {
 #[path = "node_end.rs"]
 mod end;
 pub use end::Left;
+#[path = "node_settle.rs"]
+mod settle;
 
 /// A seed that nobody can guess, for UUIDs.
 fn random() -> std::io::Result<u64> {
