@@ -121,6 +121,12 @@ fn quorum_holds_writes_back_or_fails_them() -> Result<()> {
             setup.options = format!("quorum majority; on-no-quorum {policy};");
             let cluster = Nine::start_equal(setup)?;
             for primary in [1, 2] {
+                let kernels = kinds.iter().filter(|kind| **kind == Kernel).count();
+                if policy == "suspend-io" && kinds[primary] == Kernel && kernels > 1 {
+                    // A kernel may leave another one without the write that it has held back, for good
+                    // (docs/compatibility.md).
+                    continue;
+                }
                 cluster.make_primary(primary)?;
                 cluster.scribble(primary, 0)?;
                 cluster.cut(primary, true)?;

@@ -164,7 +164,7 @@ fn a_congested_line_is_left_ahead_and_caught_up() -> Result<()> {
     for (source, target) in ROLES {
         cluster.make_primary(source)?;
         cluster.scribble(source, 0)?;
-        cluster.cut(1, true)?;
+        cluster.network().slow(target, Some(1))?;
         cluster.sh(
             source,
             0,
@@ -173,7 +173,7 @@ fn a_congested_line_is_left_ahead_and_caught_up() -> Result<()> {
         cluster.wait("Ahead", |cluster| {
             Ok(cluster.replication(source, target, 0)? == "Ahead")
         })?;
-        cluster.cut(1, false)?;
+        cluster.network().slow(target, None)?;
         cluster.wait_in_sync()?;
         cluster.scribble(source, 0)?;
         cluster.adm(source, "secondary r0")?;
