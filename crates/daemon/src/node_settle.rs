@@ -23,6 +23,8 @@ impl Node {
         if !self.devices().settle(&name) {
             return;
         }
+        // The first answer may be from before the close, which is on its way.
+        self.refresh(&name);
         let begin = Instant::now();
         while begin.elapsed() < DEMOTION {
             self.refresh(&name);

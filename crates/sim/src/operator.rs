@@ -1,7 +1,7 @@
 //! The operator: brings nodes up as a daemon would, promotes only legitimate heirs, and changes
 //! things at random without ever making two generations of data.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_core::command::{Command, MetaIndex};
 use lockstep_core::options::{
@@ -10,7 +10,7 @@ use lockstep_core::options::{
 };
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 
 use crate::disk::{Lose, Where};
 use crate::limits::Limits;
@@ -1077,27 +1077,26 @@ impl Operator {
 
 /// Both are up, and all their volumes are of one generation.
 fn are_of_one_generation(w: &World, a: usize, b: usize) -> bool {
-    let generations = |node: usize| {
-        let snapshot = w.nodes[node].resource.as_ref()?.snapshot();
-        let devices = snapshot.devices.iter();
-        Some(
-            devices
-                .map(|d| d.current_uuid.without_primary_bit())
-                .collect::<Vec<_>>(),
-        )
-    };
-    generations(a).is_some_and(|of_a| generations(b) == Some(of_a))
+    let of_a = generations(w, a);
+    of_a.is_some() && of_a == generations(w, b)
 }
 
 /// Both are up, and this volume is of one generation on both.
 fn same_generation(w: &World, a: usize, b: usize, volume: usize) -> bool {
-    let generation = |node: usize| {
-        let snapshot = w.nodes[node].resource.as_ref()?.snapshot();
-        let mut devices = snapshot.devices.iter();
-        let device = devices.find(|d| usize::from(d.volume.0) == volume)?;
-        Some(device.current_uuid.without_primary_bit())
-    };
-    generation(a).is_some_and(|of_a| generation(b) == Some(of_a))
+    let of = |node: usize| generations(w, node)?.get(&(volume as u16)).copied();
+    let of_a = of(a);
+    of_a.is_some() && of_a == of(b)
+}
+
+/// The generation of each volume of a node that is up.
+fn generations(w: &World, node: usize) -> Option<BTreeMap<u16, Uuid>> {
+    let snapshot = w.nodes[node].resource.as_ref()?.snapshot();
+    let devices = snapshot.devices.iter();
+    Some(
+        devices
+            .map(|d| (d.volume.0, d.current_uuid.without_primary_bit()))
+            .collect(),
+    )
 }
 
 /// The smallest size of a volume on the nodes that know one; 0 if none does.

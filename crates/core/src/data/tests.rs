@@ -348,6 +348,15 @@ impl World {
         self.open_connections(index);
     }
 
+    fn detach(&mut self, index: usize) {
+        let detach = Command::Detach {
+            volume: VOLUME,
+            force: false,
+            diskless: false,
+        };
+        self.command(index, detach);
+    }
+
     fn attach(&mut self, index: usize) {
         self.command(
             index,

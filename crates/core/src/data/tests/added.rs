@@ -202,12 +202,7 @@ fn a_volume_that_was_taken_away_joins_again() {
         w.pass(Duration::from_secs(1));
     }
     skip_first_sync(&mut w);
-    let detach = Command::Detach {
-        volume: VOLUME,
-        force: false,
-        diskless: false,
-    };
-    w.command(1, detach);
+    w.detach(1);
     w.pass(Duration::from_secs(1));
     w.command(1, Command::DelVolume { volume: VOLUME });
     w.pass(Duration::from_secs(1));

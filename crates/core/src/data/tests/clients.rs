@@ -183,12 +183,7 @@ fn a_peer_that_is_added_takes_a_bitmap_slot_when_it_connects() {
 #[test]
 fn a_disk_that_is_smaller_than_the_volume_is_refused_and_no_connection_is_lost() {
     let mut w = clean(1, 2, Setup::default());
-    let detach = Command::Detach {
-        volume: VOLUME,
-        force: false,
-        diskless: false,
-    };
-    w.command(1, detach);
+    w.detach(1);
     w.pass(Duration::from_secs(1));
     let links = w.next_link;
     w.nodes[1].data_bytes -= 1 << 20;
@@ -212,12 +207,7 @@ fn a_detach_beside_a_diskless_primary_makes_a_generation() {
     assert!(w.done(0, first), "{:#?}", w.log);
     let current = |w: &World| w.nodes[1].resource.devices[&VOLUME].current_uuid();
     let before = current(&w);
-    let detach = Command::Detach {
-        volume: VOLUME,
-        force: false,
-        diskless: false,
-    };
-    w.command(2, detach);
+    w.detach(2);
     w.pass(Duration::from_secs(1));
     let second = w.write(0, 8, 4096, 2);
     w.pass(Duration::from_secs(1));

@@ -55,12 +55,7 @@ fn a_full_sync_on_request_exchanges_no_bitmaps() {
 #[test]
 fn an_attaching_kernel_hears_of_the_resync_before_the_bitmap() {
     let mut w = kernels(2);
-    let detach = Command::Detach {
-        volume: VOLUME,
-        force: false,
-        diskless: false,
-    };
-    w.command(1, detach);
+    w.detach(1);
     w.pass(Duration::from_secs(1));
     w.write(0, 800, 4096, 7);
     w.pass(Duration::from_secs(1));
@@ -82,12 +77,7 @@ fn an_attaching_kernel_hears_of_the_resync_before_the_bitmap() {
 fn an_attaching_kernel_is_told_the_generation_when_it_negotiates() {
     for seed in 0..30 {
         let mut w = kernels(100 + seed);
-        let detach = Command::Detach {
-            volume: VOLUME,
-            force: false,
-            diskless: false,
-        };
-        w.command(1, detach);
+        w.detach(1);
         w.pass(Duration::from_secs(1));
         w.write(0, 800, 4096, 7);
         w.pass(Duration::from_secs(1));

@@ -214,12 +214,7 @@ fn a_forced_detach_waits_half_a_second_for_a_dead_disk() {
 #[test]
 fn an_attach_of_a_dead_disk_fails() {
     let mut w = world(20);
-    let detach = Command::Detach {
-        volume: VOLUME,
-        force: false,
-        diskless: false,
-    };
-    w.command(1, detach);
+    w.detach(1);
     w.pass(Duration::from_secs(1));
     assert_eq!(w.own_disk(1), DiskState::Diskless);
     w.hanging.node = Some(1);
@@ -258,12 +253,7 @@ fn what_a_kernel_84_does_not_answer_to_a_node_without_a_disk_is_asked_for_again(
         }
         w.stalled = Some(0);
         w.pass(Duration::from_millis(300));
-        let detach = Command::Detach {
-            volume: VOLUME,
-            force: false,
-            diskless: false,
-        };
-        w.command(1, detach);
+        w.detach(1);
         w.pass(Duration::from_millis(300));
         let mut dropped = 0;
         for wire in w.wires.values_mut() {
