@@ -57,7 +57,9 @@ pub fn order(
     if max_parallel > 0 {
         let candidate = |minor: &&u32| {
             let volume = volumes[*minor];
-            volume.busy && !volume.paused && !verdicts[*minor].dependency
+            // Paused with one peer, it may run with another.
+            let counts = volume.runs || volume.busy && !volume.paused;
+            counts && !verdicts[*minor].dependency
         };
         let (mut first, mut rest): (alloc::vec::Vec<u32>, alloc::vec::Vec<u32>) = volumes
             .keys()
@@ -202,6 +204,12 @@ mod tests {
         volumes[0].1.runs = false;
         assert_eq!(waits(&volumes, 2), [1]);
         volumes[1].1.paused = true;
+        assert_eq!(
+            waits(&volumes, 2),
+            [1],
+            "the second one runs with another peer"
+        );
+        volumes[1].1.runs = false;
         assert_eq!(waits(&volumes, 2), [0; 0]);
         assert_eq!(waits(&volumes, 1), [1]);
         assert_eq!(waits(&volumes, 0), [0; 0]);

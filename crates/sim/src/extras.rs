@@ -9,6 +9,7 @@ use crate::operator::Settings;
 use crate::plan::{LARGE_BLOCKS, SMALL_BLOCKS};
 use crate::rng::{Rng, mixed};
 use crate::themes::slow_wire;
+use crate::turns::Turns;
 use crate::world::Config;
 
 /// A part of the configuration that is off by default.
@@ -63,10 +64,12 @@ pub enum Extra {
     Async,
     /// The activity log has more slots than one of its blocks repeats, on a large volume.
     LongLog,
+    /// Three volumes whose resyncs wait for each other (`resync-after`, `max-parallel-resyncs`).
+    Turns,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 23] = [
+pub const EXTRAS: [(Extra, &str); 24] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -90,6 +93,7 @@ pub const EXTRAS: [(Extra, &str); 23] = [
     (Extra::NoLog, "no-log"),
     (Extra::Async, "async"),
     (Extra::LongLog, "long-log"),
+    (Extra::Turns, "turns"),
 ];
 
 /// The word of one.
@@ -173,6 +177,17 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             settings.net.shared_secret = Some("a secret of the world".into());
         }
         Extra::Openers => settings.openers = true,
+        Extra::Turns => {
+            config.volumes = 3;
+            let turns = settings.turns.insert(Turns::default());
+            turns.max_parallel = rng.pick(&[0, 1, 1, 2]);
+            if turns.max_parallel == 0 || rng.permille(500) {
+                // In a row, or two behind one, from either end.
+                let (near, far) = rng.pick(&[(0, 2), (2, 0)]);
+                turns.after[1] = Some(near);
+                turns.after[far as usize] = Some(rng.pick(&[1, near]));
+            }
+        }
         Extra::Old => {
             config.nodes = 2;
             config.volumes = 1;

@@ -4,6 +4,7 @@
 //! and `check` for what must hold, and `scenario` for the words that tests are written in.
 
 mod acks;
+mod asking;
 mod at_rest;
 mod buffers;
 mod calm;
@@ -41,6 +42,7 @@ pub mod stories;
 pub mod story;
 pub mod swarm;
 pub mod themes;
+pub mod turns;
 pub mod variety;
 pub mod watch;
 pub mod words;

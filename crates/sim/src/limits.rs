@@ -28,6 +28,8 @@ pub(crate) struct Limits {
     pub(crate) no_log: bool,
     /// `on-io-error pass_on`.
     pub(crate) passes_on: bool,
+    /// The largest `max-buffers` that any connection had, in pages.
+    pub(crate) max_buffers: u32,
 }
 
 impl Limits {
@@ -42,6 +44,7 @@ impl Limits {
             epoch: net.max_epoch_size.max(before.epoch),
             no_log: !settings.disk.al_updates,
             passes_on: settings.disk.on_io_error == OnIoError::PassOn,
+            max_buffers: net.max_buffers.max(before.max_buffers),
         }
     }
 }
@@ -55,6 +58,8 @@ pub(crate) struct Open {
     ping: Option<u64>,
     /// Writes since the last barrier.
     epoch: u32,
+    /// Parts of resyncs.
+    pub(crate) resync: crate::asking::Asked,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +70,8 @@ enum Key {
 
 const ACKED: DataFlags = DataFlags::SEND_RECEIVE_ACK.union(DataFlags::SEND_WRITE_ACK);
 
-fn open(w: &mut World, node: usize, link: u64) -> Option<&mut Open> {
+/// What a node's end of a link waits for.
+pub(crate) fn open(w: &mut World, node: usize, link: u64) -> Option<&mut Open> {
     let l = w.links.get_mut(&link)?;
     let side = usize::from(l.ends[0] != node);
     l.open.get_mut(side)

@@ -80,6 +80,18 @@ pub const MARKS: &[(&str, &str)] = &[
         "resync-paused-target",
         "a resync was paused, seen from its target",
     ),
+    (
+        "resync-waits-its-turn",
+        "a resync waited for one that goes first",
+    ),
+    (
+        "resync-one-too-many",
+        "a resync waited because enough of them ran",
+    ),
+    (
+        "resync-near-max-buffers",
+        "a resync waited for more than half of what max-buffers allows",
+    ),
     ("bitmap-exchange-source", "the source sent its bitmap"),
     ("bitmap-exchange-target", "the target waited for the bitmap"),
     ("network-failure", "a connection was given up"),

@@ -5,6 +5,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire;
 
 use crate::acks;
+use crate::asking;
 use crate::cover;
 use crate::disk::BLOCK;
 use crate::limits;
@@ -112,6 +113,7 @@ impl World {
         let dialect = resource.dialect(peer);
         acks::said(self, node, peer, link, packet, volume);
         limits::sent(self, node, link, packet);
+        asking::sent(self, (node, peer), link.0, packet, volume);
         let mut bytes = Vec::with_capacity(64);
         wire::encode(packet, volume, &dialect, &mut bytes);
         self.packets += 1;
@@ -322,6 +324,7 @@ impl World {
         }
         acks::received(self, link, to, &packet, payload.as_deref(), header.volume);
         limits::heard(self, to, link, &packet);
+        asking::heard(self, to, link, &packet, header.volume);
         let payload = payload.map(|content| self.new_buffer(to, content));
         let claim = match &packet {
             wire::Packet::PeersInSync(sync) => Some(*sync),

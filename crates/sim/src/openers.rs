@@ -13,6 +13,7 @@ use lockstep_format::units::VolumeNr;
 use crate::operator::{GROWN_MOST_BLOCKS, Operator, peer_id};
 use crate::rng::Rng;
 use crate::sometimes;
+use crate::turns::Told;
 use crate::world::{World, name};
 
 /// Volumes that front ends have open, and resyncs that wait for others.
@@ -24,6 +25,8 @@ pub(crate) struct Drivers {
     open: Option<(usize, u16)>,
     /// Volumes of nodes whose resyncs wait for other volumes of the node.
     ordered: Vec<(usize, u16)>,
+    /// What nodes were told of the order of their resyncs.
+    pub(crate) told: Told,
 }
 
 impl Drivers {
@@ -87,7 +90,7 @@ impl Operator {
 
     /// The node's order of resyncs changes for a volume: another one goes first, or too many run.
     pub(crate) fn order(&mut self, w: &mut World, rng: &mut Rng, node: usize, volume: u16) -> bool {
-        if !self.is_up(node) {
+        if !self.is_up(node) || self.settings.turns.is_some() {
             return false;
         }
         let verdict = OrderVerdict {

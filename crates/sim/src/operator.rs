@@ -17,6 +17,7 @@ use crate::limits::Limits;
 use crate::openers::Drivers;
 use crate::rng::Rng;
 use crate::sometimes;
+use crate::turns::Turns;
 use crate::world::{Config, MAX_VOLUMES, SECOND, Weather, World, name};
 
 /// Options that differ between worlds.
@@ -34,6 +35,8 @@ pub struct Settings {
     pub connect_first: bool,
     /// Front ends that open and close volumes change roles.
     pub openers: bool,
+    /// The order of resyncs of every node.
+    pub turns: Option<Turns>,
 }
 
 impl Settings {
@@ -56,6 +59,7 @@ impl Settings {
             },
             connect_first: false,
             openers: false,
+            turns: None,
         }
     }
 }
@@ -576,6 +580,7 @@ impl Operator {
         }
         self.look_at_frozen(w);
         self.look_at_stranger(w);
+        crate::turns::take(self, w);
         self.learn(w);
     }
 

@@ -31,6 +31,8 @@ pub struct View {
     /// Of nodes with disks, a bit each: those that are away, and of which it knows in every volume that
     /// they are Outdated or worse.
     pub outdated: u32,
+    /// For each volume a bit for each node with which a resync is paused, or would be.
+    pub paused: [u32; MAX_VOLUMES],
 }
 
 impl View {
@@ -42,6 +44,7 @@ impl View {
             suspended: !snapshot.suspended.is_empty(),
             outnumbered: outnumbered(snapshot, storage),
             outdated: outdated(snapshot, storage),
+            paused: paused(snapshot),
         }
     }
 }
@@ -570,6 +573,18 @@ fn outdated(snapshot: &Snapshot, storage: usize) -> u32 {
         usize::from(c.peer.0) < storage && c.state != ConnState::Connected && disks.all(is_behind)
     });
     away.fold(0, |all, c| all | 1 << c.peer.0)
+}
+
+/// Peers with which each volume's resync is paused.
+fn paused(snapshot: &Snapshot) -> [u32; MAX_VOLUMES] {
+    let mut paused = [0; MAX_VOLUMES];
+    for connection in &snapshot.connections {
+        let waits = connection.peer_devices.iter();
+        for p in waits.filter(|p| !p.resync_suspended.is_empty()) {
+            paused[usize::from(p.volume.0)] |= 1 << connection.peer.0;
+        }
+    }
+    paused
 }
 
 /// A cluster-wide change ends at the latest when `twopc-timeout` is over, whoever does not answer.
