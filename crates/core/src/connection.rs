@@ -17,6 +17,7 @@ use lockstep_format::wire::{
 use crate::auth::{Authenticator, HmacAlg};
 use crate::command::{Answer, CommandError};
 use crate::data::ConnIo;
+use crate::data::doubt::Doubt;
 use crate::event::{CommandId, LinkDownReason, LinkId, Output, Stream};
 use crate::options::{AfterSplitBrain, NetOptions, Protocol};
 use crate::report::Level;
@@ -127,6 +128,8 @@ pub struct Link {
     /// The peer was Primary, and became Secondary when it seemed to have lost it: it may have written
     /// without this node.
     pub demoted_apart: bool,
+    /// Whether it is vouched for.
+    pub(crate) doubt: Doubt,
 }
 
 /// Whether a peer has lost a link that is up here.
@@ -277,6 +280,7 @@ impl Resource {
             not_here: BTreeSet::new(),
             lost_there: LostThere::No,
             demoted_apart: false,
+            doubt: Doubt::default(),
         });
         let timeout = conn.ping_timeout().times(4);
         self.timers.set(Timer::Handshake(peer), now + timeout);
@@ -722,6 +726,7 @@ impl Resource {
         self.restart_ping_timer(peer);
         self.legacy_acks_arrived(peer);
         self.late_marks_answered(peer);
+        self.doubt_answered(peer);
         self.pings_progress();
     }
 

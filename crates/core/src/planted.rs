@@ -517,6 +517,8 @@ registry! {
         "The word that nodes are in sync clears a mark that is newer than it.";
     VouchesForTheLost "vouches-for-the-lost"
         "A node says that a peer is in sync which asks others as if it had lost the connection.";
+    VouchesUnasked "vouches-unasked"
+        "A node says that a neighbour is in sync which may live another life since it answered last.";
     FarNodesNotTold "far-nodes-not-told"
         "A Primary with a borrowed quorum does not wait until the nodes behind its peer are told.";
     StaleReplyCounts "stale-reply-counts"

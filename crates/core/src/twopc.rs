@@ -378,6 +378,9 @@ impl Resource {
         let patience = Duration::from_tenths(u64::from(self.options.twopc_timeout_tenths));
         let at = self.now + patience;
         self.timers.set(Timer::Twopc, at);
+        if let Some(peer) = handshake {
+            self.doubt_who_meets(self.node_id, Some(peer));
+        }
         for peer in asked.iter() {
             if self.is_legacy(peer) {
                 let asks = kind

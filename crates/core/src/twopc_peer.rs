@@ -54,6 +54,9 @@ impl Resource {
         let head = prepare.head;
         let is_connect = is_connect(volume, &prepare);
         self.note_if_lost_there(peer, head.initiator_node_id);
+        if is_connect {
+            self.doubt_who_meets(head.initiator_node_id, head.target_node_id);
+        }
         let number = (head.initiator_node_id, head.tid);
         if self.twopc.committed.contains(&number) {
             // A redundant path that is slower than the commit: this node's own question was taken for the

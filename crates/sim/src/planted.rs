@@ -333,6 +333,7 @@ fn shows(bug: Planted) -> Shows {
         | P::AttachedInHandshakeOverlooked
         | P::ExtentsOutOfOrder
         | P::VouchesForTheLost
+        | P::VouchesUnasked
         | P::FarNodesNotTold
         | P::CopyHidesLaterMark
         | P::WordHidesLaterMark
@@ -538,6 +539,7 @@ fn quoted(text: &str) -> String {
 const RARE: &[Planted] = &[
     Planted::FarNodesNotTold,
     Planted::VouchesForTheLost,
+    Planted::VouchesUnasked,
     Planted::CopyHidesLaterMark,
     Planted::WordHidesLaterMark,
     Planted::ExtentsOutOfOrder,

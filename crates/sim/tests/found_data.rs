@@ -82,3 +82,17 @@ fn nobody_vouches_for_who_follows_a_primary_out_of_reach() {
     holds("2,5-6,8-9", "0,15-19,21");
     holds("0-99", "0-999");
 }
+
+/// A Primary lost its power and came back without what it had not flushed, which one node had not noticed. A third node
+/// was copied from both, and dropped its marks because the one said that the Primary was equal to them.
+#[test]
+fn nobody_vouches_for_a_neighbour_that_may_live_another_life() {
+    let holds = |seed, kinds, faults, requests| {
+        planned_holds(Some(3), seed, (kinds, Vec::new()), faults, requests);
+    };
+    holds(641_666_001_951, None, "12-13", "7,9");
+    holds(641_666_001_951, None, "0-99", "0-999");
+    const KINDS: Option<&str> = Some("resize,cut-resize,crash,partition,powercut");
+    holds(648_844_000_047, KINDS, "3-4", "3-4");
+    holds(648_844_000_047, KINDS, "0-99", "0-999");
+}

@@ -76,6 +76,11 @@ impl Resource {
         known: NodeMask,
         (hot, from): (bool, Option<NodeId>),
     ) {
+        for peer in self.established() {
+            if self.is_in_doubt(peer) {
+                self.hold_word(peer, volume, (sector, size_bytes), from);
+            }
+        }
         let equal = |peer: &NodeId| {
             let disk = self.devices.get(&volume).and_then(|d| d.attached());
             let io = disk.map(|disk| &disk.io);

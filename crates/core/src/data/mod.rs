@@ -16,6 +16,7 @@ mod before_detach;
 mod conflict;
 mod dagtag;
 mod disk;
+pub(crate) mod doubt;
 mod exchange;
 mod flush_due;
 mod in_sync;

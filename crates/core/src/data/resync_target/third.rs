@@ -71,6 +71,7 @@ impl Resource {
         // The target of a resync that is paused is copied from another node meanwhile.
         let syncs = p.repl.is_sync() && p.repl != ReplState::PausedSyncS;
         let doubtful = self.may_be_lost_there(peer) && !planted!(self, VouchesForTheLost);
+        let doubtful = doubtful || self.is_in_doubt(peer);
         !doubtful && ((self.both_are_whole(volume, peer) && known) || syncs) || careless
     }
 
