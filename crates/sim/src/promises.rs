@@ -263,7 +263,10 @@ pub fn followers_are_current(w: &mut World) {
             let counts = |view: &View| view.holders[v] & 1 << node != 0;
             let agree = counts(&of_primary) && views[node].as_ref().is_some_and(counts);
             if !agree || !linked(w, primary, node) || !is_whole(w, node, v) {
-                let counts_itself = views[node].as_ref().is_some_and(counts);
+                // A Primary that is frozen serves nobody, and waits for its operator.
+                let frozen = |view: &View| view.role == Role::Primary && !view.quorate;
+                let serves = |view: &View| counts(view) && !frozen(view);
+                let counts_itself = views[node].as_ref().is_some_and(serves);
                 if counts_itself && is_whole(w, node, v) {
                     hears_of_primary(w, (primary, node, volume), &touched, &before);
                 }

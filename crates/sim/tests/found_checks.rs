@@ -144,3 +144,15 @@ fn what_waits_for_a_slow_disk_is_on_its_way() {
     planned_holds(Some(5), 1_300_000_124, (None, Vec::new()), "1", "0-1");
     planned_holds(Some(5), 1_300_000_124, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A ping was late on a slow wire right before the last look at what is left at rest. The connection was being made anew.
+#[test]
+fn who_connects_again_on_a_slow_wire_is_not_at_rest() {
+    const KINDS: &str = "shuffle,handover,handover,stall,invalidate";
+    let holds = |faults, requests| {
+        let kinds = (Some(KINDS), vec![Extra::Every, Extra::Hot]);
+        planned_holds(Some(3), 648_844_002_538, kinds, faults, requests);
+    };
+    holds("2,4-5,9", "none");
+    holds("0-99", "0-999");
+}

@@ -44,3 +44,11 @@ fn an_ack_that_ends_a_resync_is_of_the_generation_before() {
 fn a_node_that_was_brought_up_to_date_has_lost_no_quorum() {
     holds(88_200_298, "0-99", "0-999");
 }
+
+/// A frozen Primary hears through the third node that another one has taken over, and is not let in before its operator
+/// demotes it. The simulator wanted it to give up its disk.
+#[test]
+fn a_frozen_primary_waits_for_its_operator() {
+    holds(648_844_001_711, "0,16", "8");
+    holds(648_844_001_711, "0-99", "0-999");
+}
