@@ -882,24 +882,24 @@ impl World {
     fn pass(&mut self, time: Duration) {
         let end = self.now + time;
         self.run();
-        loop {
-            let next = self
-                .nodes
-                .iter()
-                .enumerate()
-                .filter(|(_, n)| n.up)
-                .filter_map(|(i, n)| n.resource.next_timeout().map(|at| (at, i)))
-                .min();
-            match next {
-                Some((at, index)) if at <= end => {
-                    self.now = self.now.max(at);
-                    self.input(index, Input::Timeout);
-                    self.run();
-                }
-                _ => break,
-            }
+        while self.next_timer(end) {
+            self.run();
         }
         self.now = end;
+    }
+
+    /// The next timer that is due by `end` runs out. False if there is none.
+    fn next_timer(&mut self, end: Instant) -> bool {
+        let due = |(index, node): (usize, &Node)| {
+            let at = node.resource.next_timeout().filter(|_| node.up)?;
+            (at <= end).then_some((at, index))
+        };
+        let Some((at, index)) = self.nodes.iter().enumerate().filter_map(due).min() else {
+            return false;
+        };
+        self.now = self.now.max(at);
+        self.input(index, Input::Timeout);
+        true
     }
 
     fn pass_until(&mut self, what: &str, limit_s: u64, done: impl Fn(&World) -> bool) {

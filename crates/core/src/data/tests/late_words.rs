@@ -121,3 +121,45 @@ fn an_old_word_that_nodes_are_in_sync_clears_no_mark_of_a_later_write() {
     w.check_same_data();
     assert_eq!(w.bits(2, 3), 0, "{:#?}", w.log);
 }
+
+/// Nodes 0 and 1 lose their power, node 0 with a write that it had not flushed; node 2 has it, and has not noticed. Node
+/// 1 is copied from node 0, and then from node 2, which takes node 0 for what it was.
+#[test]
+fn nobody_vouches_for_the_former_life_of_a_neighbour() {
+    for seed in 0..3 {
+        let mut w = clean(seed, 3, Setup::default());
+        w.write(0, 8, 4096, 3);
+        w.pass(Duration::from_secs(1));
+        w.crash(1);
+        w.write(0, 8, 4096, 7);
+        w.pass(Duration::from_millis(300));
+        let link = *w.links.iter().find(|(_, ends)| **ends == (0, 2)).unwrap().0;
+        w.deaf = Some(2);
+        w.crash(0);
+        w.apart = vec![(1, 2)];
+        w.restart(0);
+        w.restart(1);
+        w.pass(Duration::from_secs(3));
+        w.apart.clear();
+        // Node 1 is copied from both in turn until node 2 misses the answer to a ping.
+        let until = w.now + Duration::from_millis(400);
+        for _ in 0..20_000 {
+            if !w.step() && !w.next_timer(until) {
+                break;
+            }
+            let block = |node: usize| w.nodes[node].data.block(1)[0];
+            let known = is_marked(&w, 0, 1, 1) || is_marked(&w, 1, 0, 1);
+            assert!(block(0) == block(1) || known, "seed {seed}: {:#?}", w.log);
+        }
+        let down = Input::LinkDown {
+            peer: node_id(0),
+            link: LinkId(link),
+            reason: LinkDownReason::Closed,
+        };
+        w.deaf = None;
+        w.todo.push(Todo::Input(2, down));
+        w.pass_until("all are in sync", 60, World::in_sync);
+        w.pass(Duration::from_secs(5));
+        w.check_same_data();
+    }
+}
