@@ -838,6 +838,7 @@ impl Resource {
             WishKind::Connect(peer) => {
                 let peer = *peer;
                 let change = self.connect_change(peer, t.role_of(peer)).members(members);
+                let change = self.far_from_primary(change, peer, t.primary_nodes, incapable);
                 self.connect_committed(peer);
                 self.hard_change(change);
                 self.far_primary(t.primary_nodes, incapable);
@@ -1134,8 +1135,30 @@ impl Resource {
         }
     }
 
+    /// The same for the commit of a connect, in one change with it: nobody sees this node connected and
+    /// current in between.
+    pub(crate) fn far_from_primary(
+        &mut self,
+        change: Change,
+        peer: NodeId,
+        primary_nodes: NodeMask,
+        incapable: bool,
+    ) -> Change {
+        let near = self.state.connected().with(self.node_id).with(peer);
+        let far = primary_nodes.difference(near);
+        if far.is_empty() || incapable || !self.may_outdate_self() {
+            return change;
+        }
+        self.forget_stable_news(None);
+        change.lower_disks(DiskState::Outdated)
+    }
+
+    fn may_outdate_self(&self) -> bool {
+        self.state.role != Role::Primary && !planted!(self, OutdateIgnored)
+    }
+
     pub(crate) fn outdate_self(&mut self) {
-        if self.state.role == Role::Primary || planted!(self, OutdateIgnored) {
+        if !self.may_outdate_self() {
             return;
         }
         // A neighbour that said before that its data are stable is as far from the Primary as this node: it is no

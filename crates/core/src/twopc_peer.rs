@@ -568,6 +568,7 @@ impl Resource {
             let change = self
                 .connect_change(peer, t.initiators_role())
                 .members(members);
+            let change = self.far_from_primary(change, peer, outcome.primary_nodes, incapable);
             self.connect_committed(peer);
             self.hard_change(change);
             self.far_primary(outcome.primary_nodes, incapable);

@@ -20,7 +20,7 @@ use crate::event::{
     Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
 };
 use crate::options::{DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions};
-use crate::report::Event;
+use crate::report::{Event, Snapshot};
 use crate::resource::{Resource, ResourceConfig};
 use crate::time::{Duration, Instant};
 
@@ -219,6 +219,8 @@ struct World {
     handlers: Vec<(usize, &'static str, Tag)>,
     log: Vec<String>,
     /// Generations that a Primary announced to its driver: node, of which, the new one.
+    /// What watchers of a node's states are told (`Resource::tell_steps`).
+    steps: Vec<(usize, Snapshot)>,
     announced: Vec<(usize, Uuid, Uuid)>,
 }
 
@@ -318,6 +320,7 @@ impl World {
             answers: BTreeMap::new(),
             handlers: Vec::new(),
             log: Vec::new(),
+            steps: Vec::new(),
             announced: Vec::new(),
         }
     }
@@ -606,6 +609,7 @@ impl World {
                     .push(Todo::Input(index, Input::DigestDone { tag, digest }));
             }
             Output::Handler { tag, name, .. } => self.handlers.push((index, name, tag)),
+            Output::Event(Event::Step(snapshot)) => self.steps.push((index, *snapshot)),
             Output::Event(_) => {}
         }
     }

@@ -296,3 +296,25 @@ fn a_peer_without_volumes_has_a_role() {
         }
     }
 }
+
+/// A node comes to one that follows a Primary which it does not reach itself. It is no current one from the
+/// moment on at which it is connected: nobody is told otherwise in between.
+#[test]
+fn who_joins_far_from_the_primary_is_outdated_with_the_connect() {
+    let mut w = with_diskless_primary();
+    w.apart = vec![(0, 2), (1, 2)];
+    w.cut_links_between(0, 2);
+    w.cut_links_between(1, 2);
+    w.pass(Duration::from_secs(3));
+    w.apart = vec![(0, 2)];
+    w.nodes[2].resource.tell_steps(true);
+    w.pass_until("the connect", 20, |w| {
+        w.nodes[2].resource.state.conn(node_id(1)) == ConnState::Connected
+    });
+    let mut connected = w.steps.iter().filter(|(_, snapshot)| {
+        let mut connections = snapshot.connections.iter();
+        connections.any(|c| c.state == ConnState::Connected)
+    });
+    let (_, first) = connected.next().expect("it is connected");
+    assert_eq!(first.devices[0].disk_state, DiskState::Outdated);
+}
