@@ -1090,12 +1090,13 @@ impl Resource {
             .get(&volume)
             .and_then(|d| d.attached())
             .and_then(|d| d.options.size_sectors);
-        let size = self.new_size(volume).unwrap_or(current);
+        let shrinks = self.shrinks_with(peer, volume);
+        let size = shrinks.or(self.new_size(volume)).unwrap_or(current);
         if size < current && wanted != Some(size) && late {
             // It tells what it has now when it has changed itself; if it does not, the next handshake decides.
             return;
         }
-        if size < current && wanted != Some(size) {
+        if size < current && wanted != Some(size) && shrinks.is_none() {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
                  use here; enlarge its disk, or make the volume smaller here"

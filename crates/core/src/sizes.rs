@@ -94,15 +94,22 @@ impl Resource {
         if size == current {
             return Ok(());
         }
+        let told = device.peers.get(&peer).and_then(|pd| pd.sizes);
+        let stays = told.is_some_and(|told| (1..=current).contains(&told.current_sectors));
+        if size > current
+            && stays
+            && own == DiskState::Inconsistent
+            && self.state.conn(peer) == ConnState::Connected
+        {
+            // The peer has room, but a third node that this one does not reach may have none. Whoever has no data
+            // follows what others have come to.
+            return Ok(());
+        }
         let usable = own >= DiskState::Outdated && own != DiskState::DUnknown;
         let held = device.openers.readers + device.openers.writers > 0
             || self.state.role == lockstep_format::wire::Role::Primary;
         // A target would shrink, but not the neighbour that it is copied from.
-        let as_large = |node: NodeId| {
-            let disk = self.state.peer_device(volume, node).disk;
-            node != peer && disk >= DiskState::Inconsistent && disk != DiskState::DUnknown
-        };
-        let held = held || self.established_peers().iter().any(as_large);
+        let held = held || self.neighbour_has_data(volume);
         if size < current && (usable || held) {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
@@ -122,6 +129,26 @@ impl Resource {
         }
         self.apply_size(volume, current, size);
         Ok(())
+    }
+
+    fn neighbour_has_data(&self, volume: VolumeNr) -> bool {
+        self.established_peers().iter().any(|node| {
+            let disk = self.state.peer_device(volume, node).disk;
+            disk >= DiskState::Outdated && disk != DiskState::DUnknown
+        })
+    }
+
+    /// A neighbour with no more data than this node has become smaller, as a third node with data wants it: nothing is
+    /// lost by doing the same. That node's size, if so.
+    pub(crate) fn shrinks_with(&self, peer: NodeId, volume: VolumeNr) -> Option<u64> {
+        let device = self.devices.get(&volume)?;
+        let told = device.peers.get(&peer)?.sizes?.current_sectors;
+        let open = device.openers.readers + device.openers.writers > 0
+            || self.state.role == lockstep_format::wire::Role::Primary;
+        let empty = self.state.disk(volume) == DiskState::Inconsistent
+            && !open
+            && !self.neighbour_has_data(volume);
+        (empty && (1..device.size_sectors).contains(&told)).then_some(told)
     }
 
     /// Sets the size; what is new is out of sync towards everybody.
