@@ -430,6 +430,16 @@ pub fn not_converged(w: &World) -> Option<String> {
     None
 }
 
+/// Somewhere a block is marked.
+pub fn marks_are_left(w: &World) -> bool {
+    let marked = |node: usize| {
+        let connections = w.snapshot(node).map(|s| s.connections).unwrap_or_default();
+        let mut devices = connections.iter().flat_map(|c| &c.peer_devices);
+        devices.any(|p| p.out_of_sync_sectors > 0)
+    };
+    (0..w.nodes.len()).any(marked)
+}
+
 /// A node is down or does not count on every disk, so that the cluster is not whole; spares looking
 /// closely.
 pub fn lacks_a_disk(w: &mut World) -> bool {

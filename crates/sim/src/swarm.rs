@@ -442,6 +442,17 @@ fn trouble(
     }
 }
 
+/// Marks between nodes that a third one has brought together count as rest, and nodes ask each other about them
+/// for some seconds; what then nobody can vouch for is copied. That ends, too.
+fn settle_marks(w: &mut World, o: &mut Operator) {
+    let until = w.now + 15 * SECOND;
+    while w.storage().len() > 2 && check::marks_are_left(w) && w.now < until {
+        w.run_for(SECOND / 10);
+        o.tick(w);
+    }
+    wait_for(w, o, PATIENCE * 20, "left marks are copied", |w, _| rest(w));
+}
+
 /// The faults stop; everything must come together.
 fn converge(w: &mut World, o: &mut Operator, rng: &mut Rng, busy: bool, load: &mut Load) {
     for a in 0..w.nodes.len() {
@@ -479,6 +490,10 @@ fn converge(w: &mut World, o: &mut Operator, rng: &mut Rng, busy: bool, load: &m
         }
         rest(w)
     });
+    if w.violation.is_some() {
+        return;
+    }
+    settle_marks(w, o);
     if w.violation.is_some() {
         return;
     }
