@@ -66,8 +66,13 @@ pub fn order(
             .filter(candidate)
             .partition(|minor| volumes[minor].runs);
         first.append(&mut rest);
-        for minor in first.into_iter().skip(max_parallel) {
-            verdicts.entry(minor).or_default().max_parallel = true;
+        first.truncate(max_parallel);
+        // What a peer has paused waits here, too, if there is no room: else both nodes would let it go at once, and it
+        // would be one too many on both.
+        let is_full = first.len() == max_parallel;
+        let waits = |minor: &&u32| is_full && volumes[*minor].busy && !first.contains(*minor);
+        for minor in volumes.keys().filter(waits) {
+            verdicts.entry(*minor).or_default().max_parallel = true;
         }
     }
     verdicts
@@ -210,8 +215,9 @@ mod tests {
             "the second one runs with another peer"
         );
         volumes[1].1.runs = false;
-        assert_eq!(waits(&volumes, 2), [0; 0]);
-        assert_eq!(waits(&volumes, 1), [1]);
+        assert_eq!(waits(&volumes, 2), [2], "the peer's pause is no room");
+        assert_eq!(waits(&volumes, 3), [0; 0]);
+        assert_eq!(waits(&volumes, 1), [1, 2]);
         assert_eq!(waits(&volumes, 0), [0; 0]);
     }
 

@@ -80,7 +80,7 @@ fn seen(turns: &Turns, snapshot: &Snapshot) -> BTreeMap<u32, OrderedVolume> {
             runs: busy.clone().any(|p| p.resync_suspended.is_empty()),
             paused: towards
                 .iter()
-                .any(|p| p.resync_suspended.iter().any(|r| paused(r))),
+                .any(|p| p.resync_suspended.iter().any(paused)),
         };
         volumes.insert(u32::from(device.volume.0), volume);
     }
