@@ -146,6 +146,10 @@ impl Lines {
         let new_devices = new.map_or(&empty_devices, |r| &r.devices);
         let before = |id: u8| old_connections.iter().find(|c| c.peer_node_id == id);
         for connection in new_connections {
+            // A path is established before its connection is connected, also if both are told at once.
+            if let Some(old) = before(connection.peer_node_id) {
+                self.established_paths(name, old, connection);
+            }
             self.connection(name, before(connection.peer_node_id), connection);
         }
         for device in new_devices.iter().rev() {
@@ -208,14 +212,15 @@ impl Lines {
             old.map_or(&none, |c| &c.paths),
             new.map_or(&none, |c| &c.paths),
         );
-        let same = |a: &PathReport, b: &PathReport| a.local == b.local && a.remote == b.remote;
         for path in new_paths.iter().rev() {
-            let before = old_paths.iter().find(|p| same(p, path));
-            self.path(name, &id, before, path);
+            let before = old_paths.iter().find(|p| same_path(p, path));
+            if before.is_none_or(|before| !comes_first(before, path)) {
+                self.path(name, &id, before, path);
+            }
         }
         for path in old_paths
             .iter()
-            .filter(|o| !new_paths.iter().any(|n| same(o, n)))
+            .filter(|o| !new_paths.iter().any(|n| same_path(o, n)))
         {
             let (local, remote) = (&path.local, &path.remote);
             self.out.push(format!(
@@ -369,6 +374,16 @@ impl Lines {
         self.line("peer-device", &id, old.is_none(), groups, tail);
     }
 
+    fn established_paths(&mut self, name: &str, old: &ConnectionReport, new: &ConnectionReport) {
+        let id = of_connection(new);
+        for path in new.paths.iter().rev() {
+            let before = old.paths.iter().find(|p| same_path(p, path));
+            if let Some(before) = before.filter(|before| comes_first(before, path)) {
+                self.path(name, &id, Some(before), path);
+            }
+        }
+    }
+
     fn path(&mut self, name: &str, id: &str, old: Option<&PathReport>, new: &PathReport) {
         let groups = vec![vec![field("established", old, new, |p| {
             yes_no(p.established).to_owned()
@@ -420,6 +435,14 @@ impl Lines {
             line.push_str(&format!(" {}:{}", field.key, field.new));
         }
     }
+}
+
+fn same_path(a: &PathReport, b: &PathReport) -> bool {
+    a.local == b.local && a.remote == b.remote
+}
+
+fn comes_first(old: &PathReport, new: &PathReport) -> bool {
+    new.established && !old.established
 }
 
 fn of_connection(c: &ConnectionReport) -> String {
@@ -634,6 +657,22 @@ exists path name:web peer-node-id:2 conn-name:charlie local:ipv4:10.1.0.1:7790 p
             changes(Some(&old), Some(&new), diff)[0],
             "change resource name:web role:Primary->Secondary"
         );
+    }
+
+    #[test]
+    fn a_path_is_established_before_its_connection_and_given_up_after_it() {
+        let up = sample::web();
+        let mut down = up.clone();
+        let connection = &mut down.connections[0];
+        connection.state = ConnState::Connecting;
+        connection.paths[0].established = false;
+        let words = |old, new| -> Vec<String> {
+            let lines = changes(Some(old), Some(new), detail());
+            let of = |line: &String| line.split(' ').nth(1).map(str::to_owned);
+            lines.iter().filter_map(of).collect()
+        };
+        assert_eq!(words(&down, &up), ["path", "connection"]);
+        assert_eq!(words(&up, &down), ["connection", "path"]);
     }
 
     #[test]
