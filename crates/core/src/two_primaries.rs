@@ -4,20 +4,14 @@
 use alloc::format;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{DiskState, Role, UuidFlags};
+use lockstep_format::wire::{Role, UuidFlags};
 
 use crate::command::ErrorCode;
-use crate::compare::{Rule, Strategy, Verdict};
 use crate::device::PeerDevice;
 use crate::resource::Resource;
-use crate::state::DeviceState;
 use crate::twopc::Transaction;
 use crate::uuid_spread::SpreadStep;
 use crate::validity::Refusal;
-
-/// Two Primaries beside a third disk. Not yet outside of this crate's tests: two generations that they make at the
-/// same time may leave the third node with one that nobody else has, which looks like a split brain.
-const BESIDE_THIRD_DISK: bool = cfg!(test);
 
 impl Resource {
     /// Both ends of the connection may write.
@@ -32,99 +26,14 @@ impl Resource {
         self.connections.values().any(|c| c.net.allow_two_primaries)
     }
 
-    /// This node and the peer may be Primary at the same time. A third disk gets the writes of both,
-    /// and what it does with them is known of nodes of this project only. A peer of 8.3 knows no
-    /// retried writes.
+    /// This node and the peer may be Primary at the same time. A third disk would have to put the
+    /// writes of both into one order, which is not done, and a peer of 8.3 knows no retried writes.
     pub(crate) fn may_both_be_primary(&self, peer: NodeId) -> bool {
-        let Some(conn) = self.connections.get(&peer) else {
-            return false;
-        };
-        if !conn.net.allow_two_primaries || crate::legacy::is_old(conn.protocol()) {
-            return false;
-        }
+        let old = |conn: &crate::connection::Connection| crate::legacy::is_old(conn.protocol());
         let mut others = self.connections.keys().filter(|other| **other != peer);
-        let alone = others.all(|other| self.is_client(*other));
-        alone
-            || BESIDE_THIRD_DISK
-                && !self.is_client(peer)
-                && !self.is_client_here()
-                && self.freezes_for(peer)
-                && self.third_disks_follow()
-    }
-
-    /// Nodes that are met speak this project's dialect.
-    fn third_disks_follow(&self) -> bool {
-        let kernel = |peer: &NodeId| self.is_kernel(*peer) || self.is_legacy(*peer);
-        !self.connections.keys().any(kernel)
-    }
-
-    /// This node has no disk and never gets one.
-    fn is_client_here(&self) -> bool {
-        let mut devices = self.devices.values();
-        devices.any(|d| d.intentional_diskless)
-    }
-
-    /// What speaks against a promotion beside these Primaries. With a third disk both have whole disks of
-    /// their own, and whoever may have to follow one of them follows both: a node apart from one of them
-    /// would outdate itself, and might be the only one that has everything.
-    pub(crate) fn may_join(&self, t: &Transaction) -> Result<(), Refusal> {
-        let others = t.primary_nodes.without(self.node_id);
-        let refuse = |text: &str| {
-            Err(Refusal {
-                code: ErrorCode::TWO_PRIMARIES,
-                text: text.into(),
-            })
-        };
-        if others.count() > 1 {
-            return refuse("two other nodes are Primary, and three are not supported");
-        }
-        let two = |peer| self.may_both_be_primary(peer);
-        if !others.iter().all(two) && !planted!(self, FarPrimaryOverlooked) {
-            return refuse("another node is Primary, and two Primaries are not allowed");
-        }
-        let third = |peer: &NodeId| !others.contains(*peer) && !self.is_client(*peer);
-        if others.is_empty() || !self.connections.keys().any(third) {
-            return Ok(());
-        }
-        let whole = |d: &DeviceState| {
-            let theirs = |peer| d.peers.get(&peer).map(|p| p.disk);
-            d.disk == DiskState::UpToDate
-                && others
-                    .iter()
-                    .all(|peer| theirs(peer) == Some(DiskState::UpToDate))
-        };
-        if !self.state.devices.values().all(whole) {
-            return refuse(
-                "beside a third disk the disks of both Primaries have to be UpToDate before the second \
-                 one is promoted",
-            );
-        }
-        if !t.weak_nodes.intersection(t.reachable).is_empty() {
-            return refuse("some node is not connected with both nodes that would be Primary");
-        }
-        Ok(())
-    }
-
-    /// Blocks are marked between two whole disks under Primaries, after a resync from a third node: that one
-    /// tells soon that they are equal, and none of the two has to become the other one's target.
-    pub(crate) fn is_left_to_third(
-        &mut self,
-        volume: VolumeNr,
-        peer: NodeId,
-        result: &Verdict,
-    ) -> bool {
-        let up_to_date = |disk| disk == DiskState::UpToDate;
-        let left = result.rule == Rule::MarkedBlocks
-            && result.strategy == Strategy::SplitBrainDisconnect
-            && self.connections.len() > 1
-            && self.same_current(volume, peer)
-            && up_to_date(self.state.disk(volume))
-            && self.state.role == Role::Primary
-            && self.peer_role(peer) == Role::Primary;
-        if left {
-            self.watch_left_marks(volume);
-        }
-        left
+        self.both_may_write(peer)
+            && others.all(|other| self.is_client(*other))
+            && !self.connections.get(&peer).is_some_and(old)
     }
 
     /// After the connect the Primaries are neighbours of each other, and this node, if it is one, may
@@ -134,33 +43,20 @@ impl Resource {
         let others = t.primary_nodes.without(self.node_id);
         let apart = t.primary_nodes.intersection(t.weak_nodes);
         let allowed = self.state.role != Role::Primary || others.iter().all(beside);
-        allowed && apart.is_empty() && t.primary_nodes.count() < 3
+        allowed && apart.is_empty()
     }
 
-    /// A node that is met while two are Primary, and may have a disk, has to be one beside which they may be.
+    /// A node that was added while two are Primary, and may have a disk, has to wait.
     pub(crate) fn third_disk(&self, peer: NodeId) -> Result<(), Refusal> {
-        let another = |n: &&NodeId| **n != peer && self.peer_role(**n) == Role::Primary;
-        let mut others = self.connections.keys().filter(another);
-        let apart = others.any(|other| !self.may_both_be_primary(*other));
-        if self.state.role == Role::Primary && apart && !self.is_client(peer) {
+        let another = |n: &NodeId| *n != peer && self.peer_role(*n) == Role::Primary;
+        let both = self.state.role == Role::Primary && self.connections.keys().any(another);
+        if both && !self.is_client(peer) {
             return Err(Refusal {
                 code: ErrorCode::TWO_PRIMARIES,
                 text: format!("two nodes are Primary, and node {peer} may have a disk as well"),
             });
         }
         Ok(())
-    }
-
-    /// The source of a resync is a Primary, and there is another one that this node is not connected to: its
-    /// writes do not come here. If it is gone meanwhile, the next two-phase commit shows that.
-    pub(crate) fn follows_one_of_two(&mut self, source: NodeId) -> bool {
-        let far = self.both_may_write(source)
-            && self.peer_role(source) == Role::Primary
-            && self.is_weak(&self.state);
-        if far {
-            self.schedule_empty_twopc();
-        }
-        far
     }
 
     /// The configuration gives the peer no bitmap, so it never has a disk.

@@ -501,16 +501,11 @@ impl Resource {
             }
             return;
         }
-        // A peer that has it may have taken the next one already, from the other Primary.
-        let shared = self.is_shared();
-        let takes = |set: &PeerUuids, uuid: Uuid| {
-            let went_on = shared && set.knows(uuid) && !set.history_notes(uuid);
-            set.current.same_generation(uuid) || went_on
-        };
         let waiting = new.plans.iter().any(|(volume, plan)| {
             plan.confirm.iter().any(|peer| {
-                let set = self.peer_uuids(*volume, peer);
-                !set.is_some_and(|set| takes(set, plan.uuid))
+                !self
+                    .peer_uuids(*volume, peer)
+                    .is_some_and(|u| u.current.same_generation(plan.uuid))
             })
         });
         if waiting || self.awaits_far_nodes() {

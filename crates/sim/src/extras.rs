@@ -66,12 +66,10 @@ pub enum Extra {
     LongLog,
     /// Three volumes whose resyncs wait for each other (`resync-after`, `max-parallel-resyncs`).
     Turns,
-    /// A third disk, in worlds of two Primaries of DRBD 9's dialect: the second promotion is refused for now.
-    ThirdDisk,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 25] = [
+pub const EXTRAS: [(Extra, &str); 24] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -96,7 +94,6 @@ pub const EXTRAS: [(Extra, &str); 25] = [
     (Extra::Async, "async"),
     (Extra::LongLog, "long-log"),
     (Extra::Turns, "turns"),
-    (Extra::ThirdDisk, "third-disk"),
 ];
 
 /// The word of one.
@@ -168,13 +165,6 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         Extra::TieBreaker => {
             config.nodes = 3;
             config.diskless = 1;
-            settings.resource.protocol_max = 124;
-            if rng.permille(500) {
-                settings.resource.quorum = Quorum::Majority;
-            }
-        }
-        Extra::ThirdDisk => {
-            config.nodes = 3;
             settings.resource.protocol_max = 124;
             if rng.permille(500) {
                 settings.resource.quorum = Quorum::Majority;
