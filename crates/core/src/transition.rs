@@ -711,16 +711,19 @@ impl Resource {
         self.lose_link(peer, true);
         self.twopc_peer_lost(peer);
         let was_up = before >= ConnState::Connecting;
+        let mut drains = false;
         if let Some(conn) = self.connections.get_mut(&peer) {
-            conn.draining = was_up;
+            drains = conn.draining;
+            conn.draining |= was_up;
             conn.was_established |= before == ConnState::Connected;
         }
         if was_up {
             // Answers by `connection_drained`, at once if nothing is in flight.
             self.drain_connection(peer);
-        } else {
+        } else if !drains {
             self.connection_cleaned(peer);
         }
+        // Lost before, and the operator disconnects while that still drains: it ends as it would have.
         let _ = after;
     }
 

@@ -75,3 +75,11 @@ fn a_flush_that_cannot_wait_for_the_source_fails() {
         holds(Some(nodes), seed, kinds, "0-99", "0-999");
     }
 }
+
+/// The operator disconnected a node that still wrote what a lost connection had brought. It was taken for drained, and the
+/// next connection got the ack.
+#[test]
+fn a_connection_that_drains_is_not_made_again_before_that() {
+    holds(Some(2), 145_000_034, (None, vec![]), "0-2", "0-1,3,5-6");
+    holds(Some(2), 145_000_034, (None, vec![]), "0-99", "0-999");
+}

@@ -298,3 +298,40 @@ fn only_a_peer_that_does_not_answer_is_dropped() {
     w.pass_until("in sync again", 60, World::in_sync);
     w.check_same_data();
 }
+
+/// The operator disconnects a node whose disk still has a write of the connection that was lost, and connects it again:
+/// not before that is on the disk, or its ack would go to the next connection.
+#[test]
+fn a_connection_that_drains_ends_when_it_has_drained_whoever_disconnects_it() {
+    let parted = |peer| Command::Disconnect {
+        peer: node_id(peer),
+        force: true,
+    };
+    let state = |w: &World| w.nodes[1].resource.state.conn(node_id(0));
+    let mut w = world(0);
+    let early = w.write(0, 0, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, early));
+    w.hanging.node = Some(1);
+    w.write(0, 8, 4096, 7);
+    w.pass(Duration::from_millis(100));
+    assert_eq!(w.hanging.held.len(), 1, "{:#?}", w.log);
+    w.command(0, parted(1));
+    w.pass(Duration::from_millis(100));
+    assert_eq!(state(&w), ConnState::NetworkFailure);
+    w.command(1, parted(0));
+    w.pass(Duration::from_millis(100));
+    assert_eq!(state(&w), ConnState::Disconnecting);
+    w.answers_again();
+    w.pass(Duration::from_secs(1));
+    assert_eq!(state(&w), ConnState::StandAlone);
+    w.open_connections(0);
+    w.open_connections(1);
+    w.pass_until("in sync again", 60, World::in_sync);
+    assert!(
+        !w.log.iter().any(|l| l.contains("unknown write")),
+        "{:#?}",
+        w.log
+    );
+    w.check_same_data();
+}
