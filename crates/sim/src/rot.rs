@@ -1,7 +1,7 @@
 //! What a disk changes behind everybody's back: an online verify finds it, and the resync of the
 //! next connect mends it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_core::command::Command;
 use lockstep_core::state::{ReplSets, ReplState};
@@ -204,8 +204,39 @@ fn nothing_behind_is_marked(w: &mut World, changed: &[(usize, u64)], stops: &[Op
     }
 }
 
-fn start(w: &mut World, driver: usize, from: &[Option<u64>], to: &[Option<u64>]) {
+/// Which volumes' verifies have begun, and which of them have ended on the link on which they did.
+#[derive(Default)]
+struct Verified {
+    running: BTreeSet<usize>,
+    begun: BTreeSet<usize>,
+    ended: BTreeSet<usize>,
+}
+
+impl Verified {
+    /// Often enough that no link is lost and made again in between.
+    fn look(&mut self, w: &World, driver: usize) {
+        let running: BTreeSet<usize> = in_state(w, driver, |repl| repl.is_verify()).collect();
+        let idle = in_state(w, driver, |repl| repl == ReplState::Established);
+        let ended = idle.filter(|volume| self.running.contains(volume));
+        self.ended.extend(ended);
+        self.begun.extend(running.iter().copied());
+        self.running = running;
+    }
+}
+
+/// Begins verifies of the volumes where none has ended; where the last one was cut short, from there.
+fn start(
+    w: &mut World,
+    driver: usize,
+    from: &[Option<u64>],
+    to: &[Option<u64>],
+    before: &Verified,
+) {
     for (volume, (first, end)) in from.iter().zip(to).enumerate() {
+        if before.ended.contains(&volume) {
+            continue;
+        }
+        let first = first.filter(|_| !before.begun.contains(&volume));
         let command = Command::Verify {
             peer: id(1 - driver),
             volume: VolumeNr(volume as u16),
@@ -224,12 +255,14 @@ fn cut_short(
     from: &[Option<u64>],
     all: &[Option<u64>],
 ) -> bool {
-    start(w, driver, from, all);
+    let mut verified = Verified::default();
+    start(w, driver, from, all, &verified);
     let share = rng.below(8);
     let until = w.now + 20 * SECOND;
     while w.now < until && w.violation.is_none() && !is_in_the_middle(w, driver, share) {
         w.run_for(MS / 10);
         o.tick(w);
+        verified.look(w, driver);
         if w.nodes[driver].commands.is_empty() && !verifies(w, driver) {
             break;
         }
@@ -244,10 +277,7 @@ fn cut_short(
     w.set_blocked(0, 1, false);
     w.set_blocked(1, 0, false);
     meet_again(w, o);
-    // Where none had begun, there is nothing to go on with.
-    let none = vec![None; from.len()];
-    let next: &[Option<u64>] = if begun { &none } else { from };
-    w.violation.is_none() && verify(w, o, driver, next, all)
+    w.violation.is_none() && go_on(w, o, driver, from, all, verified)
 }
 
 /// A verify has asked for blocks that were not compared yet, and so many eighths of all.
@@ -271,9 +301,15 @@ fn is_in_the_middle(w: &World, driver: usize, share: u64) -> bool {
 }
 
 fn verifies(w: &World, node: usize) -> bool {
+    in_state(w, node, |repl| repl.is_verify()).next().is_some()
+}
+
+/// The volumes towards the peer that are in some state.
+fn in_state(w: &World, node: usize, is: impl Fn(ReplState) -> bool) -> impl Iterator<Item = usize> {
     let connections = w.snapshot(node).map(|s| s.connections).unwrap_or_default();
-    let mut devices = connections.iter().flat_map(|c| &c.peer_devices);
-    devices.any(|p| p.repl_state.is_verify())
+    let devices = connections.into_iter().flat_map(|c| c.peer_devices);
+    let such = devices.filter(move |p| is(p.repl_state));
+    such.map(|p| usize::from(p.volume.0))
 }
 
 fn meet_again(w: &mut World, o: &mut Operator) {
@@ -287,8 +323,7 @@ fn meet_again(w: &mut World, o: &mut Operator) {
     });
 }
 
-/// Verifies each volume from a block on, or where the last one was cut short, to another one; again where
-/// the link was lost under it. False if that failed.
+/// Verifies each volume from a block on to another one; again where the link was lost under it. False if that failed.
 fn verify(
     w: &mut World,
     o: &mut Operator,
@@ -296,17 +331,27 @@ fn verify(
     from: &[Option<u64>],
     to: &[Option<u64>],
 ) -> bool {
-    let none = vec![None; from.len()];
-    let mut from = from;
+    go_on(w, o, driver, from, to, Verified::default())
+}
+
+/// The same, where some may have ended before and others were cut short.
+fn go_on(
+    w: &mut World,
+    o: &mut Operator,
+    driver: usize,
+    from: &[Option<u64>],
+    to: &[Option<u64>],
+    mut verified: Verified,
+) -> bool {
     let mut reached = BTreeMap::new();
     let mut idle = 0;
     while idle < ATTEMPTS {
         let links = w.nodes[driver].links.clone();
-        start(w, driver, from, to);
-        let mut begun = false;
+        verified.running.clear();
+        start(w, driver, from, to, &verified);
         let mut further = false;
         wait_for(w, o, 100 * SECOND, "a verify ends", |w, _| {
-            begun |= verifies(w, driver);
+            verified.look(w, driver);
             further |= begins_further(w, driver, &mut reached);
             let waits = |node: usize| {
                 (verifies(w, node) || !w.nodes[node].commands.is_empty())
@@ -324,9 +369,6 @@ fn verify(
         meet_again(w, o);
         // On a slow line each attempt may come only so far, because a ping is late among many packets; the next one
         // goes on there.
-        if begun {
-            from = &none;
-        }
         idle = if further { 0 } else { idle + 1 };
     }
     if w.violation.is_none() {

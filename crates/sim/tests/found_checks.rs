@@ -156,3 +156,13 @@ fn who_connects_again_on_a_slow_wire_is_not_at_rest() {
     holds("2,4-5,9", "none");
     holds("0-99", "0-999");
 }
+
+/// Verifies of three volumes were cut short on a slow line, and the operator began those again that had ended, so that
+/// the others never came further.
+#[test]
+fn a_verify_that_has_ended_is_not_begun_again_with_the_others() {
+    planned_holds(Some(2), 1_256_335_225, (None, Vec::new()), "0-99", "0-999");
+    const KINDS: &str = "verifyspot,verifyspot,verifyspot,handover,disconnect";
+    let kinds = (Some(KINDS), vec![Extra::Every, Extra::Hot]);
+    planned_holds(Some(2), 137_000_463, kinds, "0-99", "0-999");
+}
