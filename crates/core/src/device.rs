@@ -75,6 +75,13 @@ pub struct Openers {
     pub writers: u32,
 }
 
+impl Openers {
+    /// Somebody has it open.
+    pub fn any(&self) -> bool {
+        self.readers + self.writers > 0
+    }
+}
+
 /// A volume's disk with its metadata in memory.
 #[derive(Debug)]
 pub struct LocalDisk {

@@ -3,10 +3,10 @@
 use alloc::format;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{ConnState, DeviceDescFlags, DiskState};
+use lockstep_format::wire::{ConnState, DeviceDescFlags, DiskState, Role};
 
 use crate::command::ErrorCode;
-use crate::device::LocalDisk;
+use crate::device::{Device, LocalDisk};
 use crate::report::Level;
 use crate::resize::{AfterResize, NewArea};
 use crate::resource::Resource;
@@ -106,10 +106,8 @@ impl Resource {
             return Ok(());
         }
         let usable = own >= DiskState::Outdated && own != DiskState::DUnknown;
-        let held = device.openers.readers + device.openers.writers > 0
-            || self.state.role == lockstep_format::wire::Role::Primary;
         // A target would shrink, but not the neighbour that it is copied from.
-        let held = held || self.neighbour_has_data(volume);
+        let held = self.is_in_use(device) || self.neighbour_has_data(volume);
         if size < current && (usable || held) {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
@@ -131,6 +129,10 @@ impl Resource {
         Ok(())
     }
 
+    fn is_in_use(&self, device: &Device) -> bool {
+        device.openers.any() || self.state.role == Role::Primary
+    }
+
     fn neighbour_has_data(&self, volume: VolumeNr) -> bool {
         self.established_peers().iter().any(|node| {
             let disk = self.state.peer_device(volume, node).disk;
@@ -143,10 +145,8 @@ impl Resource {
     pub(crate) fn shrinks_with(&self, peer: NodeId, volume: VolumeNr) -> Option<u64> {
         let device = self.devices.get(&volume)?;
         let told = device.peers.get(&peer)?.sizes?.current_sectors;
-        let open = device.openers.readers + device.openers.writers > 0
-            || self.state.role == lockstep_format::wire::Role::Primary;
         let empty = self.state.disk(volume) == DiskState::Inconsistent
-            && !open
+            && !self.is_in_use(device)
             && !self.neighbour_has_data(volume);
         (empty && (1..device.size_sectors).contains(&told)).then_some(told)
     }

@@ -134,7 +134,7 @@ impl Resource {
             disk_state: state.disk,
             client: device.intentional_diskless && state.disk == DiskState::Diskless,
             quorum: state.have_quorum,
-            open: device.openers.readers + device.openers.writers > 0,
+            open: device.openers.any(),
             size_sectors: device.size_sectors,
             size_limit_sectors: disk.map(|d| d.options.size_sectors.unwrap_or(0)),
             read_sectors: device.io.read_sectors,

@@ -1,9 +1,10 @@
 //! Resyncs, seen from the wire: whose resync is paused asks for nothing, and no more is asked for at a time
 //! than `max-buffers` allows.
 
+use std::collections::BTreeMap;
+
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::Packet;
-use std::collections::BTreeMap;
 
 use crate::limits::open;
 use crate::sometimes;

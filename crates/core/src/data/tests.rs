@@ -218,9 +218,9 @@ struct World {
     /// Handlers that run: node, name, tag.
     handlers: Vec<(usize, &'static str, Tag)>,
     log: Vec<String>,
-    /// Generations that a Primary announced to its driver: node, of which, the new one.
     /// What watchers of a node's states are told (`Resource::tell_steps`).
     steps: Vec<(usize, Snapshot)>,
+    /// Generations that a Primary announced to its driver: node, of which, the new one.
     announced: Vec<(usize, Uuid, Uuid)>,
 }
 
