@@ -326,8 +326,8 @@ impl MountedDevice {
             .start_readers(more, connect)
             .map_err(|error| refuse(&device, error))?;
         // The size may have changed meanwhile; nothing hangs on it if it cannot be told.
-        let number = device.state.number;
-        if let Err(error) = apart(|| loopdev::update_size(number)) {
+        let size_bytes = device.shape.size_bytes.load(Ordering::SeqCst);
+        if let Err(error) = device.tell_size(size_bytes) {
             tracing::warn!(%error, "the resumed device's size could not be checked");
         }
         let path = device.path();
@@ -385,7 +385,13 @@ impl MountedDevice {
     /// Tells the kernel the volume's new size.
     pub fn resize(&self, size_bytes: u64) -> std::io::Result<()> {
         self.shape.size_bytes.store(size_bytes, Ordering::SeqCst);
-        rustix::io::write(&*self.fuse, &crate::fuse::abi::notify_attributes_changed())?;
+        self.tell_size(size_bytes)
+    }
+
+    fn tell_size(&self, size_bytes: u64) -> std::io::Result<()> {
+        use crate::fuse::abi::{notify_attributes_changed, notify_grown};
+        rustix::io::write(&*self.fuse, &notify_attributes_changed())?;
+        rustix::io::write(&*self.fuse, &notify_grown(size_bytes))?;
         apart(|| loopdev::update_size(self.state.number))
     }
 

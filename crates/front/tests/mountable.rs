@@ -389,6 +389,51 @@ fn the_device_follows_the_volumes_size() {
     detach(device);
 }
 
+/// Requests that complete while the kernel asks for the new size make it forget the answer for the file, though
+/// not for the loop device, and a read of the new part would end with an error.
+#[test]
+fn a_device_that_grows_under_load_can_be_read_up_to_its_end() {
+    let Some(_guard) = can_mount() else { return };
+    const STEPS: u64 = 200;
+    const START: u64 = 4 * MIB;
+    let volume = RamVolume::new(START + STEPS * 4096, Runs::OwnThread).unwrap();
+    volume.change(|properties| properties.size_bytes = START);
+    let device = create(&volume, "grow");
+    let open = || {
+        std::fs::File::options()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(device.path())
+            .unwrap()
+    };
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for worker in 0..4 {
+            let file = open();
+            let stop = &stop;
+            scope.spawn(move || {
+                let buf = lockstep_io::pool::IoBuf::standalone(4096).unwrap();
+                while !stop.load(Ordering::Relaxed) {
+                    file.write_all_at(&buf[..4096], worker * 4096).unwrap();
+                }
+            });
+        }
+        let file = open();
+        let mut buf = lockstep_io::pool::IoBuf::standalone(4096).unwrap();
+        let failed = (1..=STEPS).find_map(|step| {
+            let size = START + step * 4096;
+            volume.change(|properties| properties.size_bytes = size);
+            device.resize(size).unwrap();
+            let read = file.read_at(&mut buf[..4096], size - 4096);
+            (!matches!(read, Ok(4096))).then_some((step, read))
+        });
+        stop.store(true, Ordering::Relaxed);
+        assert!(failed.is_none(), "{failed:?}");
+    });
+    detach(device);
+}
+
 #[test]
 fn abandoning_a_device_in_use_gives_errors_and_no_hanging_process() {
     let Some(_guard) = can_mount() else { return };

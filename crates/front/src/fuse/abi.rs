@@ -262,6 +262,21 @@ pub(crate) fn notify_attributes_changed() -> [u8; OUT_HEADER_LEN + 24] {
     bytes
 }
 
+/// Tells the kernel that the file reaches up to `size_bytes`, by the byte that ends it. The kernel takes no
+/// smaller size from this. What it asks for and gets while requests of the file complete it believes only
+/// for that moment; this it keeps.
+pub(crate) fn notify_grown(size_bytes: u64) -> [u8; OUT_HEADER_LEN + 24 + 1] {
+    const LEN: usize = OUT_HEADER_LEN + 24 + 1;
+    let mut bytes = [0; LEN];
+    put_u32(&mut bytes, 0, LEN as u32);
+    put_u32(&mut bytes, 4, 4);
+    put_u64(&mut bytes, 16, FILE_NODE);
+    // The byte goes into the file's page cache, which direct I/O does not use.
+    put_u64(&mut bytes, 24, size_bytes.saturating_sub(1));
+    put_u32(&mut bytes, 32, 1);
+    bytes
+}
+
 fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
