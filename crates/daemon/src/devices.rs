@@ -620,10 +620,13 @@ impl Worker {
             };
             let session = gate.session();
             let writes = session.filter(|session| session.access == Some(Access::Write));
-            let Some(session) = writes.filter(|_| !served.claimed) else {
+            let number = served.device.number();
+            // A claim may have ended with a mount a moment ago.
+            let claimed = served.claimed && !matches!(number.mounted(), Ok(None));
+            let Some(session) = writes.filter(|_| !claimed) else {
                 continue;
             };
-            let (check, number) = (served.check.clone(), served.device.number());
+            let check = served.check.clone();
             let closed = closed.clone();
             let asked = std::thread::Builder::new()
                 .name("usage".into())

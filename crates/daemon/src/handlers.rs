@@ -208,7 +208,7 @@ fn execute(
     let mut command = match (helper, std::env::current_exe()) {
         (Some(helper), _) => Command::new(helper),
         (None, Ok(own)) => {
-            let config = place.config_file();
+            let config = place.config_file(&call.resource);
             if !config.exists() {
                 return 0;
             }

@@ -653,6 +653,7 @@ impl Node {
 
     pub(crate) fn primary(&self, name: &str, force: bool) -> CommandResult {
         let entry = self.find(name)?;
+        self.settle_closed(name);
         let result = self.core(&entry, Command::Primary { force });
         if result.is_ok() {
             self.devices().set_explicit(name, true);

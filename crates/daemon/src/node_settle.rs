@@ -20,15 +20,20 @@ impl Node {
             return;
         }
         let name = lock(&entry.configured).configured.name.clone();
-        if !self.devices().settle(&name) {
+        self.settle_closed(&name);
+    }
+
+    /// The same for commands that are no commands of the core, or by an operator only.
+    pub(super) fn settle_closed(&self, name: &str) {
+        if !self.devices().settle(name) {
             return;
         }
         // The first answer may be from before the close, which is on its way.
-        self.refresh(&name);
+        self.refresh(name);
         let begin = Instant::now();
         while begin.elapsed() < DEMOTION {
-            self.refresh(&name);
-            let report = self.board.report(&name);
+            self.refresh(name);
+            let report = self.board.report(name);
             let waits = |r: ResourceReport| {
                 r.role == Role::Primary && !r.devices.iter().any(|device| device.open)
             };

@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 /// Directory of a node when nothing else is said.
 pub const DEFAULT_DIR: &str = "/run/lockstep";
 
+/// Where `drbdadm` keeps links from resources and minors to their configurations.
+pub const REGISTRY: &str = "/var/run/drbd";
+
 /// Environment variable with the socket that tools use in place of the daemon's own.
 pub const CONTROL_VARIABLE: &str = "LOCKSTEP_CONTROL";
 
@@ -75,12 +78,43 @@ impl Place {
         self.dir.join("lockstepd.log")
     }
 
-    /// The configuration file that handlers read: `drbd.conf` of the directory, or `/etc`'s.
-    pub fn config_file(&self) -> PathBuf {
-        if self.is_default() {
-            PathBuf::from("/etc/drbd.conf")
-        } else {
-            self.dir.join("drbd.conf")
+    /// The configuration file that a resource's handlers are read from: the one that `drbdadm` registered when
+    /// it made the resource, else `drbd.conf` of `/etc`. A node with a directory of its own has its own file.
+    pub fn config_file(&self, resource: &str) -> PathBuf {
+        match self.is_default() {
+            true => registered(Path::new(REGISTRY), resource)
+                .unwrap_or_else(|| PathBuf::from("/etc/drbd.conf")),
+            false => self.dir.join("drbd.conf"),
         }
+    }
+}
+
+fn registered(registry: &Path, resource: &str) -> Option<PathBuf> {
+    let link = registry.join(format!("drbd-resource-{resource}.conf"));
+    link.canonicalize().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_registered_configuration_is_found_as_long_as_it_exists() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = dir.path().join("shop.conf");
+        std::fs::write(&config, "").unwrap();
+        let link = dir.path().join("drbd-resource-shop.conf");
+        std::os::unix::fs::symlink(&config, &link).unwrap();
+        let wanted = config.canonicalize().unwrap();
+        assert_eq!(registered(dir.path(), "shop"), Some(wanted));
+        assert_eq!(registered(dir.path(), "bank"), None);
+        std::fs::remove_file(&config).unwrap();
+        assert_eq!(registered(dir.path(), "shop"), None);
+    }
+
+    #[test]
+    fn a_node_with_a_directory_of_its_own_reads_no_other_configuration() {
+        let place = Place::find(Some(Path::new("/srv/node1")));
+        assert_eq!(place.config_file("shop"), Path::new("/srv/node1/drbd.conf"));
     }
 }

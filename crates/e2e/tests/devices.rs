@@ -95,6 +95,35 @@ fn a_mount_promotes_its_node_and_the_unmount_demotes_it() -> Result<()> {
     cluster.check_same_data(0, 46)
 }
 
+/// With a kernel the unmount demotes before it returns, so a promotion by command after it is one that
+/// others see, however soon it comes.
+#[test]
+fn a_promotion_after_an_unmount_is_a_new_one() -> Result<()> {
+    if !can_mount() || !has_program("mkfs.ext4") {
+        return Ok(());
+    }
+    let mut cluster = secondaries(98, "auto-promote-timeout 300;")?;
+    let device = cluster.device(0, 98, 0)?;
+    run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
+    wait_closed(&cluster, 0)?;
+    let demotions = |cluster: &Cluster| -> Result<usize> {
+        let log = cluster.log(0)?;
+        Ok(log.matches("role: Primary -> Secondary").count())
+    };
+    for round in 0..5 {
+        let before = demotions(&cluster)?;
+        let point = cluster.mount(&device)?;
+        cluster.wait("the mount promotes", |c| Ok(role(c, 0)? == "Primary"))?;
+        cluster.unmount(&point)?;
+        cluster.adm(0, &["primary", "r0"])?;
+        let after = demotions(&cluster)?;
+        ensure!(after == before + 1, "round {round}: {before}, then {after}");
+        ensure!(role(&cluster, 0)? == "Primary", "promoted by command");
+        cluster.adm(0, &["secondary", "r0"])?;
+    }
+    Ok(())
+}
+
 #[test]
 fn reading_promotes_nobody_and_writing_is_refused_beside_a_primary() -> Result<()> {
     if !can_mount() {

@@ -52,7 +52,7 @@ impl System {
             is_interactive: std::io::stdin().is_terminal() && std::io::stdout().is_terminal(),
             module_version: module_version(variable("DRBD_DRIVER_VERSION_OVERRIDE")),
             fake_show: variable("FAKE_DRBDSETUP_SHOW").map(PathBuf::from),
-            registry: PathBuf::from("/var/run/drbd"),
+            registry: PathBuf::from(lockstep_daemon::place::REGISTRY),
         }
     }
 

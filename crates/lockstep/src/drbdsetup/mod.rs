@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use lockstep_daemon::client::{Client, ClientError};
 use lockstep_daemon::names::Named;
-use lockstep_daemon::place::Place;
+use lockstep_daemon::place::{Place, REGISTRY};
 use lockstep_daemon::protocol::{Reply, Request};
 use lockstep_daemon::report::{ConnectionReport, DeviceReport, ResourceReport};
 
@@ -255,9 +255,6 @@ fn rename_registered(name: &str, new_name: &str) {
         |name: &str| std::path::Path::new(REGISTRY).join(format!("drbd-resource-{name}.conf"));
     let _ = std::fs::rename(link(name), link(new_name));
 }
-
-/// Where drbdadm keeps them.
-const REGISTRY: &str = "/var/run/drbd";
 
 /// Stores the size of the disk, so that `drbdmeta check-resize` finds the metadata after the disk
 /// has grown while it was not attached.
