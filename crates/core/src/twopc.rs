@@ -833,7 +833,7 @@ impl Resource {
         match &wish.kind {
             WishKind::Empty => {
                 self.hard_change(Change::new().members(members));
-                self.empty_committed(t.primary_nodes, incapable);
+                self.empty_committed(t.primary_nodes, t.lost, incapable);
             }
             WishKind::Connect(peer) => {
                 let peer = *peer;
@@ -841,14 +841,14 @@ impl Resource {
                 let change = self.far_from_primary(change, peer, t.primary_nodes, incapable);
                 self.connect_committed(peer);
                 self.hard_change(change);
-                self.far_primary(t.primary_nodes, incapable);
+                self.far_primary(t.primary_nodes, t.lost, incapable);
             }
             kind => {
                 let change = self.wish_change(kind, t.reachable).members(members);
                 self.hard_change(change);
                 if matches!(kind, WishKind::Disconnect { .. }) {
                     // A Primary on the other side, near or far, writes on without us.
-                    self.far_primary(t.primary_nodes, incapable);
+                    self.far_primary(t.primary_nodes, NodeMask::EMPTY, incapable);
                 }
             }
         }
@@ -1095,13 +1095,18 @@ impl Resource {
     }
 
     /// The commit of the empty transaction (semantics.md, 10.7).
-    pub(crate) fn empty_committed(&mut self, primary_nodes: NodeMask, incapable: bool) {
-        self.note_primaries(primary_nodes);
-        let mut near = self.state.connected();
-        near.insert(self.node_id);
-        let far = primary_nodes.difference(near);
-        if !far.is_empty() && !incapable {
-            self.outdate_self();
+    pub(crate) fn empty_committed(
+        &mut self,
+        primary_nodes: NodeMask,
+        lost: NodeMask,
+        incapable: bool,
+    ) {
+        if self.far_primary(primary_nodes, lost, incapable) {
+            return;
+        }
+        if !incapable && !primary_nodes.intersection(lost).is_empty() {
+            // What this transaction shows is no more. The next one asks who is left.
+            self.schedule_empty_twopc();
             return;
         }
         let mut change = Change::new();
@@ -1125,14 +1130,21 @@ impl Resource {
     }
 
     /// A commit that shows a Primary with data outside the direct neighbours: this node's data
-    /// cannot be current (semantics.md, 10.5).
-    pub(crate) fn far_primary(&mut self, primary_nodes: NodeMask, incapable: bool) {
+    /// cannot be current (semantics.md, 10.5). A neighbour that was lost since the transaction began had not
+    /// gone on without this node by then.
+    pub(crate) fn far_primary(
+        &mut self,
+        primary_nodes: NodeMask,
+        lost: NodeMask,
+        incapable: bool,
+    ) -> bool {
         self.note_primaries(primary_nodes);
-        let mut near = self.state.connected();
-        near.insert(self.node_id);
-        if !primary_nodes.difference(near).is_empty() && !incapable {
+        let near = self.state.connected().with(self.node_id).union(lost);
+        let far = !primary_nodes.difference(near).is_empty() && !incapable;
+        if far {
             self.outdate_self();
         }
+        far
     }
 
     /// The same for the commit of a connect, in one change with it: nobody sees this node connected and

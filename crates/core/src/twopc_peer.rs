@@ -571,7 +571,7 @@ impl Resource {
             let change = self.far_from_primary(change, peer, outcome.primary_nodes, incapable);
             self.connect_committed(peer);
             self.hard_change(change);
-            self.far_primary(outcome.primary_nodes, incapable);
+            self.far_primary(outcome.primary_nodes, t.lost, incapable);
         } else if let Some(change) = self.remote_change(&t) {
             self.note_demoted_apart(&t);
             self.hard_change(change.members(members));
@@ -584,9 +584,9 @@ impl Resource {
             }
         }
         if empty {
-            self.empty_committed(outcome.primary_nodes, incapable);
+            self.empty_committed(outcome.primary_nodes, t.lost, incapable);
         } else {
-            self.far_primary(outcome.primary_nodes, incapable);
+            self.far_primary(outcome.primary_nodes, t.lost, incapable);
         }
         if has_reachable && !incapable {
             self.far_nodes_told(outcome.reachable_nodes(), outcome.primary_nodes, t.lost);

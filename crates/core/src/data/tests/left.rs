@@ -51,6 +51,57 @@ fn survivors_that_lost_the_primary_one_after_the_other_can_be_promoted() {
     }
 }
 
+/// The second one loses it between its word about the Primary and the outcome of the first one's transaction.
+#[test]
+fn survivors_that_lost_the_primary_during_one_transaction_can_be_promoted() {
+    for seed in 0..400 {
+        let options = ResourceOptions {
+            quorum: Quorum::Majority,
+            ..ResourceOptions::default()
+        };
+        let setup = Setup {
+            options,
+            ..Setup::default()
+        };
+        let mut w = clean(seed, 3, setup);
+        w.write(0, 0, 4096, 9);
+        w.pass(Duration::from_millis(100));
+        leave(&mut w, 0, 1);
+        w.run();
+        // The first one begins to ask.
+        let soon = w.now + Duration::from_millis(10);
+        while w.next_timer(soon) {
+            let begun = w
+                .nodes
+                .iter()
+                .any(|node| node.resource.twopc.current.is_some());
+            if begun {
+                break;
+            }
+            w.run();
+        }
+        for _ in 0..seed % 40 {
+            w.step();
+        }
+        leave(&mut w, 0, 2);
+        w.pass(Duration::from_millis(40));
+        w.crash(0);
+        w.pass(Duration::from_secs(1));
+        for node in 1..3 {
+            assert_eq!(
+                w.disk_state(node),
+                DiskState::UpToDate,
+                "seed {seed} {:#?}",
+                w.log
+            );
+        }
+        let id = w.command(1, Command::Primary { force: false });
+        w.pass(Duration::from_secs(10));
+        let answer = w.answers.get(&id);
+        assert_eq!(answer, Some(&Ok(Answer::Done)), "seed {seed} {:#?}", w.log);
+    }
+}
+
 #[test]
 fn a_promotion_waits_a_ping_timeout_for_the_other_primary_to_leave() {
     for (pause_ms, waits) in [(1000, true), (2500, false)] {
