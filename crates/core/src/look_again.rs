@@ -427,6 +427,14 @@ impl Resource {
             && self.same_current(volume, node)
     }
 
+    /// Something may be written that this node's disk does not get.
+    pub(crate) fn others_have_disks(&self) -> bool {
+        self.devices.keys().any(|volume| {
+            let mut others = self.quorum_nodes(*volume, true).into_iter();
+            others.any(|node| self.has_slot_for(*volume, node))
+        })
+    }
+
     /// The node has, or had, a disk of the volume.
     fn has_slot_for(&self, volume: VolumeNr, node: NodeId) -> bool {
         let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&node));

@@ -32,3 +32,12 @@ fn a_generation_that_was_announced_is_one_that_the_primary_knows() {
     holds(Some(3), 7_710_009, None, "3,6,9,14", REQUESTS);
     holds(Some(3), 7_710_009, None, "0-99", "0-999");
 }
+
+/// The Primary, a client, is demoted while its connection to the only disk is broken. The disk could not have
+/// missed anything, and called itself Outdated, with nobody there to compare with.
+#[test]
+fn the_only_disk_misses_nothing_of_a_client_that_is_demoted_far_from_it() {
+    const CLIENTS: Option<&str> = Some("diskless,quorum,crash,partition,reset");
+    holds(Some(3), 3082, CLIENTS, "5,7-8", "none");
+    holds(Some(3), 3082, CLIENTS, "0-99", "0-999");
+}

@@ -26,7 +26,7 @@ use crate::timers::Timer;
 
 /// How often third nodes are asked about marks that are left, and how many extents at once.
 const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
-const LEFT_MARKS_EXTENTS: usize = 64;
+const LEFT_MARKS_EXTENTS: usize = 512;
 
 /// A range of a volume, as packets name it.
 pub(crate) type Part = (Sector, u32);

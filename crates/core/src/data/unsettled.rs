@@ -54,6 +54,8 @@ impl Resource {
     pub(crate) fn compare_unsettled(&mut self, volume: VolumeNr) {
         let verified = self.verified(volume);
         let writes = self.unsettled_writes(volume);
+        // Who is being resynced may be the one that can tell, when it is whole.
+        let busy = self.is_busy(volume);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -70,7 +72,7 @@ impl Resource {
                     io.bitmap.count_touched(slot, Sector(w.start), size_bytes)
                 })
                 .sum();
-            left.rounds = match left.blocks == blocks && written < blocks {
+            left.rounds = match left.blocks == blocks && written < blocks && !busy {
                 true => left.rounds + 1,
                 false => 0,
             };
