@@ -327,6 +327,7 @@ impl Resource {
             }
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 self.resync_left(volume, *peer);
+                self.ask_soon(volume);
             }
             if before.repl.is_sync_target() && p.repl == ReplState::Behind {
                 self.resync_left(volume, *peer);

@@ -867,15 +867,12 @@ impl Node {
         moment: Moment,
     ) -> CommandResult {
         let (name, entry, volume) = self.find_minor(minor)?;
-        let old = {
-            let state = lock(&entry.configured);
-            state
-                .configured
-                .volumes
-                .get(&volume.0)
-                .map(|v| v.disk_options.clone())
-        };
-        let texts = options::merged(Set::Disk, &old.unwrap_or_default(), given, moment)?;
+        let state = lock(&entry.configured);
+        let old = state.configured.volumes.get(&volume.0);
+        let old = old.map(|v| v.disk_options.clone()).unwrap_or_default();
+        let texts = options::merged(Set::Disk, &old, given, moment)?;
+        peers::check_bitmap(&texts, &state.configured)?;
+        drop(state);
         let options = options::disk(&texts)?;
         self.check_resync_after(minor, &texts)?;
         let result = self.core(&entry, Command::DiskOptions { volume, options });
@@ -933,7 +930,7 @@ impl Node {
             );
         }
         let mut texts = options::merged(Set::Net, &OptionTexts::new(), given, Moment::Creation)?;
-        peers::name(&mut texts, peer, &lock(&entry.configured).configured)?;
+        peers::check_new(&mut texts, peer, &lock(&entry.configured).configured)?;
         let net = options::net(&texts)?;
         let result = self.core(&entry, Command::NewPeer { peer, net });
         self.done(name, &entry, result, |c| {

@@ -72,6 +72,8 @@ pub struct DiskIo {
     pub bitmap_writes: u64,
     /// Where the search for marks that a resync left behind goes on.
     pub(crate) left_marks_cursor: u64,
+    /// The next such search compares nothing.
+    pub(crate) asks_only: bool,
     pub(crate) unsettled: Unsettled,
 }
 
@@ -124,6 +126,7 @@ impl DiskIo {
             slots: [None; NodeId::COUNT as usize],
             prepared: None,
             left_marks_cursor: 0,
+            asks_only: false,
             unsettled: Unsettled::default(),
             jobs: Vec::new(),
             hold_pages: false,

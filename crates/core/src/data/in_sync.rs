@@ -26,6 +26,8 @@ use crate::timers::Timer;
 
 /// How often third nodes are asked about marks that are left, and how many extents at once.
 const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
+/// The same where a resync has just ended: its last acknowledgements are on their way.
+const ENDED_DELAY: Duration = Duration::from_millis(20);
 const LEFT_MARKS_EXTENTS: usize = 512;
 
 /// A range of a volume, as packets name it.
@@ -268,6 +270,19 @@ impl Resource {
         self.timers.set_earliest(Timer::LeftMarks(volume), at);
     }
 
+    /// A resync has ended. What is marked towards another source is settled by who was copied from: it is
+    /// asked at once, and both compare only where that did not help.
+    pub(crate) fn ask_soon(&mut self, volume: VolumeNr) {
+        if self.connections.len() < 2 {
+            return;
+        }
+        let at = self.now + ENDED_DELAY;
+        if let Some(io) = self.disk_io(volume) {
+            io.asks_only = true;
+            self.timers.set_earliest(Timer::LeftMarks(volume), at);
+        }
+    }
+
     /// A node that is not connected here, and of which another one has told that it lacks nothing.
     fn caught_up_apart(&self, volume: VolumeNr, peer: NodeId) -> bool {
         self.state.conn(peer) < ConnState::Connected && self.slot_uuid(volume, peer).is_zero()
@@ -278,6 +293,8 @@ impl Resource {
     /// node with marks towards an UpToDate peer says again who is in sync with it there; a third
     /// node that knows both of them as equal answers with that.
     pub(crate) fn left_marks_timer(&mut self, volume: VolumeNr) {
+        let io = self.disk_io(volume);
+        let asks_only = io.is_some_and(|io| core::mem::take(&mut io.asks_only));
         if self.state.disk(volume) != DiskState::UpToDate
             || self.connections.len() < 2
             || planted!(self, LeftMarksStay)
@@ -327,7 +344,9 @@ impl Resource {
         let parts: Vec<Part> = extents.iter().map(|e| whole_extent(*e, size)).collect();
         self.tell_in_sync(volume, &parts, NodeMask::EMPTY, None);
         self.watch_left_marks(volume);
-        self.compare_unsettled(volume);
+        if !asks_only {
+            self.compare_unsettled(volume);
+        }
     }
 }
 
