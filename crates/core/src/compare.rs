@@ -783,10 +783,15 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
 /// its marks would tell.
 fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
     let announced = |primary: &Side, follower: &Side, to: Uuid, base: Uuid| {
+        let slot = follower.uuids.slot(primary.node);
+        // It may have been at an older one, and taken both at once.
+        let both_at_once = is_real(slot)
+            && slot.same_generation(primary.uuids.slot(follower.node))
+            && follower.uuids.history_has(base);
         primary.is_primary()
             && !follower.is_primary()
             && primary.uuids.history_notes(to)
-            && follower.uuids.slot(primary.node).same_generation(base)
+            && (slot.same_generation(base) || both_at_once)
             && follower.uuids.dirty_bits == 0
     };
     if !h.is_lockstep() {

@@ -301,6 +301,32 @@ fn a_primary_that_lost_the_follower_of_its_announcement_is_no_target() {
     }
 }
 
+/// The follower was brought up to date at an older generation, and took the next two in one.
+#[test]
+fn who_took_two_generations_at_once_is_known_as_a_follower() {
+    let took = || {
+        Case::new(0x10, 0x20).with(|c| {
+            c.features = Features::LOCKSTEP;
+            c.a.uuids.history[0] = Uuid(0x21);
+            c.b.uuids.history[0] = Uuid(0x10);
+            slot(&mut c.a, B, 0x50);
+            slot(&mut c.b, A, 0x50);
+        })
+    };
+    let lives_on = || took().with(|c| c.a.role = Role::Primary);
+    lives_on().expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    // The announcing Primary died, and the follower became Primary: the two are no split brain.
+    took()
+        .with(|c| {
+            c.b.uuids.current = Uuid(0x30);
+            c.b.uuids.history[1] = Uuid(0x20);
+            c.b.role = Role::Primary;
+        })
+        .expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
+    let written = lives_on().with(|c| c.b.uuids.dirty_bits = 1);
+    assert_ne!(written.decide().strategy, Strategy::SourceUseBitmap);
+}
+
 #[test]
 fn an_announcement_decides_before_marks_do_and_marks_only_where_it_cannot() {
     let announced = |marks: (u64, u64)| {

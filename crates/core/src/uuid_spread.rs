@@ -465,7 +465,8 @@ impl Resource {
         let Some(mut set) = self.own_uuids(peer, volume, UuidFlags::NEW_DATAGEN) else {
             return;
         };
-        set.current = next.current;
+        // A follower that was brought up to date at an older one has to know it as an ancestor.
+        set.precede(next.current);
         set.node_mask = weak;
         self.send(
             peer,
@@ -851,6 +852,9 @@ impl Resource {
         let before = disk.generations.slots;
         disk.generations
             .receive_new_datagen(set.current, &rotation, own, role);
+        if lockstep {
+            disk.generations.push_history(set.history[0]);
+        }
         let after = disk.generations.slots;
         for node in provisional.iter() {
             let at = usize::from(node.0);

@@ -146,6 +146,15 @@ impl PeerUuids {
         }
     }
 
+    /// Names the generation that follows the current one, which becomes the newest of the history.
+    pub(crate) fn precede(&mut self, next: Uuid) {
+        let current = core::mem::replace(&mut self.current, next);
+        self.forget(next);
+        self.forget(current);
+        self.history.rotate_right(1);
+        self.history[0] = current.without_primary_bit();
+    }
+
     /// Whether the data are of this generation or have come from it, as far as the set knows.
     pub fn knows(&self, uuid: Uuid) -> bool {
         let slots = self.slots.iter().map(|node| self.slot(node));
