@@ -835,6 +835,7 @@ impl Resource {
             weak: lockstep_format::units::NodeMask::EMPTY,
             dagtag,
         };
+        let base = disk.generations.clone();
         if disk
             .generations
             .new_current_by_command(&rotation, role, &mut rng)
@@ -872,9 +873,15 @@ impl Resource {
         }
         self.hard_change(change);
         if let Some(device) = self.devices.get_mut(&volume) {
-            device.exposed_uuid = device.current_uuid();
+            let uuid = device.current_uuid();
+            // With an option marks are gone, and peers may have heard of it: there is no way back.
+            if option {
+                device.exposed_uuid = uuid;
+            } else {
+                device.unmade = Some((base, uuid));
+            }
+            self.after_superblock(volume, AfterMeta::NamedByCommand(id, uuid));
         }
-        self.after_superblock(volume, AfterMeta::Answer(id));
         Ok(())
     }
 

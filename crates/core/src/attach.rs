@@ -908,6 +908,7 @@ impl Resource {
         }
         disk.leaving = Some(Leaving::Drain { graceful });
         if !graceful {
+            self.give_up_unmade(volume);
             self.disk_is_lost(volume);
         }
         self.detach_progress(volume);
@@ -1035,9 +1036,14 @@ impl Resource {
                 }
             }
         }
-        let command = device.disk.take().and_then(|d| match d.phase {
-            DiskPhase::Closing { command } => command,
-            _ => None,
+        let mut unanswered = Vec::new();
+        let command = device.disk.take().and_then(|d| {
+            let waiting = d.writer.waiting.iter().map(|(_, then)| then);
+            unanswered.extend(waiting.filter_map(AfterMeta::command));
+            match d.phase {
+                DiskPhase::Closing { command } => command,
+                _ => None,
+            }
         });
         self.hard_change(Change::new().disk(volume, DiskState::Diskless));
         // While it was there, peers were told its generation.
@@ -1045,6 +1051,9 @@ impl Resource {
         if let Some(command) = command {
             let text = format!("volume {volume}: the disk failed while it was being attached");
             self.answer(command, Err(error(ErrorCode::ERR_IO_MD_DISK, text)));
+        }
+        for command in unanswered {
+            self.answer(command, Err(taken_away(volume)));
         }
     }
 
@@ -1054,6 +1063,12 @@ impl Resource {
         let state = self.state.clone();
         self.send_state(peer, volume, &state);
     }
+}
+
+/// What a command hears that waited for metadata.
+pub(crate) fn taken_away(volume: VolumeNr) -> CommandError {
+    let text = format!("volume {volume}: the disk was taken away before its metadata were written");
+    error(ErrorCode::ERR_IO_MD_DISK, text)
 }
 
 /// Every node's entry calls for a full sync: `drbdmeta invalidate`, or a move of the metadata.

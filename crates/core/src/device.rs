@@ -191,6 +191,8 @@ pub enum AfterMeta {
     Attached,
     /// A command of this volume is answered with success.
     Answer(CommandId),
+    /// The same, and the generation that it made counts from now on.
+    NamedByCommand(CommandId, Uuid),
     /// The disk is known to be Inconsistent: resync data of this peer may be written.
     ResyncStart(NodeId),
     /// The disk is known to be as good as this peer's: the resync ends.
@@ -201,6 +203,25 @@ pub enum AfterMeta {
     SyncUuid(NodeId, Uuid),
     /// A new size, or the metadata's new place, is durable.
     Resized,
+}
+
+impl AfterMeta {
+    /// The command that it answers.
+    pub(crate) fn command(&self) -> Option<CommandId> {
+        match self {
+            AfterMeta::Answer(id) | AfterMeta::NamedByCommand(id, _) => Some(*id),
+            AfterMeta::NewUuid
+            | AfterMeta::PlannedUuid
+            | AfterMeta::ForcedUuid
+            | AfterMeta::SpreadUuids
+            | AfterMeta::Attached
+            | AfterMeta::ResyncStart(_)
+            | AfterMeta::ResyncEnd(_)
+            | AfterMeta::FullSync(_)
+            | AfterMeta::SyncUuid(..)
+            | AfterMeta::Resized => None,
+        }
+    }
 }
 
 /// A volume towards a peer.

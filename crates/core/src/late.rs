@@ -417,16 +417,23 @@ impl Resource {
     pub(crate) fn undo_unmade(&mut self, volume: VolumeNr, found: &mut Generations) {
         let unmade = self.devices.get_mut(&volume).and_then(|d| d.unmade.take());
         let Some((base, uuid)) = unmade else { return };
-        if !found.current.same_generation(uuid) {
+        go_back(found, &base, uuid);
+    }
+
+    /// The disk goes before a new generation on it was made, so nothing will be written under that: the peer that it
+    /// was to leave behind may be promoted, and this disk must not look like another branch when it comes back. What is
+    /// on its way to the disk may still come there, so the generation stays known as unmade.
+    pub(crate) fn give_up_unmade(&mut self, volume: VolumeNr) {
+        let Some(device) = self.devices.get_mut(&volume) else {
             return;
+        };
+        let unmade = device.unmade.clone();
+        let Some(((base, uuid), disk)) = unmade.zip(device.attached_mut()) else {
+            return;
+        };
+        if go_back(&mut disk.generations, &base, uuid) {
+            self.write_superblock(volume);
         }
-        found.current = base.current;
-        found.history = base.history;
-        for (slot, before) in found.slots.iter_mut().zip(&base.slots) {
-            slot.bitmap_uuid = before.bitmap_uuid;
-            slot.bitmap_dagtag = before.bitmap_dagtag;
-        }
-        found.note_planned(uuid);
     }
 
     /// A Primary without a disk says that applications have seen nothing newer than this disk, which is
@@ -676,4 +683,20 @@ impl Resource {
                 && !self.same_current(volume, *peer)
         })
     }
+}
+
+/// The disk is of the generation before `uuid`, which is noted: the set as it was before that. Whether it was of
+/// that one.
+fn go_back(found: &mut Generations, base: &Generations, uuid: Uuid) -> bool {
+    if !found.current.same_generation(uuid) {
+        return false;
+    }
+    found.current = base.current;
+    found.history = base.history;
+    for (slot, before) in found.slots.iter_mut().zip(&base.slots) {
+        slot.bitmap_uuid = before.bitmap_uuid;
+        slot.bitmap_dagtag = before.bitmap_dagtag;
+    }
+    found.note_planned(uuid);
+    true
 }

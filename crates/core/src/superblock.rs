@@ -143,6 +143,15 @@ impl Resource {
             AfterMeta::SpreadUuids => self.spread_uuids(volume),
             AfterMeta::Attached => self.attach_stamped(volume),
             AfterMeta::Answer(id) => self.answer(id, Ok(crate::command::Answer::Done)),
+            AfterMeta::NamedByCommand(id, uuid) => {
+                let made = self.generation_made(volume, uuid);
+                let gone = || crate::attach::taken_away(volume);
+                self.answer(
+                    id,
+                    made.then_some(crate::command::Answer::Done)
+                        .ok_or_else(gone),
+                );
+            }
             AfterMeta::ResyncStart(peer) => self.resync_target_ready(volume, peer),
             AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
             AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),

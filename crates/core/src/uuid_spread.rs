@@ -557,9 +557,8 @@ impl Resource {
 
     /// The new current UUID is durable on a volume.
     pub(crate) fn new_uuid_durable(&mut self, volume: VolumeNr) {
-        if let Some(device) = self.devices.get_mut(&volume) {
-            device.exposed_uuid = device.current_uuid();
-            device.unmade = None;
+        if let Some(uuid) = self.devices.get(&volume).map(|d| d.current_uuid()) {
+            self.generation_made(volume, uuid);
         }
         for peer in self.established_peers().iter() {
             if self.state.peer_device(volume, peer).repl < ReplState::Established {
@@ -574,6 +573,20 @@ impl Resource {
             self.send_uuids(peer, volume, flags);
         }
         self.new_uuid_done(volume);
+    }
+
+    /// The disk has its new generation and will be written under it, unless it is being given up (`give_up_unmade`).
+    /// Whether it is not.
+    pub(crate) fn generation_made(&mut self, volume: VolumeNr, uuid: Uuid) -> bool {
+        let stays = self.state.disk(volume) > DiskState::Failed;
+        if let Some(device) = self.devices.get_mut(&volume) {
+            let unmade = device.unmade.take_if(|(_, of)| of.same_generation(uuid));
+            match unmade.filter(|_| !stays) {
+                None => device.exposed_uuid = uuid,
+                kept => device.unmade = kept,
+            }
+        }
+        stays
     }
 
     fn new_uuid_done(&mut self, volume: VolumeNr) {

@@ -14,3 +14,22 @@ fn a_follower_that_takes_two_generations_at_once_knows_both() {
     let turns = vec![Extra::Turns, Extra::Every];
     planned_holds(Some(3), 31, (kinds, turns), "0-99", "0-999");
 }
+
+/// The operator made a new generation, and took the disk away by force while it was being written. The disk had never
+/// heard of it, so its own Primary refused it.
+#[test]
+fn a_generation_that_the_operator_wanted_counts_once_it_is_written() {
+    let kinds = || (None, vec![Extra::LongLog]);
+    planned_holds(Some(2), 7, kinds(), "3-4,7,11", "13,16");
+    planned_holds(Some(2), 7, kinds(), "0-99", "0-999");
+}
+
+/// A Primary that had stood still lost its peer, and with the same breath its disk. The generation that was to leave
+/// the peer behind was written on the disk's way out, although nobody could write under it any more, and the peer was
+/// promoted: the two parted as after a split brain.
+#[test]
+fn a_disk_that_goes_takes_its_unmade_generation_back() {
+    let plain = || (None, Vec::new());
+    planned_holds(None, 1_256_336_291, plain(), "2-3,15,19", "4-5,7-9,11-15");
+    planned_holds(None, 1_256_336_291, plain(), "0-99", "0-999");
+}
