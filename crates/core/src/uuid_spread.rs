@@ -242,6 +242,7 @@ impl Resource {
             let views = self.peer_views(volume);
             let dagtag = self.io.dagtag;
             let mut rng = self.rng.clone();
+            let weak = self.targets_to_be(volume);
             let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
                 continue;
             };
@@ -249,7 +250,7 @@ impl Resource {
             let mut next = base.clone();
             let rotation = Rotation {
                 peers: &views,
-                weak: NodeMask::EMPTY,
+                weak,
                 dagtag,
             };
             let made = next.new_current(&rotation, role, &mut rng);
@@ -365,6 +366,18 @@ impl Resource {
             plan.noted = true;
         }
         self.settle_noted();
+    }
+
+    /// Lockstep peers that are about to be resynced from here. While bitmaps are exchanged their disks may look as if
+    /// they followed, but they take no generation before that is over, and the connection may break first.
+    fn targets_to_be(&self, volume: VolumeNr) -> NodeMask {
+        let Some(state) = self.state.devices.get(&volume) else {
+            return NodeMask::EMPTY;
+        };
+        let source = |repl| matches!(repl, ReplState::StartingSyncS | ReplState::WfBitmapS);
+        let targets = state.peers.iter().filter(|(_, p)| source(p.repl));
+        let targets = targets.map(|(node, _)| *node);
+        targets.filter(|node| self.is_lockstep(*node)).collect()
     }
 
     /// Lockstep peers that follow and will confirm.
@@ -623,6 +636,7 @@ impl Resource {
                 .filter(|v| v.disk == DiskState::Inconsistent)
                 .map(|v| v.node)
                 .collect();
+            let weak = weak.union(self.targets_to_be(volume));
             let dagtag = self.io.dagtag;
             let role = self.state.role;
             let mut rng = self.rng.clone();

@@ -33,3 +33,15 @@ fn a_disk_that_goes_takes_its_unmade_generation_back() {
     planned_holds(None, 1_256_336_291, plain(), "2-3,15,19", "4-5,7-9,11-15");
     planned_holds(None, 1_256_336_291, plain(), "0-99", "0-999");
 }
+
+/// A crashed Primary came back Consistent, was promoted while its follower sent bitmaps to become its target, and made a
+/// generation. The follower did not take it, and nothing said that it was left behind: the connection broke, and the two
+/// looked like a split brain.
+#[test]
+fn who_is_about_to_be_resynced_is_left_behind() {
+    let handlers = || (None, vec![Extra::Handlers]);
+    let secret = || (None, vec![Extra::Secret, Extra::Handlers]);
+    planned_holds(None, 121_000_162, handlers(), "0-99", "0-999");
+    planned_holds(None, 121_000_012, secret(), "0,4-5,11,13,19", "none");
+    planned_holds(None, 121_000_012, secret(), "0-99", "0-999");
+}
