@@ -339,8 +339,11 @@ impl Resource {
                     return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
                 }
             }
-            if (before.repl.is_sync_source() && p.repl == ReplState::WfBitmapS)
-                || (before.repl.is_sync_target() && p.repl == ReplState::WfBitmapT)
+            // A full sync that has not marked everything yet is no resync by bitmap.
+            let to_source = before.repl.is_sync_source() || before.repl == ReplState::StartingSyncS;
+            let to_target = before.repl.is_sync_target() || before.repl == ReplState::StartingSyncT;
+            if (to_source && p.repl == ReplState::WfBitmapS)
+                || (to_target && p.repl == ReplState::WfBitmapT)
             {
                 return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
             }

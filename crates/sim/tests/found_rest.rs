@@ -195,3 +195,12 @@ fn only_whole_disks_confirm_what_a_client_exposes() {
     planned_holds(Some(3), 120_010_607, kinds(), "0,2,5-6,8-9", "15,23,27");
     planned_holds(Some(3), 120_010_607, kinds(), "0-99", "0-999");
 }
+
+/// The operator threw a replica away, as a whole and again by its marks. The second resync began before the first had
+/// marked everything, so the call for a full one stayed in the metadata, and the next attach marked all blocks.
+#[test]
+fn a_full_sync_that_begins_is_replaced_by_none_by_bitmap() {
+    let kinds = || (Some("invalidate,reset"), vec![Extra::Csums, Extra::Blocks]);
+    planned_holds(Some(2), 113, kinds(), "0,4,7", "0");
+    planned_holds(Some(2), 113, kinds(), "0-99", "0-999");
+}
