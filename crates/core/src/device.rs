@@ -372,6 +372,17 @@ pub struct PeerSizes {
 }
 
 impl PeerSizes {
+    /// Neither its disk nor its configuration is in the way of a volume of so many sectors.
+    pub const fn has_room(&self, sectors: u64) -> bool {
+        let least = match (self.disk_sectors, self.wanted_sectors) {
+            (0, 0) => return true,
+            (0, known) | (known, 0) => known,
+            (disk, wanted) if disk < wanted => disk,
+            (_, wanted) => wanted,
+        };
+        least >= sectors
+    }
+
     /// Its bitmap block in sectors.
     pub const fn bitmap_block_sectors(&self) -> u64 {
         match self.bitmap_block_shift {

@@ -20,7 +20,7 @@ use crate::admin::no_volume;
 use crate::before_resync::ResyncGate;
 use crate::command::{Answer, CommandError, ErrorCode};
 use crate::data::Wanted;
-use crate::device::{DiskPhase, LocalDisk, PeerDevice, PeerSizes};
+use crate::device::{Device, DiskPhase, LocalDisk, PeerDevice, PeerSizes};
 use crate::event::{CommandId, DiskInfo, LinkId, Output, Stream};
 use crate::report::Level;
 use crate::resize_local::Found;
@@ -1085,15 +1085,15 @@ impl Resource {
     /// The peer has another size, and this node's disk is known: it follows.
     fn follow_sizes(&mut self, volume: VolumeNr, peer: NodeId, flags: DeviceDescFlags, late: bool) {
         let current = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
-        let wanted = self
-            .devices
-            .get(&volume)
-            .and_then(|d| d.attached())
-            .and_then(|d| d.options.size_sectors);
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let wanted = disk.and_then(|d| d.options.size_sectors);
         let shrinks = self.shrinks_with(peer, volume);
         let size = shrinks.or(self.new_size(volume)).unwrap_or(current);
-        if size < current && wanted != Some(size) && late {
-            // It tells what it has now when it has changed itself; if it does not, the next handshake decides.
+        let here = |d: &Device| d.peers.get(&peer)?.sizes.map(|s| s.has_room(current));
+        let has_room = self.devices.get(&volume).and_then(here) == Some(true);
+        if size < current && wanted != Some(size) && (late || has_room && shrinks.is_none()) {
+            // It tells what it has now when it has changed itself; if it does not, the next handshake decides. With
+            // another peer that has less room, that one's does.
             return;
         }
         if size < current && wanted != Some(size) && shrinks.is_none() {

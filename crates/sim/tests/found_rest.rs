@@ -204,3 +204,11 @@ fn a_full_sync_that_begins_is_replaced_by_none_by_bitmap() {
     planned_holds(Some(2), 113, kinds(), "0,4,7", "0");
     planned_holds(Some(2), 113, kinds(), "0-99", "0-999");
 }
+
+/// Three nodes grew twice, and came together in turn. One of them was still in a handshake with a smaller size when
+/// another one, which had room, followed the Primary: the Primary blamed that one, and left it.
+#[test]
+fn only_who_has_less_room_is_blamed_for_it() {
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    holds(3, 141_000_344, kinds, "0-99", "0-999");
+}
