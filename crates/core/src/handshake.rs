@@ -614,7 +614,7 @@ impl Resource {
             node: self.node_id,
             uuids: match pd.sent_uuids.clone() {
                 Some(sent) => sent,
-                None => self.own_uuids(peer, volume, UuidFlags::empty())?,
+                None => self.told_uuids(peer, volume)?,
             },
             disk: match phase {
                 compare::Phase::Connect => pd.sent_disk,

@@ -212,3 +212,13 @@ fn only_who_has_less_room_is_blamed_for_it() {
     let kinds = "resize,cut-resize,crash,partition,powercut";
     holds(3, 141_000_344, kinds, "0-99", "0-999");
 }
+
+/// In the dialect of 8.4 a crashed Primary compared with a disk that was being attached, and knew of itself that it had been
+/// connected before. That is not told in that dialect: the disk waited for a bitmap that nobody sent.
+#[test]
+fn an_attach_is_compared_by_what_both_were_told() {
+    let kinds = Some("readerror,writeerror,flusherror,metaerror,crash,reset");
+    let old = || (kinds, vec![Extra::Old]);
+    planned_holds(None, 121_000_047, old(), "8-10,16", "none");
+    planned_holds(None, 121_000_047, old(), "0-99", "0-999");
+}
