@@ -56,7 +56,9 @@ pub fn orders(seed: u64) -> Orders {
         29 => of(Some(2), SPOTS, &[Extra::Every, Extra::Hot]),
         30 if turn.is_multiple_of(2) => of(Some(2), GROWTHS, &[Extra::Internal]),
         30 => of(Some(2), RESIZES, &[Extra::Internal]),
-        31 => of(Some(2), SLEEPS, &[Extra::Every]),
+        31 if turn.is_multiple_of(2) => of(Some(2), SLEEPS, &[Extra::Every]),
+        31 if turn % 4 == 1 => of(Some(2), PAUSES, &[Extra::Turns, Extra::Every]),
+        31 => of(Some(3), TURNS, &[Extra::Turns, Extra::Every]),
         32 => of(Some(3), RESIZES, &[]),
         33 => of(Some(3), REGROUPS, &[Extra::Every]),
         34 => of(Some(2), REGROUPS, &[Extra::Every]),
@@ -137,6 +139,23 @@ const ORDERS: &[Fault] = &[
     Fault::Partition,
     Fault::Crash,
     Fault::Handover,
+];
+
+/// Three volumes take their turns: of two nodes, where resyncs are paused as well.
+const PAUSES: &[Fault] = &[
+    Fault::Invalidate,
+    Fault::Invalidate,
+    Fault::Pause,
+    Fault::Reset,
+    Fault::Crash,
+];
+
+/// The same of three nodes that meet and part.
+const TURNS: &[Fault] = &[
+    Fault::Shuffle,
+    Fault::Invalidate,
+    Fault::Partition,
+    Fault::Crash,
 ];
 
 /// Commands while streams of data stand still for long.
