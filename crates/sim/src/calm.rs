@@ -186,6 +186,9 @@ fn takes_soon(w: &World, plan: &Plan) -> bool {
     let slowest = if is_slow { 2048 } else { u32::MAX };
     let rate = w.config.resync_max_kib_s.min(slowest);
     let seconds = w.config.blocks * 4 / u64::from(rate);
+    // So many blocks at a time make a round, and slow disks and wires take some 40 ms for each.
+    let rounds = w.config.blocks / u64::from(w.limits.max_buffers.max(1));
+    let seconds = seconds.max(rounds / 25);
     seconds * SECOND < SOON && w.config.bandwidth.is_none()
 }
 

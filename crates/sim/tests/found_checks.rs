@@ -166,3 +166,9 @@ fn a_verify_that_has_ended_is_not_begun_again_with_the_others() {
     let kinds = (Some(KINDS), vec![Extra::Every, Extra::Hot]);
     planned_holds(Some(2), 137_000_463, kinds, "0-99", "0-999");
 }
+
+/// A full copy of 512 MiB with 32 buffers on slow disks takes longer than the check of calm worlds waited.
+#[test]
+fn a_calm_world_waits_for_no_long_copy() {
+    planned_holds(Some(2), 902_738_069, (None, Vec::new()), "none", "none");
+}
