@@ -311,6 +311,13 @@ impl Resource {
                     self.next_wish();
                     return;
                 }
+                // It has only just begun, by an earlier command.
+                Ok(false) if matches!(wish.kind, WishKind::Resync { .. }) && attempt == 0 => {
+                    let (code, text) = (ErrorCode::RESYNC_RUNNING, "a resync is starting".into());
+                    self.end_wish(&wish, Err(Refusal { code, text }));
+                    self.next_wish();
+                    return;
+                }
                 Ok(false) if !matches!(wish.kind, WishKind::Empty | WishKind::Resize { .. }) => {
                     self.end_wish(&wish, Ok(Answer::NothingToDo));
                     self.next_wish();

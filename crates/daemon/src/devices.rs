@@ -614,6 +614,8 @@ impl Worker {
         if lock(&self.explicit).contains(resource) || self.suspended(resource).is_some() {
             return;
         }
+        let report = self.board.report(resource);
+        let fails = report.is_some_and(|report| report.force_io_failures);
         for (_, served) in self.devices.iter().filter(|(key, _)| key.0 == resource) {
             let Some(gate) = served.device.gate().cloned() else {
                 continue;
@@ -632,7 +634,12 @@ impl Worker {
                 .name("usage".into())
                 .spawn(move || {
                     let busy = lock(&check);
-                    let unused = find_usage(number) == Usage::Unused;
+                    // As in `checked`, which waits for a device that nobody asks about.
+                    let unused = match find_usage(number) {
+                        Usage::Unused => true,
+                        Usage::Unwritten => fails,
+                        Usage::Claimed | Usage::MountedReadOnly | Usage::Open => false,
+                    };
                     drop(busy);
                     // Who asked may have stopped waiting.
                     let _ = closed.send(unused && gate.close(session.uses));

@@ -52,3 +52,33 @@ fn nor_do_copies_on_several_of_them() {
         source_refuses(seed, 3);
     }
 }
+
+/// The first one may not have marked anything yet, on a slow disk: it was called done, and nothing was done.
+#[test]
+fn a_second_invalidate_is_refused_from_the_first_moment_on() {
+    for seed in 0..20 {
+        let mut w = clean(seed, 2, Setup::default());
+        let invalidate = || Command::Invalidate {
+            volume: VOLUME,
+            from: None,
+            reset_bitmap: true,
+        };
+        let first = w.command(1, invalidate());
+        while !w.answers.contains_key(&first) {
+            assert!(w.step(), "the first one is answered: {:#?}", w.log);
+        }
+        let second = w.command(1, invalidate());
+        w.pass_until("an answer", 5, |w| w.answers.contains_key(&second));
+        assert!(w.answers[&first].is_ok(), "{:#?}", w.log);
+        let Err(error) = &w.answers[&second] else {
+            panic!("seed {seed}: {:#?}", w.log);
+        };
+        assert_eq!(
+            error.code,
+            crate::command::ErrorCode::RESYNC_RUNNING,
+            "seed {seed}"
+        );
+        w.pass_until("all are in sync", 120, World::in_sync);
+        w.check_same_data();
+    }
+}
