@@ -317,10 +317,11 @@ impl Resource {
 
     /// A peer that is away lacks a write that was acknowledged without its answer, as protocols A and B allow,
     /// and the generation that says so is due. As a Secondary this node would not make it any more, and nobody
-    /// could tell the followers that have the write from those that lack it.
+    /// could tell the followers that have the write from those that lack it. That an operator holds requests back
+    /// changes nothing of that.
     pub(crate) fn leaves_peer_behind(&self) -> bool {
         if self.state.role != Role::Primary
-            || self.state.suspended()
+            || !self.only_operator_suspends()
             || planted!(self, DemotionLeavesBehind)
         {
             return false;
@@ -328,7 +329,6 @@ impl Resource {
         let async_peer = |peer: NodeId| {
             let conn = self.connections.get(&peer);
             conn.is_some_and(|c| c.net.protocol != Protocol::C)
-                && !self.last_was_kernel(peer)
                 && self.state.conn(peer) != ConnState::Connected
         };
         self.devices.iter().any(|(volume, device)| {

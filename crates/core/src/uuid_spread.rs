@@ -99,7 +99,10 @@ impl Resource {
             let blocked = self.in_handshake()
                 || self.connections.values().any(|c| c.draining)
                 || self.devices.keys().any(|v| self.awaits_first_state(*v))
-                || (self.state.suspended() && !self.state.susp_uuid && !self.old_peer_may_attach());
+                || (self.state.suspended()
+                    && !self.state.susp_uuid
+                    && !self.old_peer_may_attach()
+                    && !self.demotion_wants_uuid());
             let wanted = self.new_uuid_wanted || self.demotion_wants_uuid();
             if !(wanted || self.state.susp_uuid) || blocked {
                 return;
@@ -156,10 +159,14 @@ impl Resource {
                     .is_some_and(|p| p.disk <= DiskState::Failed)
             })
         };
-        let only_user = !self.state.susp_nod
+        self.only_operator_suspends() && self.legacy_peer().is_some_and(lost)
+    }
+
+    /// Requests may be held back by an operator, but by nothing that the data or their names depend on.
+    pub(crate) fn only_operator_suspends(&self) -> bool {
+        !self.state.susp_nod
             && !self.state.susp_quorum
-            && !self.state.connections.values().any(|c| c.susp_fen);
-        only_user && self.legacy_peer().is_some_and(lost)
+            && !self.state.connections.values().any(|c| c.susp_fen)
     }
 
     fn begin_new_uuid(&mut self) {
