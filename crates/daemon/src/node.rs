@@ -799,6 +799,7 @@ impl Node {
         use lockstep_core::command::MetaIndex;
         let (name, entry, volume) = self.find_minor(minor)?;
         let texts = options::merged(Set::Disk, &OptionTexts::new(), given, Moment::Creation)?;
+        peers::check_bitmap(&texts, &lock(&entry.configured).configured)?;
         let disk_options = options::disk(&texts)?;
         self.check_resync_after(minor, &texts)?;
         let (index, meta) = match meta_index {

@@ -617,6 +617,28 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_without_a_bitmap_is_not_attached_beside_a_peer() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node(dir.path());
+        node.new_resource("web", 0, &Default::default()).unwrap();
+        node.new_minor("web", 7, 0, &Default::default()).unwrap();
+        node.new_peer("web", 1, &Default::default()).unwrap();
+        let disk = dir.path().join("missing").display().to_string();
+        let without = [("bitmap".to_owned(), "no".to_owned())].into();
+        let attach = |disk: String| node.attach(7, disk.clone(), disk, "internal", &without);
+        let refused = attach(disk.clone()).unwrap_err();
+        assert!(
+            refused.text.starts_with("bitmap no: node 1"),
+            "{}",
+            refused.text
+        );
+        // Without the peer it is the disk that is missed.
+        node.del_peer("web", 1, false).unwrap();
+        assert_eq!(attach(disk).unwrap_err().code.0, 104);
+        node.stop();
+    }
+
+    #[test]
     fn a_watcher_sees_what_led_to_a_handler_before_its_call() {
         let dir = tempfile::tempdir().unwrap();
         let node = node(dir.path());
