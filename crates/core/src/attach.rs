@@ -540,6 +540,20 @@ impl Resource {
                 }
             }
         }
+        if !superblock.is_clean() && !superblock.flags.contains(DeviceFlags::CONSISTENT) {
+            // What this disk lacks of its source differs from every other disk that has it by now, and
+            // towards a node that was connected those marks were in memory only.
+            let slots: Vec<u8> = superblock
+                .peers
+                .iter()
+                .filter_map(|p| p.bitmap_index)
+                .collect();
+            for source in &slots {
+                for slot in slots.iter().filter(|s| *s != source) {
+                    disk.io.bitmap.merge_slot(*source, *slot);
+                }
+            }
+        }
         for (peer, wants) in peers {
             let slot = if wants {
                 disk.generations.allocate_slot(peer)

@@ -91,3 +91,13 @@ fn a_demotion_forgets_nobody_while_requests_are_held_back() {
     holds(Some(2), 902_736_588, (None, vec![]), "0,2-4", "94");
     holds(Some(2), 902_736_588, (None, vec![]), "0-99", "0-999");
 }
+
+/// A Primary copied two nodes that were connected with each other, and both lost their power. What one of them had been
+/// given was marked by the other one in memory only, and the marks towards the Primary said nothing of the pair.
+#[test]
+fn two_targets_that_lose_their_power_know_where_they_differ() {
+    let kinds = || (Some("resize,cut-resize,crash,partition,powercut"), vec![]);
+    const REQUESTS: &str = "3-9,12,15-20,25-26";
+    holds(Some(3), 5_200_069, kinds(), "0-1,3-4,6", REQUESTS);
+    holds(Some(3), 5_200_069, kinds(), "0-99", "0-999");
+}

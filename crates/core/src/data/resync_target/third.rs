@@ -3,7 +3,8 @@
 //! What a target is given replaces blocks that such a node may have as they were. If this node
 //! loses its power, and the source is gone for good, only its own marks can tell the third one;
 //! so they are durable before the first block is written, not only before the source may forget
-//! it. A third node that is connected hears of the resync itself.
+//! it. A third node that is connected hears of the resync itself, and gets its marks with the data; for it
+//! the marks towards the source are durable, from which an attach after a crash makes them.
 
 use alloc::vec::Vec;
 
@@ -17,27 +18,30 @@ use crate::timers::Timer;
 
 impl Resource {
     /// Marks what a resync from `peer` will copy towards whoever is away; requests wait until
-    /// that is durable.
+    /// that is durable, and with it what is marked towards the source.
     pub(super) fn mark_third_nodes(&mut self, volume: VolumeNr, peer: NodeId) {
         let Some(device) = self.devices.get(&volume) else {
             return;
         };
-        let away: Vec<NodeId> = device
+        let thirds: Vec<NodeId> = device
             .peers
             .keys()
             .copied()
-            .filter(|node| *node != peer && self.state.conn(*node) != ConnState::Connected)
+            .filter(|n| *n != peer)
             .collect();
+        let away = |node: &NodeId| self.state.conn(*node) != ConnState::Connected;
+        let away: Vec<NodeId> = thirds.iter().copied().filter(away).collect();
         let Some(io) = self.disk_io(volume) else {
             return;
         };
         let Some(from) = io.slot(peer) else {
             return;
         };
-        let slots: Vec<u8> = away.iter().filter_map(|node| io.slot(*node)).collect();
-        if slots.is_empty() || io.bitmap.count(from) == 0 {
+        let known = thirds.iter().any(|node| io.slot(*node).is_some());
+        if !known || io.bitmap.count(from) == 0 {
             return;
         }
+        let slots: Vec<u8> = away.iter().filter_map(|node| io.slot(*node)).collect();
         for slot in slots {
             io.bitmap.merge_slot(from, slot);
         }
