@@ -47,6 +47,7 @@ impl Resource {
     /// What follows for fencing from a state change.
     pub(crate) fn after_fencing(&mut self, old: &State, new: &State) {
         self.thaw_fenced(new);
+        self.fence_when_whole(old, new);
         for (peer, c) in &new.connections {
             let before = old.conn(*peer);
             if before < ConnState::Connected && c.conn == ConnState::Connected {
@@ -101,6 +102,20 @@ impl Resource {
         let thawed: Vec<NodeId> = frozen.map(|(peer, _)| *peer).filter(settled).collect();
         for peer in thawed {
             self.hard_change(Change::new().susp_fen(peer, false));
+        }
+    }
+
+    /// A Primary that is frozen has good data now, and may ask what it was not to ask before.
+    fn fence_when_whole(&mut self, old: &State, new: &State) {
+        let best = |state: &State| state.devices.values().map(|d| d.disk).max();
+        let whole = |state: &State| best(state) >= Some(DiskState::Consistent);
+        if whole(old) || !whole(new) {
+            return;
+        }
+        let frozen = new.connections.iter().filter(|(_, c)| c.susp_fen);
+        let frozen: Vec<NodeId> = frozen.map(|(peer, _)| *peer).collect();
+        for peer in frozen {
+            self.fence_peer(peer);
         }
     }
 
@@ -201,6 +216,13 @@ impl Resource {
         self.connections.keys().copied().filter(lost).collect()
     }
 
+    /// While the peer may be Primary too and is lost, nothing is completed here before a handler has
+    /// seen to it.
+    pub(crate) fn freezes_for(&self, peer: NodeId) -> bool {
+        self.fencing_of(peer) == Fencing::ResourceAndStonith
+            && self.options.handlers.iter().any(|name| name == FENCE)
+    }
+
     pub(crate) fn fencing_of(&self, peer: NodeId) -> Fencing {
         self.connections
             .get(&peer)
@@ -221,6 +243,11 @@ impl Resource {
             let text = format!("{FENCE} is not called: the disk here is only {best:?}");
             self.log(Level::Warn, Some(peer), None, text);
             self.fences.peers.insert(peer, Fence::Done(false));
+            if self.both_may_write(peer) && self.established_peers().count() > 0 {
+                // It may be Primary as well. Others have good data, and would take from both what neither
+                // gets from the other.
+                return;
+            }
             self.hard_change(Change::new().susp_fen(peer, false));
             return;
         }

@@ -1083,6 +1083,9 @@ impl Resource {
             return;
         };
         let strategy = result.strategy;
+        if self.is_left_to_third(volume, peer, &result) {
+            return;
+        }
         self.log(
             Level::Info,
             Some(peer),

@@ -58,7 +58,9 @@ impl Resource {
             } else if let Some(device) = self.devices.get_mut(volume) {
                 device.looked_again = 0;
             }
-            self.renew_for_late(*volume);
+            if !self.is_beside_primary() {
+                self.renew_for_late(*volume);
+            }
         }
     }
 
@@ -101,7 +103,10 @@ impl Resource {
 
     /// A peer's UUIDs came: a generation that it lacks is watched as well.
     pub(crate) fn watch_generation(&mut self, volume: VolumeNr, peer: NodeId) {
-        self.renew_for_late(volume);
+        // A generation that came from another Primary is taken by others now, which that one sees to.
+        if !self.is_beside_primary() {
+            self.renew_for_late(volume);
+        }
         if self.is_unequal(volume, peer) {
             let at = self.now + PATIENCE;
             self.timers.set_earliest(Timer::LookAgain(volume), at);
@@ -123,6 +128,12 @@ impl Resource {
             self.revive_outdated(volume);
             return;
         }
+        if self.is_beside_primary() {
+            self.renew_for_late(volume);
+        }
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return;
+        };
         let doublings = device.looked_again.min(MOST_DOUBLINGS);
         device.looked_again += 1;
         let at = self.now + PATIENCE.times(1 << doublings);
@@ -140,8 +151,11 @@ impl Resource {
             // Is it still one?
             self.schedule_empty_twopc();
         }
+        // Beside two Primaries generations follow each other, and one may just be on its way.
+        let early = doublings == 0 && self.is_shared();
         let peers: Vec<NodeId> = peers
             .into_iter()
+            .filter(|peer| !(early && self.may_follow_yet(volume, *peer)))
             .filter(|peer| !self.waits_for_stable(volume, *peer))
             .filter(|peer| !(weak && self.same_current(volume, *peer)))
             .collect();

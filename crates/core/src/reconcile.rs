@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::PeerDagtag;
-use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, StateWord, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, StateWord, UuidFlags};
 
 use crate::device::Reconcile;
 use crate::event::Stream;
@@ -133,9 +133,17 @@ impl Resource {
         theirs: Dagtag,
     ) {
         let equal = self.same_current(volume, peer);
+        // Of two Primaries one is lost and the other goes on: applications see its data, and nothing that
+        // the lost one acknowledged is missing there.
+        let primary = |role| role == Role::Primary;
+        let by_role = (primary(self.state.role), primary(self.peer_role(peer)));
         let repl = if !equal {
             // Different generations: the comparison knows the direction.
             None
+        } else if mine != theirs && by_role == (true, false) {
+            Some(ReplState::WfBitmapS)
+        } else if mine != theirs && by_role == (false, true) {
+            Some(ReplState::WfBitmapT)
         } else if mine == theirs {
             Some(ReplState::Established)
         } else if mine.is_newer_than(theirs) {
@@ -158,7 +166,12 @@ impl Resource {
                     self.clear_slot(volume, peer);
                 } else if self.marked_towards(volume, peer) {
                     // Both have the same prefix of the stream, but a mark is older than it.
-                    let repl = if self.node_id < peer {
+                    let source = match by_role {
+                        (true, false) => true,
+                        (false, true) => false,
+                        (true, true) | (false, false) => self.node_id < peer,
+                    };
+                    let repl = if source {
                         ReplState::WfBitmapS
                     } else {
                         ReplState::WfBitmapT

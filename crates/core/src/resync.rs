@@ -135,6 +135,7 @@ impl Resource {
             .get(&volume)
             .and_then(|d| d.peers.get(&peer))
             .is_some_and(|pd| pd.unstable_resync);
+        let unstable = unstable || self.follows_one_of_two(peer);
         if failed_blocks > 0 && !planted!(self, FailedBlocksForgotten) {
             self.log(
                 Level::Error,

@@ -760,17 +760,7 @@ impl Resource {
     fn initiator_verdict(&self, t: &Transaction, wish: &Wish) -> Result<(), Refusal> {
         match &wish.kind {
             WishKind::Promote { .. } => {
-                let others = t.primary_nodes.without(self.node_id);
-                if !others.is_empty() {
-                    let two = |peer| self.may_both_be_primary(peer);
-                    if !others.iter().all(two) && !planted!(self, FarPrimaryOverlooked) {
-                        return Err(Refusal {
-                            code: ErrorCode::TWO_PRIMARIES,
-                            text: "another node is Primary, and two Primaries are not allowed"
-                                .into(),
-                        });
-                    }
-                }
+                self.may_join(t)?;
                 self.check_change(&self.wish_change(&wish.kind, t.reachable))
                     .map(|_| ())
             }

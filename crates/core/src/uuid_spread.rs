@@ -346,6 +346,11 @@ impl Resource {
         let Some(mut new) = self.new_uuid.take_if(|_| noted) else {
             return;
         };
+        if self.is_shared() && self.is_plan_void(&new) {
+            // The other Primary's came meanwhile: told now, this one would look like the newer of both.
+            self.plan_anew();
+            return;
+        }
         new.step = SpreadStep::Confirm;
         if self.state.role == Role::Primary {
             for (volume, plan) in &new.plans {
@@ -485,7 +490,8 @@ impl Resource {
         let Some(mut set) = self.own_uuids(peer, volume, UuidFlags::NEW_DATAGEN) else {
             return;
         };
-        // A follower that was brought up to date at an older one has to know it as an ancestor.
+        // A follower that was brought up to date at an older one has to know it as an ancestor. And the other Primary
+        // may plan one as well: which of both came first, a third node tells by that.
         set.precede(next.current);
         set.node_mask = weak;
         self.send(
@@ -496,11 +502,8 @@ impl Resource {
         );
     }
 
-    fn settle_confirm(&mut self) {
-        let Some(new) = self.new_uuid.as_ref() else {
-            return;
-        };
-        // Whatever changed meanwhile starts it over with a UUID that nobody has.
+    /// Something changed since it was planned, or this is no Primary any more.
+    fn is_plan_void(&self, new: &NewUuid) -> bool {
         let changed = new.plans.iter().any(|(volume, plan)| {
             let disk = self.devices.get(volume).and_then(|d| d.attached());
             let moved = match &plan.sets {
@@ -514,19 +517,36 @@ impl Resource {
             };
             moved || self.peer_views(*volume) != plan.views
         });
-        if changed || self.state.role != Role::Primary {
-            self.new_uuid = None;
-            if self.state.role == Role::Primary {
-                self.new_uuid_wanted = true;
-                self.begin_new_uuid();
-            }
+        changed || self.state.role != Role::Primary
+    }
+
+    /// Whatever changed meanwhile starts it over with a UUID that nobody has.
+    fn plan_anew(&mut self) {
+        self.new_uuid = None;
+        if self.state.role == Role::Primary {
+            self.new_uuid_wanted = true;
+            self.begin_new_uuid();
+        }
+    }
+
+    fn settle_confirm(&mut self) {
+        let Some(new) = self.new_uuid.as_ref() else {
+            return;
+        };
+        if self.is_plan_void(new) {
+            self.plan_anew();
             return;
         }
+        // A peer that has it may have taken the next one already, from the other Primary.
+        let shared = self.is_shared();
+        let takes = |set: &PeerUuids, uuid: Uuid| {
+            let went_on = shared && set.knows(uuid) && !set.history_notes(uuid);
+            set.current.same_generation(uuid) || went_on
+        };
         let waiting = new.plans.iter().any(|(volume, plan)| {
             plan.confirm.iter().any(|peer| {
-                !self
-                    .peer_uuids(*volume, peer)
-                    .is_some_and(|u| u.current.same_generation(plan.uuid))
+                let set = self.peer_uuids(*volume, peer);
+                !set.is_some_and(|set| takes(set, plan.uuid))
             })
         });
         if waiting || self.awaits_far_nodes() {
@@ -724,14 +744,19 @@ impl Resource {
             // not adopt what may be given up. What is made of it is told to everybody.
             return;
         }
-        if flags.contains(UuidFlags::NEW_DATAGEN) && self.precedes(peer, volume) {
+        if flags.contains(UuidFlags::NEW_DATAGEN) && self.precedes(peer, volume, &set) {
             // Both Primaries plan one at the same time: the peer drops its own for this node's.
+            self.note_dropped(volume, set.current);
+            return;
+        }
+        if flags.contains(UuidFlags::NEW_DATAGEN) && self.will_be_dropped(peer, volume, &set) {
             return;
         }
         if self.is_left_out(peer, volume, &set) {
             return;
         }
         self.notice_caught_up(peer, volume, &set);
+        self.note_taken_elsewhere(peer, volume, &set);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.current_uuid = set.current;
             pd.uuids = Some(set.clone());

@@ -419,10 +419,10 @@ impl<'a> Drive<'a> {
         if let Some(pair) = self.pair.as_mut() {
             let node = rng.below(w.config.nodes as u64) as usize;
             match planned.fault {
-                _ if node > 1 => {}
+                _ if !pair.has(node) => {}
                 Fault::Crash => return pair.kill(w, o, node, Lose::InFlight),
                 Fault::PowerCut => return pair.kill(w, o, node, Lose::Unflushed),
-                Fault::Handover => return pair.demote(w, o, node, planned.lasts),
+                Fault::Handover => return pair.demote(w, o, node % 2, planned.lasts),
                 _ => {}
             }
         }

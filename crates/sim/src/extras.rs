@@ -44,7 +44,7 @@ pub enum Extra {
     Impatient,
     /// Some disks keep what is discarded, and more is discarded and zeroed.
     KeptDiscards,
-    /// A third node without a disk, in worlds of two Primaries of DRBD 9's dialect.
+    /// A third node without a disk, in worlds of two Primaries of DRBD 9's dialect: the second promotion is refused for now.
     TieBreaker,
     /// A stream of data may stand still for long while pings pass, and cluster-wide changes are given
     /// up soon.
@@ -66,10 +66,12 @@ pub enum Extra {
     LongLog,
     /// Three volumes whose resyncs wait for each other (`resync-after`, `max-parallel-resyncs`).
     Turns,
+    /// A third disk, in worlds of two Primaries of DRBD 9's dialect: the second promotion is refused for now.
+    ThirdDisk,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 24] = [
+pub const EXTRAS: [(Extra, &str); 25] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -94,6 +96,7 @@ pub const EXTRAS: [(Extra, &str); 24] = [
     (Extra::Async, "async"),
     (Extra::LongLog, "long-log"),
     (Extra::Turns, "turns"),
+    (Extra::ThirdDisk, "third-disk"),
 ];
 
 /// The word of one.
@@ -165,6 +168,13 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         Extra::TieBreaker => {
             config.nodes = 3;
             config.diskless = 1;
+            settings.resource.protocol_max = 124;
+            if rng.permille(500) {
+                settings.resource.quorum = Quorum::Majority;
+            }
+        }
+        Extra::ThirdDisk => {
+            config.nodes = 3;
             settings.resource.protocol_max = 124;
             if rng.permille(500) {
                 settings.resource.quorum = Quorum::Majority;

@@ -23,6 +23,12 @@ impl World {
         peer: Option<NodeId>,
     ) {
         let (life, place) = (self.nodes[node].life, Place::Node(node));
+        if let Some(peer) = peer.filter(|_| self.fences && name == "fence-peer") {
+            self.trace(node, || format!("runs the handler {name}"));
+            let call = (node, life, usize::from(peer.0), tag);
+            self.fence_calls.push(call);
+            return;
+        }
         let mut typical = 10 * MS;
         let mut exit_code = 0;
         if self.config.handlers {

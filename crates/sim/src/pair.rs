@@ -41,21 +41,34 @@ pub const KINDS: [Fault; 15] = [
     Fault::Disconnect,
 ];
 
+/// A node's call of `fence-peer`, in one of its lives.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    node: usize,
+    life: u32,
+    peer: usize,
+    tag: Tag,
+}
+
 /// The operator of two Primaries.
 #[derive(Debug)]
 pub struct Pair {
     seed: u64,
     shares: Shares,
+    /// Nodes with disks; the first two are the Primaries.
+    disks: usize,
     /// Nodes that have everything acknowledged, a bit each.
     good: u32,
-    /// Role command under way on each node.
+    /// Primaries that lost their power, until they have everything again.
+    lost: u32,
+    /// Role command under way on each Primary.
     commands: [Option<u64>; 2],
-    /// When each node is promoted again.
+    /// When each Primary is promoted again.
     promote_at: [u64; 2],
     /// When a node that was shot starts again.
-    start_at: [Option<u64>; 2],
+    start_at: Vec<Option<u64>>,
     /// Calls of `fence-peer` with the time of their answer.
-    calls: Vec<(u64, usize, u32, Tag)>,
+    calls: Vec<(u64, Call)>,
     draws: u64,
 }
 
@@ -65,13 +78,16 @@ impl Pair {
         w.fences = true;
         w.history.several_writers = true;
         o.primary = None;
+        let disks = w.config.nodes - w.config.diskless;
         Pair {
             seed: plan.seed,
             shares,
-            good: 0b11,
+            disks,
+            good: (1 << disks) - 1,
+            lost: 0,
             commands: [None; 2],
             promote_at: [w.now; 2],
-            start_at: [None; 2],
+            start_at: vec![None; disks],
             calls: Vec::new(),
             draws: 0,
         }
@@ -105,11 +121,13 @@ impl Pair {
     /// Looks around: answers, fencing, promotions.
     pub fn look(&mut self, w: &mut World, o: &mut Operator) {
         self.learn(w);
-        for node in 0..2 {
+        for node in 0..self.disks {
             if self.start_at[node].is_some_and(|at| at <= w.now) && !w.is_up(node) {
                 self.start_at[node] = None;
                 o.start(w, node);
             }
+        }
+        for node in 0..2 {
             if let Some(command) = self.commands[node]
                 && let Some(answer) = w.nodes[node].answers.get(&command)
             {
@@ -123,19 +141,28 @@ impl Pair {
         self.fence(w, o);
     }
 
+    /// Who has everything: who is in sync with a node that has, unless a Primary goes on without it.
     fn learn(&mut self, w: &mut World) {
-        let of = |w: &mut World, node| {
-            let volumes = 0..usize::from(w.config.volumes);
-            volumes.fold(0b11, |all, v| all & mutual_holders(w, node, v))
-        };
-        if of(w, 0) == 0b11 && of(w, 1) == 0b11 {
-            self.good = 0b11;
+        let volumes = 0..usize::from(w.config.volumes);
+        let mut good = self.good;
+        for node in (0..self.disks).filter(|n| self.good & 1 << n != 0) {
+            good |= volumes
+                .clone()
+                .fold(self.all(), |all, v| all & mutual_holders(w, node, v));
         }
         for node in 0..2 {
-            if goes_on_alone(w, node) {
-                self.good = 1 << node;
+            if let Some(followers) = followers(w, node)
+                && good & followers != 0
+            {
+                good &= followers;
             }
         }
+        self.good = good;
+        self.lost &= !good;
+    }
+
+    fn all(&self) -> u32 {
+        (1 << self.disks) - 1
     }
 
     /// Promotes a Secondary that has the data or sees them.
@@ -145,9 +172,16 @@ impl Pair {
             return;
         }
         let other = 1 - node;
-        let alone = !w.is_up(other) && self.good & 1 << node != 0;
-        let seen = w.is_up(other) && sees(w, node) && sees(w, other);
-        if alone || seen {
+        let has_all = self.good & 1 << node != 0;
+        let may = if self.disks == 2 {
+            let seen = w.is_up(other) && sees(w, node) && sees(w, other);
+            !w.is_up(other) && has_all || seen
+        } else {
+            let mut others = (0..self.disks).filter(|n| *n != node && w.is_up(*n));
+            let beside = !w.is_up(other) || meets(w, node, other);
+            has_all && beside || others.all(|n| meets(w, node, n))
+        };
+        if may {
             let command = w.command(node, Command::Primary { force: false });
             self.commands[node] = Some(command);
         }
@@ -165,20 +199,32 @@ impl Pair {
     /// Answers the calls of `fence-peer` that are due: whoever calls first and has the data lives.
     fn fence(&mut self, w: &mut World, o: &mut Operator) {
         self.learn(w);
-        for (node, life, tag) in std::mem::take(&mut w.fence_calls) {
+        for (node, life, peer, tag) in std::mem::take(&mut w.fence_calls) {
             let delay = self.rng().delay(20 * MS);
-            self.calls.push((w.now + delay, node, life, tag));
+            let call = Call {
+                node,
+                life,
+                peer,
+                tag,
+            };
+            self.calls.push((w.now + delay, call));
         }
         let now = w.now;
         while let Some(at) = self.calls.iter().position(|(due, ..)| *due <= now) {
-            let (_, node, life, tag) = self.calls.remove(at);
-            let other = 1 - node;
-            if w.nodes[node].life != life {
+            let (_, call) = self.calls.remove(at);
+            let (node, tag) = (call.node, call.tag);
+            // What is asked about a client is about the other Primary.
+            let other = if call.peer < self.disks {
+                call.peer
+            } else {
+                1 - node
+            };
+            if w.nodes[node].life != call.life {
                 continue;
             }
             let mut exit_code = 7;
             if w.is_up(other) {
-                let again = sees(w, node) && sees(w, other);
+                let again = meets(w, node, other);
                 if again && self.rng().permille(500) {
                     exit_code = 1;
                 } else if self.good & 1 << node != 0 && is_whole(w, node) {
@@ -196,26 +242,38 @@ impl Pair {
     /// A node dies and starts again later. Not if it is the only one with all data.
     pub fn kill(&mut self, w: &mut World, o: &mut Operator, node: usize, lose: Lose) {
         self.learn(w);
-        let other = 1 - node;
-        let survives = w.is_up(other) && self.good & 1 << other != 0 && is_whole(w, other);
+        let left = self.good & !(1 << node);
+        let mut others = (0..self.disks).filter(|n| left & 1 << n != 0);
+        let survives = others.any(|n| w.is_up(n) && is_whole(w, n));
         if !w.is_up(node) || !survives {
             return;
         }
-        // By 8.4's rules a lone crashed Primary is the source, whatever it lost.
-        let lose = match is_primary(w, other) {
+        // By 8.4's rules a lone crashed Primary is the source, whatever it lost, and so may be one of two.
+        if node < 2 && self.lost & 1 << (1 - node) != 0 {
+            return;
+        }
+        let lose = match (0..2).any(|n| n != node && is_primary(w, n)) {
             true => lose,
             false => Lose::InFlight,
         };
-        self.good = 1 << other;
-        self.commands[node] = None;
+        self.good = left;
         let pause = self.rng().delay(500 * MS);
         self.start_at[node] = Some(w.now + pause);
-        self.promote_at[node] = w.now + pause + self.rng().delay(300 * MS);
+        if node < 2 {
+            self.commands[node] = None;
+            self.promote_at[node] = w.now + pause + self.rng().delay(300 * MS);
+        }
         if lose == Lose::Unflushed {
+            self.lost |= 1 << node & 0b11;
             o.lost_power(node);
         }
         o.forget(node);
         w.crash(node, lose);
+    }
+
+    /// The node has a disk.
+    pub fn has(&self, node: usize) -> bool {
+        node < self.disks
     }
 }
 
@@ -232,17 +290,27 @@ fn is_whole(w: &World, node: usize) -> bool {
     })
 }
 
-/// It completes writes that the other node does not get.
-fn goes_on_alone(w: &mut World, node: usize) -> bool {
-    let Some(view) = w.view(node) else {
-        return false;
-    };
+/// The nodes that get all that this Primary completes; none if it completes nothing.
+fn followers(w: &mut World, node: usize) -> Option<u32> {
+    let view = w.view(node)?;
     let frozen = w.snapshot(node).is_none_or(|s| !s.suspended.is_empty());
-    let mut volumes = view.holders[..usize::from(w.config.volumes)].iter();
-    view.role == Role::Primary && !frozen && volumes.any(|holders| *holders == 1 << node)
+    let volumes = view.holders[..usize::from(w.config.volumes)].iter();
+    let followers = volumes.fold(u32::MAX, |all, holders| all & holders);
+    (view.role == Role::Primary && !frozen).then_some(followers)
 }
 
-/// It is connected, as far as it knows.
+/// Both are up and connected with each other, as far as they know.
+fn meets(w: &World, node: usize, peer: usize) -> bool {
+    let knows = |node: usize, peer: usize| {
+        w.snapshot(node).is_some_and(|s| {
+            let mut connections = s.connections.iter();
+            connections.any(|c| usize::from(c.peer.0) == peer && c.state == ConnState::Connected)
+        })
+    };
+    knows(node, peer) && knows(peer, node)
+}
+
+/// It is connected with all, as far as it knows.
 fn sees(w: &World, node: usize) -> bool {
     w.snapshot(node).is_some_and(|s| {
         s.connections

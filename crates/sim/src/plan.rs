@@ -234,6 +234,9 @@ impl Plan {
         for extra in &orders.extras {
             extras::apply(*extra, seed, &mut config, &mut settings);
         }
+        if orders.extras.contains(&Extra::ThirdDisk) {
+            config.nodes = orders.nodes.unwrap_or(3).max(3);
+        }
         let theme = match orders.kinds.is_none() && orders.extras.is_empty() && !small {
             true => themes::choose(seed, &mut config, &mut settings),
             false => Theme::default(),
@@ -276,6 +279,8 @@ impl Plan {
             let mut rng = part(Part::Shares, 0);
             // The first writes to the same place end a connection of DRBD 9.
             let common = match settings.resource.protocol_max {
+                // Who is right then, nobody can tell a third disk.
+                _ if orders.extras.contains(&Extra::ThirdDisk) => [0; 4],
                 101 => [0, 100, 500, 1000],
                 _ => [0, 0, 5, 30],
             };

@@ -329,7 +329,7 @@ fn hears_of_primary(
     let third = |n: &usize| *n != node && *n != primary && w.nodes[*n].frozen_until <= w.now;
     let mut thirds = (0..w.nodes.len()).filter(third);
     let hears = thirds.any(|n| linked(w, node, n) && linked(w, n, primary));
-    if !hears || linked(w, primary, node) || w.nodes[node].frozen_until > w.now {
+    if !hears || node == primary || linked(w, primary, node) || w.nodes[node].frozen_until > w.now {
         return;
     }
     let v = usize::from(volume);

@@ -370,8 +370,8 @@ pub struct World {
     pub marks: Marks,
     /// The node whose disks fail, once one has.
     pub bad_node: Option<usize>,
-    /// The operator answers `fence-peer`: node, its life, and the call.
-    pub fence_calls: Vec<(usize, u32, Tag)>,
+    /// The operator answers `fence-peer`: node, its life, the peer, and the call.
+    pub fence_calls: Vec<(usize, u32, usize, Tag)>,
     /// There is an operator who does.
     pub fences: bool,
     /// A state changed since the last look at who is Primary.
@@ -908,10 +908,6 @@ impl World {
             Output::Copy { from, to } => {
                 let content = self.content(node, from);
                 self.fill(node, to, &content);
-            }
-            Output::Handler { tag, name, .. } if self.fences && name == "fence-peer" => {
-                self.trace(node, || format!("runs the handler {name}"));
-                self.fence_calls.push((node, life, tag));
             }
             Output::Handler {
                 tag, name, peer, ..

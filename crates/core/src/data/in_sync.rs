@@ -116,18 +116,20 @@ impl Resource {
     }
 
     /// The node follows a Primary that the other one, `by`, is not connected to. What that one writes
-    /// is marked at the node alone, and nobody else can say who is equal to it.
+    /// is marked at the node alone, and nobody else can say who is equal to it. A Primary names no other
+    /// one; it is connected to this node, and writes nothing while it is apart from another Primary.
     fn changes_unseen(&self, volume: VolumeNr, node: NodeId, by: NodeId) -> bool {
         let primaries = |node: NodeId| match self.peer_uuids(volume, node) {
             Some(set) if !self.is_stable_set(set) => set.node_mask,
             _ => NodeMask::EMPTY,
         };
         let connections = self.state.connections.iter();
-        let seen = match by == self.node_id {
-            true => connections
-                .filter(|(_, c)| c.peer_role == Role::Primary)
-                .map(|(node, _)| *node)
-                .collect(),
+        let met: NodeMask = connections
+            .filter(|(_, c)| c.peer_role == Role::Primary)
+            .map(|(node, _)| *node)
+            .collect();
+        let seen = match by == self.node_id || met.contains(by) {
+            true => met.with(self.node_id),
             false => primaries(by),
         };
         let careless = planted!(self, VouchesForAnybody);
@@ -216,7 +218,7 @@ impl Resource {
         let verified = self.verified(volume);
         let unseen = |node: &NodeId| lockstep && self.changes_unseen(volume, *node, peer);
         let unseen: NodeMask = equal.iter().filter(unseen).collect();
-        let equal = equal.difference(unseen);
+        let (said, equal) = (equal, equal.difference(unseen));
         // What a verify found is settled by a resync only. And a node that this one is to be copied from
         // may itself have got newer blocks, which the sender has not heard of yet.
         let mask = equal.without(own).difference(verified);
@@ -256,10 +258,11 @@ impl Resource {
         }
         // Whoever knows of another node in sync passes it on, also when the resync has ended
         // meanwhile: its last packet crosses the state change on the other stream. Without news
-        // there is no answer, so two nodes do not answer each other for ever.
+        // there is no answer, so two nodes do not answer each other for ever. What the sender knows is what it
+        // said, also where that does not count here.
         let known = match cleared {
             true => NodeMask::EMPTY,
-            false => equal.with(peer),
+            false => said.with(peer),
         };
         self.tell_in_sync(volume, &[(sector, size_bytes)], known, Some(peer));
     }

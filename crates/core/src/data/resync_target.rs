@@ -583,7 +583,7 @@ impl Resource {
         if !self.resync_dagtags(peer) {
             return None;
         }
-        let (dagtag_node_id, dagtag) = self.followed_primary();
+        let (dagtag_node_id, dagtag) = self.followed_primary(peer);
         Some(DagtagRequest {
             sector: request.sector,
             block_id: request.block_id,
@@ -600,20 +600,27 @@ impl Resource {
             .is_some_and(|c| c.features().contains(Features::RESYNC_DAGTAG))
     }
 
-    /// Whose writes the source must have before it reads (wire.md, 7.5).
-    pub(crate) fn followed_primary(&self) -> (NodeId, Dagtag) {
-        if self.state.role == Role::Primary {
-            return (self.node_id, self.io.dagtag);
-        }
-        self.state
+    /// Whose writes the source must have before it reads (wire.md, 7.5). What a source has written itself
+    /// comes in the same stream as its answer, so of two Primaries the other one counts. Where this
+    /// node is one of them, what it wrote itself has arrived before it asks: that overlaps with no
+    /// write under way, and two Primaries have protocol C.
+    pub(crate) fn followed_primary(&self, source: NodeId) -> (NodeId, Dagtag) {
+        let own = (self.state.role == Role::Primary).then_some((self.node_id, self.io.dagtag));
+        let mut of_peers = self
+            .state
             .connections
             .iter()
             .filter(|(_, c)| c.peer_role == Role::Primary)
-            .find_map(|(node, _)| {
+            .filter_map(|(node, _)| {
                 let conn = self.connections.get(node).filter(|c| c.dagtag_fresh)?;
                 Some((*node, conn.last_dagtag))
-            })
-            .unwrap_or((NodeId(0), Dagtag(0)))
+            });
+        let none = (NodeId(0), Dagtag(0));
+        if own.is_some() && !self.is_shared() {
+            return own.unwrap_or(none);
+        }
+        let other = of_peers.clone().find(|(node, _)| *node != source);
+        other.or(own).or_else(|| of_peers.next()).unwrap_or(none)
     }
 
     pub(crate) fn target_reply(

@@ -97,6 +97,10 @@ impl Resource {
             if self.is_busy(volume) {
                 return;
             }
+            if self.is_shared() && self.may_follow_yet(volume, peer) {
+                self.watch_left_marks(volume);
+                continue;
+            }
             if let Some(io) = self.disk_io(volume) {
                 io.unsettled.peers.remove(&peer);
             }

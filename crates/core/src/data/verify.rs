@@ -624,7 +624,7 @@ impl Resource {
         };
         let (sector, block_id, size_bytes) = (block.sector, block.id, block.size_bytes);
         let packet = if self.resync_dagtags(peer) {
-            let (dagtag_node_id, dagtag) = self.followed_primary();
+            let (dagtag_node_id, dagtag) = self.followed_primary(peer);
             Packet::OvDagtagReply(DigestDagtagRequest {
                 sector,
                 block_id,

@@ -4,7 +4,7 @@ use lockstep_format::wire::Features;
 
 use super::*;
 use crate::command::ErrorCode;
-use crate::options::AfterSplitBrain;
+use crate::options::{AfterSplitBrain, Fencing};
 use crate::state::{ConnState, Role};
 
 const BOTH_DIALECTS: [u32; 2] = [101, 124];
@@ -102,18 +102,116 @@ fn the_option_goes_with_protocol_c_and_stays_while_both_are_primary() {
     assert!(code(&w, id).is_some(), "the peer has adopted it");
 }
 
+/// What two Primaries need beside a third disk.
+fn fenced() -> Setup {
+    let mut setup = setup(124);
+    setup.net.fencing = Fencing::ResourceAndStonith;
+    setup.options.handlers = vec!["fence-peer".into()];
+    setup
+}
+
+fn suspended(w: &World, index: usize) -> bool {
+    !w.nodes[index].resource.snapshot().suspended.is_empty()
+}
+
+/// Ends a call of `fence-peer`: the peer was shot.
+fn shot(w: &mut World, index: usize) {
+    let call = w.handlers.iter().position(|(node, ..)| *node == index);
+    let (.., tag) = w.handlers.remove(call.expect("the node calls fence-peer"));
+    w.input(index, Input::HandlerDone { tag, exit_code: 7 });
+    w.run();
+}
+
 #[test]
-fn a_third_disk_rules_two_primaries_out() {
-    let mut w = clean(3, 3, setup(124));
-    let id = w.command(1, Command::Primary { force: false });
-    w.pass(Duration::from_secs(3));
-    assert!(code(&w, id).is_some());
-    assert_eq!(role(&w, 1), Role::Secondary);
+fn beside_a_third_disk_two_primaries_need_fencing_and_its_handler() {
+    let mut no_handler = fenced();
+    no_handler.options.handlers.clear();
+    for refused in [setup(124), no_handler] {
+        let mut w = clean(3, 3, refused);
+        let id = w.command(1, Command::Primary { force: false });
+        w.pass(Duration::from_secs(3));
+        assert_eq!(code(&w, id), Some(ErrorCode::TWO_PRIMARIES));
+        assert_eq!(role(&w, 1), Role::Secondary);
+    }
+}
+
+#[test]
+fn a_third_disk_gets_the_writes_of_two_primaries_and_a_third_primary_is_refused() {
+    for seed in 1..9 {
+        let mut w = pair_of(seed, 3, fenced());
+        let third = w.command(2, Command::Primary { force: false });
+        let ids: Vec<u64> = (0..40)
+            .map(|n| w.write((n % 2) as usize, n * 16, 4096, n as u8 + 1))
+            .collect();
+        w.pass(Duration::from_secs(5));
+        assert_eq!(code(&w, third), Some(ErrorCode::TWO_PRIMARIES));
+        assert!((0..40).all(|n| w.done(n % 2, ids[n])), "{:#?}", w.log);
+        w.check_same_data();
+        w.check_idle();
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        let roles = (role(&w, 0), role(&w, 1), role(&w, 2));
+        assert_eq!(roles, (Role::Secondary, Role::Primary, Role::Secondary));
+    }
+}
+
+/// The third node has more of the dead Primary's writes than the living one, which stays the source.
+#[test]
+fn when_one_of_two_primaries_dies_the_third_disk_follows_the_other_one() {
+    for seed in 1..25 {
+        let mut w = pair_of(seed, 3, fenced());
+        w.write(1, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        w.handlers.clear();
+        let lost: Vec<u64> = (0..20).map(|n| w.write(1, n * 16, 8192, 50)).collect();
+        for _ in 0..w.random(60) {
+            w.step();
+        }
+        w.crash(1);
+        let goes_on: Vec<u64> = (0..20)
+            .map(|n| w.write(0, 4096 + n * 16, 4096, 60 + n as u8))
+            .collect();
+        w.pass(Duration::from_secs(12));
+        assert!(suspended(&w, 0), "seed {seed}: {:#?}", w.log);
+        shot(&mut w, 0);
+        w.pass(Duration::from_secs(5));
+        assert!(
+            goes_on.iter().all(|id| w.done(0, *id)),
+            "seed {seed}: {:#?}",
+            w.log
+        );
+        assert!(!lost.is_empty() && !suspended(&w, 0));
+        w.restart(1);
+        w.pass_until("all three", 60, World::in_sync);
+        w.check_same_data();
+        let id = w.command(1, Command::Primary { force: false });
+        w.pass(Duration::from_secs(2));
+        assert_eq!(code(&w, id), None, "seed {seed}: {:#?}", w.log);
+    }
+}
+
+/// Both freeze, although each of them sees the third disk.
+#[test]
+fn two_primaries_that_lose_each_other_beside_a_third_disk_complete_nothing() {
+    for seed in 1..9 {
+        let mut w = pair_of(seed, 3, fenced());
+        w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        w.handlers.clear();
+        w.cut_links_between(0, 1);
+        let ids = [w.write(0, 8, 4096, 2), w.write(1, 4096, 4096, 3)];
+        w.step();
+        assert!((0..2).all(|node| !w.done(node, ids[node])), "{:#?}", w.log);
+        w.pass_until("the connection", 60, World::in_sync);
+        w.pass(Duration::from_secs(2));
+        assert!((0..2).all(|node| w.done(node, ids[node])), "{:#?}", w.log);
+        w.check_same_data();
+    }
 }
 
 /// It was no peer when both were promoted.
 #[test]
-fn a_third_disk_does_not_connect_to_two_primaries() {
+fn a_third_disk_does_not_connect_to_two_primaries_without_fencing() {
     let mut w = clean(3, 3, setup(124));
     w.crash(2);
     w.pass(Duration::from_secs(12));
