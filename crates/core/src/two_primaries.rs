@@ -16,9 +16,6 @@ use crate::uuid_spread::SpreadStep;
 use crate::uuids::PeerUuids;
 use crate::validity::Refusal;
 
-/// Two Primaries beside a third disk. Not yet outside of this crate's tests: too few worlds have been simulated with it.
-const BESIDE_THIRD_DISK: bool = cfg!(test);
-
 impl Resource {
     /// Both ends of the connection may write.
     pub(crate) fn both_may_write(&self, peer: NodeId) -> bool {
@@ -45,8 +42,7 @@ impl Resource {
         let mut others = self.connections.keys().filter(|other| **other != peer);
         let alone = others.all(|other| self.is_client(*other));
         alone
-            || BESIDE_THIRD_DISK
-                && !self.is_client(peer)
+            || !self.is_client(peer)
                 && !self.is_client_here()
                 && self.freezes_for(peer)
                 && self.third_disks_follow()
@@ -83,8 +79,7 @@ impl Resource {
         let third = |peer: &NodeId| !others.contains(*peer) && !self.is_client(*peer);
         let two = |peer| self.may_both_be_primary(peer);
         if !others.iter().all(two) && !planted!(self, FarPrimaryOverlooked) {
-            let beside_third = BESIDE_THIRD_DISK
-                && self.connections.keys().any(third)
+            let beside_third = self.connections.keys().any(third)
                 && others.iter().all(|peer| self.both_may_write(peer));
             if beside_third && !others.iter().all(|peer| self.freezes_for(peer)) {
                 return refuse(

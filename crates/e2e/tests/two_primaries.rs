@@ -1,5 +1,7 @@
 //! Two Primaries between real daemons: each node writes through its own device.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -185,5 +187,67 @@ fn an_application_moves_to_a_second_primary_beside_a_tie_breaker() -> Result<()>
     cluster.adm(0, &["up", "all"])?;
     cluster.wait_in_sync()?;
     cluster.adm(1, &["secondary", "r0"])?;
+    cluster.check_same_data(0, 60)
+}
+
+/// The same beside a third disk: the other Primary is fenced before the one that is left goes on.
+#[test]
+fn an_application_moves_to_a_second_primary_beside_a_third_disk() -> Result<()> {
+    if !can_mount() || !has_program("fio") {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (handler, calls) = (dir.path().join("fence"), dir.path().join("calls"));
+    let text = format!(
+        "#!/bin/sh\necho $DRBD_PEER_NODE_ID >> {}\nexit 7\n",
+        calls.display()
+    );
+    fs::write(&handler, text)?;
+    fs::set_permissions(&handler, fs::Permissions::from_mode(0o755))?;
+    let setup = Setup {
+        net: format!(
+            "protocol C; allow-two-primaries yes; fencing resource-and-stonith; }} \
+             handlers {{ fence-peer \"{}\";",
+            handler.display()
+        ),
+        ..Setup::quick(150, 3)
+    };
+    let mut cluster = Cluster::new(&setup)?;
+    cluster.first_primary(0)?;
+    cluster.wait_in_sync()?;
+    cluster.adm(1, &["primary", "r0"])?;
+    let third = cluster.adm_raw(2, &["primary", "r0"])?;
+    ensure!(!third.status.success(), "a third Primary");
+    let refusal = String::from_utf8_lossy(&third.stderr).into_owned();
+    ensure!(refusal.contains("more than two Primaries"), "{refusal}");
+
+    let devices = [cluster.device(0, 150, 0)?, cluster.device(1, 150, 0)?];
+    let mut parts = [
+        fio(&devices[0], 0, 24 * MIB)?,
+        fio(&devices[1], 32 * MIB, 24 * MIB)?,
+    ];
+    for part in &mut parts {
+        ensure!(part.wait()?.success(), "fio found a fault");
+    }
+    // The application has moved, and the node that it left dies.
+    cluster.adm(0, &["secondary", "r0"])?;
+    cluster.kill(0)?;
+    ensure!(fio(&devices[1], 8 * MIB, 8 * MIB)?.wait()?.success());
+    cluster.start(0)?;
+    cluster.adm(0, &["up", "all"])?;
+    cluster.wait_in_sync()?;
+    // It moves back, and the other one dies while it is Primary and this one writes.
+    cluster.adm(0, &["primary", "r0"])?;
+    let device = cluster.device(0, 150, 0)?;
+    let _ = fs::remove_file(&calls);
+    let mut writer = fio(&device, 16 * MIB, 24 * MIB)?;
+    cluster.kill(1)?;
+    ensure!(writer.wait()?.success(), "fio found a fault");
+    let calls = fs::read_to_string(&calls)?;
+    ensure!(calls.lines().any(|line| line == "1"), "{calls}");
+    cluster.start(1)?;
+    cluster.adm(1, &["up", "all"])?;
+    cluster.wait_in_sync()?;
+    cluster.adm(0, &["secondary", "r0"])?;
     cluster.check_same_data(0, 60)
 }

@@ -44,7 +44,7 @@ pub enum Extra {
     Impatient,
     /// Some disks keep what is discarded, and more is discarded and zeroed.
     KeptDiscards,
-    /// A third node without a disk, in worlds of two Primaries of DRBD 9's dialect: the second promotion is refused for now.
+    /// A third node without a disk, in worlds of two Primaries of DRBD 9's dialect.
     TieBreaker,
     /// A stream of data may stand still for long while pings pass, and cluster-wide changes are given
     /// up soon.
@@ -66,7 +66,7 @@ pub enum Extra {
     LongLog,
     /// Three volumes whose resyncs wait for each other (`resync-after`, `max-parallel-resyncs`).
     Turns,
-    /// A third disk, in worlds of two Primaries of DRBD 9's dialect: the second promotion is refused for now.
+    /// A third disk, in worlds of two Primaries of DRBD 9's dialect.
     ThirdDisk,
 }
 

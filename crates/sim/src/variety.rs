@@ -47,7 +47,8 @@ pub fn orders(seed: u64) -> Orders {
         23 => of(Some(3), NUMB, &[Extra::Every, Extra::Numb]),
         24 => of(Some(4), MOVING_CLIENTS, &[Extra::Every, Extra::Hot]),
         25 => of(None, &[], &[Extra::Secret]),
-        26 => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
+        26 if turn.is_multiple_of(2) => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
+        26 => of(None, THIRD_DISKS, &[Extra::TwoPrimaries, Extra::ThirdDisk]),
         // Those that read back stay default worlds.
         5..=9 | 25..=32 if seed % 20 == 13 => Orders::default(),
         27 | 28 if turn.is_multiple_of(2) => Orders::default(),
@@ -102,6 +103,14 @@ const CRASHES: &[Fault] = &[
     Fault::Reset,
     Fault::Partition,
     Fault::Handover,
+];
+
+/// Nodes die and part, of which two are Primary and others have disks as well.
+const THIRD_DISKS: &[Fault] = &[
+    Fault::Crash,
+    Fault::Partition,
+    Fault::Reset,
+    Fault::PowerCut,
 ];
 
 /// The protocol changes while requests are under way.

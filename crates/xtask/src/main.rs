@@ -268,9 +268,21 @@ const SIM_RUNS: &[&[&str]] = &[
         "0..60",
     ],
     &[
+        "swarm",
+        "--with",
+        "two-primaries,third-disk",
+        "--faults",
+        PARTINGS,
+        "--seeds",
+        "0..40",
+    ],
+    &[
         "swarm", "--nodes", "2", "--faults", RESIZES, "--seeds", "0..60",
     ],
 ];
+
+/// Processes die, nodes lose their power, links are cut and reset.
+const PARTINGS: &str = "crash,partition,reset,powercut";
 
 /// Volumes and their disks grow, volumes shrink, nodes lose power.
 const RESIZES: &str = "resize,crash,partition,powercut";
