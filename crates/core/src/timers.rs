@@ -96,6 +96,11 @@ impl Timers {
         self.at.contains_key(&timer)
     }
 
+    /// Those that run.
+    pub fn running(&self) -> impl Iterator<Item = Timer> + '_ {
+        self.at.keys().copied()
+    }
+
     /// When the next one is due.
     pub fn next(&self) -> Option<Instant> {
         self.order.first().map(|(at, _)| *at)

@@ -1,9 +1,10 @@
 //! What a cluster that is whole and has nothing to do leaves behind: nothing. A bug that a later world would meet
 //! as a leak, a stale answer or a mark too few is here at once.
 
-use lockstep_core::state::ConnState;
-use lockstep_format::units::{Sector, VolumeNr};
+use lockstep_core::state::{ConnState, Role};
+use lockstep_format::units::{Sector, Uuid, VolumeNr};
 
+use crate::promises::View;
 use crate::world::{Weather, World, id, name};
 
 /// All nodes are connected, whole and quiet for some seconds.
@@ -11,8 +12,11 @@ pub(crate) fn is_clean(w: &mut World) {
     if w.violation.is_some() || w.config.weather != Weather::ByPlace {
         return;
     }
-    let found = nothing_is_left(w)
+    let found = watchers_know(w)
+        .or_else(|| nothing_is_left(w))
         .or_else(|| peers_are_known(w))
+        .or_else(|| generations_are_known(w))
+        .or_else(|| heirs_are_named(w))
         .or_else(|| marks_are_written(w))
         .or_else(|| logs_are_whole(w));
     if let Some(text) = found {
@@ -23,7 +27,8 @@ pub(crate) fn is_clean(w: &mut World) {
 /// No table has an entry of something that has ended.
 fn nothing_is_left(w: &World) -> Option<String> {
     (0..w.nodes.len()).find_map(|node| {
-        let left = w.nodes[node].resource.as_ref()?.leftover()?;
+        let resource = w.nodes[node].resource.as_ref()?;
+        let left = resource.leftover().or_else(|| resource.unfinished())?;
         Some(format!("{} still has {left}", name(node)))
     })
 }
@@ -41,6 +46,73 @@ fn peers_are_known(w: &World) -> Option<String> {
         })?;
         let peer = name(usize::from(wrong.peer.0));
         Some(format!("{} takes {peer} for {:?}", name(node), wrong.role))
+    })
+}
+
+/// Nodes with disks know each other's generations, and all of them who has quorum.
+fn generations_are_known(w: &World) -> Option<String> {
+    let bare = |uuid: Uuid| uuid.0 & !1;
+    for volume in (0..w.config.volumes).map(VolumeNr) {
+        for peer in 0..w.nodes.len() {
+            let resource = w.nodes[peer].resource.as_ref()?;
+            let current = resource.generation(volume).filter(|_| w.has_disk(peer));
+            let devices = w.snapshot(peer)?.devices;
+            let quorum = devices.iter().find(|d| d.volume == volume)?.quorum;
+            for node in (0..w.nodes.len()).filter(|node| *node != peer) {
+                let resource = w.nodes[node].resource.as_ref()?;
+                let Some((believed, quorate)) = resource.believes_of(volume, id(peer)) else {
+                    continue;
+                };
+                let what = if current.is_some_and(|current| bare(current) != bare(believed)) {
+                    format!("at generation {:#x}", bare(believed))
+                } else if quorate != quorum {
+                    format!("{} quorum", if quorate { "with" } else { "without" })
+                } else {
+                    continue;
+                };
+                let (node, peer) = (name(node), name(peer));
+                return Some(format!(
+                    "{node} takes {peer} for a node {what} (volume {volume}), which it is not"
+                ));
+            }
+        }
+    }
+    None
+}
+
+/// Whoever was told of each change has the present state.
+fn watchers_know(w: &mut World) -> Option<String> {
+    let storage = w.storage().end;
+    (0..w.nodes.len()).find_map(|node| {
+        let told = w.view(node)?;
+        let is = View::of(node, &w.snapshot(node)?, storage);
+        let node = name(node);
+        (told != is).then(|| format!("{node} told watchers of {told:?} last, and it is {is:?}"))
+    })
+}
+
+/// Where nobody is Primary each node with a good disk may be promoted, beside a Primary none.
+fn heirs_are_named(w: &World) -> Option<String> {
+    if w.history.several_writers {
+        return None;
+    }
+    let is_led = (0..w.nodes.len()).any(|node| {
+        let snapshot = w.snapshot(node);
+        snapshot.is_some_and(|s| s.role == Role::Primary)
+    });
+    w.storage().find_map(|node| {
+        let snapshot = w.snapshot(node)?;
+        let is_heir = snapshot.may_promote;
+        let node = name(node);
+        match (is_led, is_heir, snapshot.promotion_score) {
+            (true, true, _) => Some(format!(
+                "{node} says that it may be promoted beside a Primary"
+            )),
+            (false, false, score) => Some(format!(
+                "{node} says that it may not be promoted (score {score}), and nobody is Primary"
+            )),
+            _ => None,
+        }
     })
 }
 

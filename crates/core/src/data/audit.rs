@@ -36,6 +36,14 @@ impl Resource {
         self.devices.get(&volume).map(|d| d.current_uuid())
     }
 
+    /// What this node takes for a peer's generation, and whether the peer has quorum as it sees it. None before
+    /// the peer has told.
+    pub fn believes_of(&self, volume: VolumeNr, peer: NodeId) -> Option<(Uuid, bool)> {
+        let p = self.devices.get(&volume)?.peers.get(&peer)?;
+        let current = p.uuids.as_ref().map_or(p.current_uuid, |u| u.current);
+        Some((current, p.quorate))
+    }
+
     /// Own writes that some peer has not made durable yet, or this node has not settled for another reason.
     pub fn unsettled(&self) -> usize {
         let keys = self.io.log.iter();

@@ -112,6 +112,20 @@ enum JobThen {
 }
 
 impl DiskIo {
+    /// The first thing that is only there while log or bitmap are written, for a checker outside.
+    pub(crate) fn busy_with(&self) -> Option<&'static str> {
+        let flags = [
+            ("a log transaction to write", self.prepared.is_some()),
+            ("writes of bitmap pages", !self.jobs.is_empty()),
+            ("a hold of the bitmap's pages", self.hold_pages),
+            ("a flush", self.flushing.is_some()),
+            ("a flush to come", !self.flush_next.is_empty()),
+            ("pages to write", !self.fresh_pages.is_empty()),
+        ];
+        let mut set = flags.iter().filter(|(_, is_set)| *is_set);
+        set.next().map(|(what, _)| *what)
+    }
+
     /// An empty activity log and an all-clear bitmap; the attach loads the latter.
     pub fn new(geometry: DiskIoGeometry, al_extents: u32, al_updates: bool, flushes: bool) -> Self {
         let mode = if al_updates {

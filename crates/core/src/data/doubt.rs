@@ -32,6 +32,13 @@ enum Stage {
     Pinged,
 }
 
+impl Doubt {
+    /// It has not answered yet, or something is held.
+    pub(crate) fn is_open(&self) -> bool {
+        self.stage != Stage::Answered || !self.held.is_empty()
+    }
+}
+
 impl Resource {
     /// Two nodes meet anew. One of them may be a neighbour in another life; a node that meets another one itself does
     /// not know whom that one has met before.
