@@ -872,10 +872,11 @@ impl Resource {
             }
         }
         self.hard_change(change);
+        let early = planted!(self, CommandExposesEarly);
         if let Some(device) = self.devices.get_mut(&volume) {
             let uuid = device.current_uuid();
             // With an option marks are gone, and peers may have heard of it: there is no way back.
-            if option {
+            if option || early {
                 device.exposed_uuid = uuid;
             } else {
                 device.unmade = Some((base, uuid));

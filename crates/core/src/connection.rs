@@ -333,7 +333,7 @@ impl Resource {
         let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
         let missed = link.is_some_and(|l| l.demoted_apart && l.lost_there != LostThere::No);
         self.hard_change(Change::new().conn(peer, reason));
-        if missed && self.others_have_disks() {
+        if missed && (self.others_have_disks() || planted!(self, OnlyDiskOutdated)) {
             self.outdate_self();
         }
     }

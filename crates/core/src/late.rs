@@ -424,10 +424,11 @@ impl Resource {
     /// was to leave behind may be promoted, and this disk must not look like another branch when it comes back. What is
     /// on its way to the disk may still come there, so the generation stays known as unmade.
     pub(crate) fn give_up_unmade(&mut self, volume: VolumeNr) {
+        let keeps = planted!(self, UnmadeKept);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        let unmade = device.unmade.clone();
+        let unmade = device.unmade.clone().filter(|_| !keeps);
         let Some(((base, uuid), disk)) = unmade.zip(device.attached_mut()) else {
             return;
         };

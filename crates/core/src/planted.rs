@@ -629,6 +629,26 @@ registry! {
         "The end of a resync waits for the answer of a node that is lost.";
     QuestionsSurviveLoss "questions-survive-loss"
         "A question of a lost link is answered on the next one.";
+    TargetsToBeFollow "targets-to-be-follow"
+        "A peer that is about to be resynced counts as a follower of a new generation.";
+    UnmadeKept "unmade-kept"
+        "A disk that goes keeps a generation that was not made.";
+    OnlyDiskOutdated "only-disk-outdated"
+        "The only disk of a volume becomes Outdated when it has lost a client.";
+    FirstOfTwoUntold "first-of-two-untold"
+        "A follower that takes two generations at once does not hear of the first.";
+    FullSyncReplaced "full-sync-replaced"
+        "A resync by bitmap replaces a full one that has not marked everything.";
+    RoomIsDenied "room-is-denied"
+        "A peer is blamed for a size that another one allows.";
+    NewAreaWithoutSide "new-area-without-side"
+        "The copy of a new area begins although the peer is the target of another node.";
+    UntoldCompared "untold-compared"
+        "An attach beside an old peer compares generations that the peer was not told.";
+    CommandExposesEarly "command-exposes-early"
+        "A generation that a command makes counts as seen before it is durable.";
+    BusyCompared "busy-compared"
+        "Marks that are left are compared while one who could settle them is resynced.";
 }
 
 #[cfg(feature = "planted")]

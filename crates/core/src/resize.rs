@@ -1090,7 +1090,8 @@ impl Resource {
         let shrinks = self.shrinks_with(peer, volume);
         let size = shrinks.or(self.new_size(volume)).unwrap_or(current);
         let here = |d: &Device| d.peers.get(&peer)?.sizes.map(|s| s.has_room(current));
-        let has_room = self.devices.get(&volume).and_then(here) == Some(true);
+        let has_room =
+            self.devices.get(&volume).and_then(here) == Some(true) && !planted!(self, RoomIsDenied);
         if size < current && wanted != Some(size) && (late || has_room && shrinks.is_none()) {
             // It tells what it has now when it has changed itself; if it does not, the next handshake decides. With
             // another peer that has less room, that one's does.

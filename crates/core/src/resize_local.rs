@@ -218,6 +218,7 @@ impl Resource {
     /// does not begin with the new area either, and the two compare again.
     pub(crate) fn stays_with(&self, volume: VolumeNr, peer: NodeId, side: Side) -> bool {
         self.is_legacy(peer)
+            || planted!(self, NewAreaWithoutSide)
             || self.state.peer_device(volume, peer).disk == DiskState::UpToDate
             || side == Side::Source && self.is_target_already(volume, peer)
     }

@@ -383,7 +383,8 @@ impl Resource {
     /// Lockstep peers that are about to be resynced from here. While bitmaps are exchanged their disks may look as if
     /// they followed, but they take no generation before that is over, and the connection may break first.
     fn targets_to_be(&self, volume: VolumeNr) -> NodeMask {
-        let Some(state) = self.state.devices.get(&volume) else {
+        let state = self.state.devices.get(&volume);
+        let Some(state) = state.filter(|_| !planted!(self, TargetsToBeFollow)) else {
             return NodeMask::EMPTY;
         };
         let source = |repl| matches!(repl, ReplState::StartingSyncS | ReplState::WfBitmapS);
@@ -492,7 +493,11 @@ impl Resource {
         };
         // A follower that was brought up to date at an older one has to know it as an ancestor. And the other Primary
         // may plan one as well: which of both came first, a third node tells by that.
-        set.precede(next.current);
+        if planted!(self, FirstOfTwoUntold) {
+            set.current = next.current;
+        } else {
+            set.precede(next.current);
+        }
         set.node_mask = weak;
         self.send(
             peer,
@@ -892,6 +897,7 @@ impl Resource {
         }
         let role = self.state.role;
         let own = state.disk;
+        let untold = planted!(self, FirstOfTwoUntold);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -911,7 +917,7 @@ impl Resource {
         let before = disk.generations.slots;
         disk.generations
             .receive_new_datagen(set.current, &rotation, own, role);
-        if lockstep {
+        if lockstep && !untold {
             disk.generations.push_history(set.history[0]);
         }
         let after = disk.generations.slots;

@@ -402,10 +402,12 @@ impl Resource {
     /// This node's UUIDs as the peer knows them: both sides compare the same, and have to come to one result.
     pub(crate) fn told_uuids(&self, peer: NodeId, volume: VolumeNr) -> Option<PeerUuids> {
         let set = self.own_uuids(peer, volume, UuidFlags::empty())?;
-        Some(match self.is_legacy(peer) {
-            true => PeerUuids::from_packet84(&set.to_packet84(peer), peer),
-            false => set,
-        })
+        Some(
+            match self.is_legacy(peer) && !planted!(self, UntoldCompared) {
+                true => PeerUuids::from_packet84(&set.to_packet84(peer), peer),
+                false => set,
+            },
+        )
     }
 
     /// This node's UUIDs for a peer.

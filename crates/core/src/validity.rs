@@ -340,8 +340,10 @@ impl Resource {
                 }
             }
             // A full sync that has not marked everything yet is no resync by bitmap.
-            let to_source = before.repl.is_sync_source() || before.repl == ReplState::StartingSyncS;
-            let to_target = before.repl.is_sync_target() || before.repl == ReplState::StartingSyncT;
+            let replaces = planted!(self, FullSyncReplaced);
+            let starts = |repl| before.repl == repl && !replaces;
+            let to_source = before.repl.is_sync_source() || starts(ReplState::StartingSyncS);
+            let to_target = before.repl.is_sync_target() || starts(ReplState::StartingSyncT);
             if (to_source && p.repl == ReplState::WfBitmapS)
                 || (to_target && p.repl == ReplState::WfBitmapT)
             {

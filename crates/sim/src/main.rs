@@ -198,6 +198,9 @@ struct PlantedArgs {
     /// Only this world, with the bug, event by event.
     #[arg(long, requires = "name")]
     trace: Option<u64>,
+    /// Search the planned worlds of `soak` alone, with its seeds.
+    #[arg(long)]
+    as_soak: bool,
 }
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -496,12 +499,15 @@ fn cut_stories(only: Option<&str>) -> anyhow::Result<usize> {
 
 #[cfg(feature = "planted")]
 fn planted(args: PlantedArgs) -> anyhow::Result<ExitCode> {
-    use lockstep_sim::drive::Trace;
     use lockstep_sim::planted::{Patience, choose, search_all, with, world_for};
+    use lockstep_sim::variety;
     let choice = choose(args.name.as_deref(), args.third)?;
     let orders = args.orders.orders()?;
     if let (Some(seed), [bug]) = (args.trace, &choice[..]) {
-        let violation = with(Some(*bug), || world_for(*bug, seed, &orders, Trace::Print));
+        let violation = with(Some(*bug), || match args.as_soak {
+            true => drive::run(seed, &variety::orders(seed), Trace::Print).violation,
+            false => world_for(*bug, seed, &orders, Trace::Print),
+        });
         println!("{}", violation.as_deref().unwrap_or("passes"));
         return Ok(ExitCode::SUCCESS);
     }
@@ -511,6 +517,7 @@ fn planted(args: PlantedArgs) -> anyhow::Result<ExitCode> {
         from: args.from,
         worlds: args.worlds,
         time: std::time::Duration::from_secs(args.seconds),
+        as_soak: args.as_soak,
     };
     let found = search_all(&choice, &patience, args.threads, |search| {
         println!(

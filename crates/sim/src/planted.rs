@@ -330,6 +330,16 @@ fn shows(bug: Planted) -> Shows {
         | P::DayZeroSlotEmpty
         | P::LostFlushAwaited
         | P::QuestionsSurviveLoss
+        | P::TargetsToBeFollow
+        | P::UnmadeKept
+        | P::OnlyDiskOutdated
+        | P::FirstOfTwoUntold
+        | P::FullSyncReplaced
+        | P::RoomIsDenied
+        | P::NewAreaWithoutSide
+        | P::UntoldCompared
+        | P::CommandExposesEarly
+        | P::BusyCompared
         | P::AttachedInHandshakeOverlooked
         | P::ExtentsOutOfOrder
         | P::VouchesForTheLost
@@ -379,6 +389,8 @@ pub struct Patience {
     pub worlds: u64,
     /// At most so much time of one core.
     pub time: Duration,
+    /// The planned worlds of `soak` alone, without those of the first design and cuts.
+    pub as_soak: bool,
 }
 
 /// Time that this thread has run, or since `start` where the system does not say.
@@ -434,16 +446,19 @@ pub fn search(bug: Planted, patience: &Patience) -> Search {
         failing_anyway: 0,
         time: Duration::ZERO,
     };
+    let is_open = variety::is_open(&patience.orders);
     // Each cut of each story is played once among the worlds.
-    let cuts = variety::is_open(&patience.orders).then(|| all_cuts(STORIES));
+    let cuts = (is_open && !patience.as_soak).then(|| all_cuts(STORIES));
     let mut cuts = cuts.and_then(Result::ok).unwrap_or_default().into_iter();
     for seed in patience.from..patience.from.saturating_add(patience.worlds) {
         search.worlds += 1;
-        let violation = with(Some(bug), || {
-            world_for(bug, seed, &patience.orders, Trace::Off)
-        });
+        let play = || match patience.as_soak && is_open {
+            true => drive::run(seed, &variety::orders(seed), Trace::Off).violation,
+            false => world_for(bug, seed, &patience.orders, Trace::Off),
+        };
+        let violation = with(Some(bug), play);
         if let Some(text) = violation.filter(|text| shows(bug).accepts(text)) {
-            if world_for(bug, seed, &patience.orders, Trace::Off).is_none() {
+            if play().is_none() {
                 search.found = Some((seed, text));
                 break;
             }
@@ -779,6 +794,16 @@ const RARE: &[Planted] = &[
     Planted::DayZeroSlotEmpty,
     Planted::LostFlushAwaited,
     Planted::QuestionsSurviveLoss,
+    Planted::TargetsToBeFollow,
+    Planted::UnmadeKept,
+    Planted::OnlyDiskOutdated,
+    Planted::FirstOfTwoUntold,
+    Planted::FullSyncReplaced,
+    Planted::RoomIsDenied,
+    Planted::NewAreaWithoutSide,
+    Planted::UntoldCompared,
+    Planted::CommandExposesEarly,
+    Planted::BusyCompared,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
@@ -883,6 +908,7 @@ mod tests {
             from: 0,
             worlds: 20,
             time: Duration::MAX,
+            as_soak: false,
         };
         let search = search(bug, &patience);
         let found = search.found.as_ref().expect("the first worlds show it");

@@ -55,7 +55,7 @@ impl Resource {
         let verified = self.verified(volume);
         let writes = self.unsettled_writes(volume);
         // Who is being resynced may be the one that can tell, when it is whole.
-        let busy = self.is_busy(volume);
+        let busy = self.is_busy(volume) && !planted!(self, BusyCompared);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
