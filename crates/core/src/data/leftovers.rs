@@ -97,14 +97,10 @@ impl Resource {
         let is_pair = self.connections.len() == 1;
         let pairs = self.devices.iter().flat_map(|(volume, device)| {
             let peers = device.peers.iter();
-            peers.map(move |(peer, p)| (*volume, *peer, device, p))
+            peers.map(move |(peer, p)| (*volume, *peer, p))
         });
-        let mut found = pairs.filter_map(|(volume, peer, device, p)| {
-            // Among more nodes a slot names a generation until somebody compares.
-            let slot = device.attached().map(|d| d.generations.slot(peer));
-            let named = is_pair && slot.is_some_and(|slot| !slot.bitmap_uuid.is_zero());
-            let what = p.remembers(is_pair);
-            let what = what.or(named.then_some("a generation in the peer's slot"))?;
+        let mut found = pairs.filter_map(|(volume, peer, p)| {
+            let what = p.remembers(is_pair)?;
             Some(alloc::format!("volume {volume}, node {peer}: {what}"))
         });
         found.next()
@@ -181,8 +177,6 @@ impl Connection {
                 !self.waiting_down.is_empty(),
             ),
             ("a lost Primary to tell of", self.notify_lost_primary),
-            ("what it has lost", self.peer_dagtag.is_some()),
-            ("what it has not lost", self.kept_dagtag.is_some()),
             ("attempts of a change", self.attempts > 0),
             ("a wish to lose its data", self.discard_my_data),
             ("a lost split brain", self.lost_split_brain),
@@ -195,7 +189,6 @@ impl Connection {
                 "writes that are not settled",
                 self.io.sent_count != self.io.settled_count,
             ),
-            ("an epoch without a barrier", self.io.epoch_is_open),
             ("marks instead of writes", self.io.was_ahead),
         ];
         is_set(&flags).or_else(|| {
