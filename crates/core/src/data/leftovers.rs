@@ -217,10 +217,6 @@ impl Device {
         let flags = [
             ("a generation that was not made", self.unmade.is_some()),
             ("data that only a lost disk has", self.kept_alone.is_some()),
-            (
-                "a generation for a peer that is late",
-                self.new_uuid_for_late,
-            ),
             ("comparisons to repeat", self.looked_again > 0),
             (
                 "a generation that watchers do not know",
