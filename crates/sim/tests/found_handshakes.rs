@@ -127,3 +127,11 @@ fn what_was_told_for_a_refused_connect_does_not_count_for_the_next_one() {
     planned_holds(Some(4), 98_001_464, kinds(), "0,2,7-8,10", "1,4");
     planned_holds(Some(4), 98_001_464, kinds(), "0-99", "0-999");
 }
+
+/// In the dialect of 8.4 a disk failed as its attach was compared, and its node took the source's bitmap without one. At the next
+/// attach that bitmap, which no disk had got, counted as the other half of the exchange.
+#[test]
+fn a_bitmap_without_a_disk_is_none_of_the_next_exchange() {
+    holds(2, 3_854_990_099, None, "12,15-17", "none");
+    holds(2, 3_854_990_099, None, "0-99", "0-999");
+}

@@ -238,12 +238,14 @@ impl Resource {
 
     /// The peer's whole bitmap is merged.
     fn bitmap_complete(&mut self, peer: NodeId, volume: VolumeNr) {
+        // It was sent to a disk that is gone, and is in none; the next disk gets another one.
+        let taken = self.disk_io(volume).is_some();
         let Some(io) = self.peer_io(volume, peer) else {
             return;
         };
         io.bitmap_in = 0;
         io.acked_in_exchange.clear();
-        io.bitmap_received = true;
+        io.bitmap_received = taken;
         self.bitmap_exchange_step(volume, peer);
     }
 
