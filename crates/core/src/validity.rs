@@ -338,6 +338,20 @@ impl Resource {
                 if before.repl > ReplState::Established {
                     return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
                 }
+                // As it was before: in a verify no disk is below Inconsistent. One that is being attached
+                // may have to be resynced first, and the verify would take the place of that.
+                if own_before < DiskState::Inconsistent {
+                    return refuse(
+                        ErrorCode::NO_LOCAL_DISK,
+                        format!("volume {volume} has no attached disk here to verify"),
+                    );
+                }
+                if before.disk < DiskState::Inconsistent {
+                    return refuse(
+                        ErrorCode::NO_REMOTE_DISK,
+                        format!("volume {volume} has no attached disk at node {peer} to verify"),
+                    );
+                }
             }
             // A full sync that has not marked everything yet is no resync by bitmap.
             let replaces = planted!(self, FullSyncReplaced);

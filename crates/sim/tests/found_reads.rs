@@ -26,3 +26,12 @@ fn a_primary_that_is_resynced_reads_from_its_source() {
     );
     holds(5, 2_300_721, "0-99", "0-999");
 }
+
+/// A verify was asked for while the Primary's disk was being attached, and began in the moment in which the resync of that disk
+/// was to: the bitmaps were not exchanged, and the disk counted as one that lacks nothing.
+#[test]
+fn no_verify_takes_the_place_of_the_resync_of_an_attach() {
+    const REQUESTS: &str = "76-96,98-113,122-132,134-141,144";
+    holds(2, 181_178_002, "1-4", REQUESTS);
+    holds(2, 181_178_002, "0-99", "0-999");
+}
