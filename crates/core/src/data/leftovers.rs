@@ -55,12 +55,15 @@ impl Resource {
 
     /// What this node means to do as soon as something happens, and a timer that nothing will stop.
     fn still_to_do(&self) -> Option<String> {
-        let is_pair = self.connections.len() == 1;
         let is_right = |timer: &Timer| match timer {
-            // The first three look, find nothing and end by themselves; third nodes are asked late.
-            Timer::RequestAge(_) | Timer::Follower(_) | Timer::DiskTimeout(_) => true,
-            Timer::Ping(_) => true,
-            Timer::LookAgain(_) | Timer::BitmapWrite(_) | Timer::LeftMarks(_) => !is_pair,
+            // These look, find nothing and end by themselves.
+            Timer::RequestAge(_)
+            | Timer::Follower(_)
+            | Timer::DiskTimeout(_)
+            | Timer::Ping(_)
+            | Timer::LookAgain(_)
+            | Timer::BitmapWrite(_)
+            | Timer::LeftMarks(_) => true,
             _ => false,
         };
         let mut timers = self.timers.running().filter(|timer| !is_right(timer));
@@ -94,13 +97,12 @@ impl Resource {
     }
 
     fn between_volume_and_peer(&self) -> Option<String> {
-        let is_pair = self.connections.len() == 1;
         let pairs = self.devices.iter().flat_map(|(volume, device)| {
             let peers = device.peers.iter();
             peers.map(move |(peer, p)| (*volume, *peer, p))
         });
         let mut found = pairs.filter_map(|(volume, peer, p)| {
-            let what = p.remembers(is_pair)?;
+            let what = p.remembers()?;
             Some(alloc::format!("volume {volume}, node {peer}: {what}"))
         });
         found.next()
@@ -244,7 +246,7 @@ impl Device {
 
 impl PeerDevice {
     /// What is only there while the two are compared, or one is copied to the other.
-    fn remembers(&self, is_pair: bool) -> Option<&'static str> {
+    fn remembers(&self) -> Option<&'static str> {
         let flags = [
             ("a refusal", self.refusal.is_some()),
             ("a comparison that waits", self.consider_resync),
@@ -270,15 +272,7 @@ impl PeerDevice {
             ("flags of the next generations", !self.uuid_flags.is_empty()),
             ("resync data in flight", self.io.rs_in_flight_sectors() > 0),
         ];
-        let of_pair = [
-            ("a resync to repeat", self.resync_again > 0),
-            ("a source that is not stable", self.unstable_resync),
-            ("a resync that may ask", self.resync_ready),
-            ("nodes that are behind", !self.behind.is_empty()),
-            ("a peer that came behind", self.joined_behind),
-            ("a resync that waits for another one", self.wait_told),
-        ];
-        is_set(&flags).or_else(|| is_set(&of_pair).filter(|_| is_pair))
+        is_set(&flags)
     }
 }
 
