@@ -7,7 +7,7 @@
 use alloc::format;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{ConnState, Role};
+use lockstep_format::wire::{ConnState, DiskState, Role};
 
 use crate::admin::{Wait, Waiting, fail, no_volume};
 use crate::command::{Answer, CommandError, ErrorCode};
@@ -132,7 +132,7 @@ impl Resource {
     ) {
         let again = match &result {
             Ok(_) => self.state.role != Role::Primary || self.is_demoting(),
-            Err(refusal) => self.now < until && self.promotion_may_improve(refusal.code),
+            Err(refusal) => self.now < until && self.promotion_may_improve(refusal.code, volume),
         };
         if again {
             let what = Wait::Open {
@@ -363,7 +363,7 @@ impl Resource {
     }
 
     /// A promotion that was refused with this code may go a moment later.
-    fn promotion_may_improve(&mut self, code: ErrorCode) -> bool {
+    fn promotion_may_improve(&mut self, code: ErrorCode, volume: VolumeNr) -> bool {
         match code {
             ErrorCode::CW_FAILED_BY_PEER
             | ErrorCode::TWO_PRIMARIES
@@ -372,8 +372,19 @@ impl Resource {
             | ErrorCode::IN_TRANSIENT_STATE => true,
             // The handlers go on when this open has given up; the next one finds their answers.
             ErrorCode::PRIMARY_NOP => self.fence_for_promotion(),
-            ErrorCode::NO_UP_TO_DATE_DISK | ErrorCode::NO_QUORUM => self.connections_may_improve(),
+            // Where the volume itself can be read by now, it was a moment ago, or it is for another
+            // volume, which may follow.
+            ErrorCode::NO_UP_TO_DATE_DISK | ErrorCode::NO_QUORUM => {
+                self.connections_may_improve()
+                    || self.disks_may_improve()
+                    || self.reader_refusal(volume).is_none()
+            }
             _ => false,
         }
+    }
+
+    fn disks_may_improve(&self) -> bool {
+        let comes = |disk| matches!(disk, DiskState::Attaching | DiskState::Negotiating);
+        self.state.devices.values().any(|d| comes(d.disk))
     }
 }

@@ -419,7 +419,8 @@ fn a_client_that_comes_back_after_a_kill_writes_on() -> Result<()> {
         let back = std::thread::spawn(move || come_back(&to));
         nodes[0].start_daemon()?;
         nodes[0].adm(&["up", "r0"])?;
-        client = back.join().map_err(|_| anyhow!("a panic"))??;
+        let back = back.join().map_err(|_| anyhow!("a panic"))?;
+        client = back.with_context(|| format!("kill {kill}: {}", nodes[0].report()))?;
         ensure!(role_is(&nodes[0], "Primary")?, "kill {kill}");
         if late {
             nodes[1].adm(&["connect", "r0"])?;

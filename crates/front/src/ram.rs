@@ -29,6 +29,8 @@ pub enum Runs {
 #[derive(Debug, Default)]
 struct Faults {
     refuse_open: Mutex<Option<CommandError>>,
+    /// So many more refusals.
+    refusals_left: AtomicU64,
     fail: Mutex<Option<RequestError>>,
     held: AtomicBool,
     gone: AtomicBool,
@@ -175,6 +177,15 @@ impl RamVolume {
 
     /// Lets every `open` from now on fail, or work again.
     pub fn refuse_open(&self, error: Option<CommandError>) {
+        self.refuse_opens(error, u64::MAX);
+    }
+
+    /// Lets only the next `count` opens for writing fail.
+    pub fn refuse_opens(&self, error: Option<CommandError>, count: u64) {
+        self.shared
+            .faults
+            .refusals_left
+            .store(count, Ordering::SeqCst);
         *lock(&self.shared.faults.refuse_open) = error;
     }
 
@@ -320,8 +331,15 @@ impl Shared {
                 }
                 Work::Open { id, write } => {
                     let refused = lock(&self.faults.refuse_open).clone();
+                    let left = &self.faults.refusals_left;
                     let result = match refused {
-                        Some(error) if write || !self.readable() => Err(error),
+                        Some(error) if write || !self.readable() => {
+                            let less = |n: u64| n.checked_sub(u64::from(n < u64::MAX));
+                            match left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less) {
+                                Ok(_) => Err(error),
+                                Err(_) => Ok(()),
+                            }
+                        }
                         Some(_) | None => Ok(()),
                     };
                     if result.is_ok() {

@@ -597,16 +597,10 @@ fn a_server_stops_although_its_volume_answers_nothing() {
     ram.hold(Hold::Running);
 }
 
-#[test]
-fn what_cannot_be_written_for_a_moment_is_refused_and_not_read_only() {
-    let ram = RamVolume::new(8 * MIB as u64, Runs::OwnThread).unwrap();
-    let server = TestServer::start(&[("r0/0", &ram)], NbdLimits::default());
-    ram.refuse_open(Some(CommandError {
-        code: ErrorCode::IN_TRANSIENT_STATE,
-        text: "the connection is being made".into(),
-    }));
+/// A client that has been greeted, and the payload of `NBD_OPT_GO` for `r0/0`.
+fn before_go(server: &TestServer) -> (Client, Vec<u8>) {
     let mut client = Client {
-        stream: Client::raw(&server),
+        stream: Client::raw(server),
         style: Style::Simple,
         cookie: 0,
     };
@@ -615,6 +609,44 @@ fn what_cannot_be_written_for_a_moment_is_refused_and_not_read_only() {
     client.stream.write_all(&3u32.to_be_bytes()).unwrap();
     let mut go = name("r0/0");
     go.extend_from_slice(&[0, 0]);
+    (client, go)
+}
+
+#[test]
+fn a_reason_that_is_past_when_the_volume_can_be_read_makes_no_export_read_only() {
+    let ram = RamVolume::new(8 * MIB as u64, Runs::OwnThread).unwrap();
+    let server = TestServer::start(&[("r0/0", &ram)], NbdLimits::default());
+    for (code, count, read_only) in [
+        (ErrorCode::NO_UP_TO_DATE_DISK, 1, false),
+        (ErrorCode::NO_QUORUM, 1, false),
+        // It holds for another volume of the resource.
+        (ErrorCode::NO_UP_TO_DATE_DISK, 2, true),
+        (ErrorCode::TWO_PRIMARIES, 1, true),
+    ] {
+        let text = "not yet".into();
+        ram.refuse_opens(Some(CommandError { code, text }), count);
+        let (mut client, go) = before_go(&server);
+        let replies = client.option(7, &go);
+        // NBD_INFO_EXPORT: type, size, flags.
+        let (_, info) = replies
+            .iter()
+            .find(|r| r.0 == 3 && r.1[..2] == [0, 0])
+            .unwrap();
+        let flags = u16::from_be_bytes([info[10], info[11]]);
+        assert_eq!(flags & 2 != 0, read_only, "{code:?} {count} times");
+        drop(client);
+    }
+}
+
+#[test]
+fn what_cannot_be_written_for_a_moment_is_refused_and_not_read_only() {
+    let ram = RamVolume::new(8 * MIB as u64, Runs::OwnThread).unwrap();
+    let server = TestServer::start(&[("r0/0", &ram)], NbdLimits::default());
+    ram.refuse_open(Some(CommandError {
+        code: ErrorCode::IN_TRANSIENT_STATE,
+        text: "the connection is being made".into(),
+    }));
+    let (mut client, go) = before_go(&server);
     let (kind, text) = client.option(7, &go).pop().unwrap();
     assert_eq!(kind >> 31, 1, "an export is given out");
     let text = String::from_utf8_lossy(&text).into_owned();

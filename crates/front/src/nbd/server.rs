@@ -402,7 +402,9 @@ struct Opening {
     port: Box<dyn VolumePort + Send>,
     access: Access,
     /// Why it was refused for writing.
-    refusal: Option<String>,
+    refusal: Option<CommandError>,
+    /// It was opened for writing a second time.
+    again: bool,
 }
 
 struct Loop {
@@ -755,6 +757,7 @@ impl Loop {
                     port,
                     access: Access::ReadWrite,
                     refusal: None,
+                    again: false,
                 }));
             }
         }
@@ -802,7 +805,7 @@ impl Loop {
             }
             (Err(error), Access::ReadWrite) => {
                 // A volume that cannot be written may still be readable.
-                opening.refusal = Some(error.text);
+                opening.refusal = Some(error);
                 opening.access = Access::ReadOnly;
                 opening.port.open(OPEN_ID, false);
                 opening.port.kick();
@@ -814,8 +817,17 @@ impl Loop {
                     refusal,
                     ..
                 } = *opening;
-                handshake.answer(Err(Refused::Policy(refusal.unwrap_or(error.text))));
+                let text = refusal.unwrap_or(error).text;
+                handshake.answer(Err(Refused::Policy(text)));
                 conn.phase = Phase::Handshake(handshake);
+            }
+            (Ok(()), Access::ReadOnly) if !opening.again && is_past(opening.refusal.as_ref()) => {
+                opening.again = true;
+                opening.access = Access::ReadWrite;
+                opening.port.close(false);
+                opening.port.open(OPEN_ID, true);
+                opening.port.kick();
+                conn.phase = Phase::Opening(opening);
             }
             (Ok(()), access) => {
                 let Opening {
@@ -823,8 +835,13 @@ impl Loop {
                     mut port,
                     export,
                     mut description,
+                    refusal,
                     ..
                 } = *opening;
+                if access == Access::ReadOnly {
+                    let reason = refusal.map(|error| error.text);
+                    tracing::info!(export, reason, "exported for reading only");
+                }
                 description.properties = port.properties();
                 let info = export_info(&description, access);
                 match handshake.answer(Ok(info)) {
@@ -877,6 +894,13 @@ fn is_passing(code: ErrorCode) -> bool {
         code,
         ErrorCode::IN_TRANSIENT_STATE | ErrorCode::CONCURRENT_ST_CHG | ErrorCode::TIMEOUT
     )
+}
+
+/// Whether a volume that can be read contradicts this: its disk was being attached, its quorum on the
+/// way. It may hold for another volume of the resource all the same.
+fn is_past(refusal: Option<&CommandError>) -> bool {
+    let past = |code| matches!(code, ErrorCode::NO_UP_TO_DATE_DISK | ErrorCode::NO_QUORUM);
+    refusal.is_some_and(|error| past(error.code))
 }
 
 /// The id of a port's only `open` that is unanswered.

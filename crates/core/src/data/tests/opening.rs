@@ -180,6 +180,32 @@ fn a_reader_who_stays_refuses_a_promotion_elsewhere() {
 }
 
 #[test]
+fn an_open_waits_for_a_disk_that_is_being_attached() {
+    let mut w = secondaries(2, ResourceOptions::default());
+    w.cut = true;
+    w.cut_links();
+    w.command(
+        0,
+        Command::Disconnect {
+            peer: node_id(1),
+            force: true,
+        },
+    );
+    w.pass(Duration::from_secs(1));
+    w.detach(0);
+    w.run();
+    assert_eq!(w.disk_state(0), DiskState::Diskless);
+    w.attach(0);
+    assert_eq!(w.disk_state(0), DiskState::Attaching);
+    let id = open(&mut w, 0, true);
+    w.run();
+    assert_eq!(w.disk_state(0), DiskState::UpToDate);
+    w.pass(Duration::from_secs(1));
+    assert_eq!(w.answers[&id], Ok(Answer::Done), "{:#?}", w.log);
+    assert_eq!(role(&w, 0), Role::Primary);
+}
+
+#[test]
 fn without_good_data_an_open_is_refused() {
     let mut w = secondaries(2, ResourceOptions::default());
     w.cut = true;
