@@ -311,10 +311,12 @@ impl Resource {
                     self.next_wish();
                     return;
                 }
-                // It has only just begun, by an earlier command.
-                Ok(false) if matches!(wish.kind, WishKind::Resync { .. }) && attempt == 0 => {
-                    let (code, text) = (ErrorCode::RESYNC_RUNNING, "a resync is starting".into());
-                    self.end_wish(&wish, Err(Refusal { code, text }));
+                Ok(false)
+                    if let WishKind::Resync { volume, peer, .. } = wish.kind
+                        && attempt == 0 =>
+                {
+                    let refusal = self.no_new_resync(volume, peer);
+                    self.end_wish(&wish, Err(refusal));
                     self.next_wish();
                     return;
                 }

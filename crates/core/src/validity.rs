@@ -284,16 +284,29 @@ impl Resource {
                 );
             }
             if p.repl > ReplState::Established && before.repl <= ReplState::Established {
-                if after.disk < DiskState::Inconsistent {
+                // Between connected disks it goes by them as they were: the new state's are never
+                // below Inconsistent in a resync. One that is being attached may have to be resynced
+                // first, and what was asked for would take the place of that.
+                let (ours, theirs) = if before.repl == ReplState::Established {
+                    (own_before, before.disk)
+                } else {
+                    (after.disk, p.disk)
+                };
+                let what = if matches!(p.repl, ReplState::VerifyS | ReplState::VerifyT) {
+                    "verify"
+                } else {
+                    "resync"
+                };
+                if ours < DiskState::Inconsistent {
                     return refuse(
                         ErrorCode::NO_LOCAL_DISK,
-                        format!("volume {volume} has no local disk to resync"),
+                        format!("volume {volume} has no attached disk here to {what}"),
                     );
                 }
-                if p.disk < DiskState::Inconsistent {
+                if theirs < DiskState::Inconsistent {
                     return refuse(
                         ErrorCode::NO_REMOTE_DISK,
-                        format!("volume {volume} has no disk at node {peer} to resync"),
+                        format!("volume {volume} has no attached disk at node {peer} to {what}"),
                     );
                 }
             }
@@ -338,20 +351,6 @@ impl Resource {
                 if before.repl > ReplState::Established {
                     return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
                 }
-                // As it was before: in a verify no disk is below Inconsistent. One that is being attached
-                // may have to be resynced first, and the verify would take the place of that.
-                if own_before < DiskState::Inconsistent {
-                    return refuse(
-                        ErrorCode::NO_LOCAL_DISK,
-                        format!("volume {volume} has no attached disk here to verify"),
-                    );
-                }
-                if before.disk < DiskState::Inconsistent {
-                    return refuse(
-                        ErrorCode::NO_REMOTE_DISK,
-                        format!("volume {volume} has no attached disk at node {peer} to verify"),
-                    );
-                }
             }
             // A full sync that has not marked everything yet is no resync by bitmap.
             let replaces = planted!(self, FullSyncReplaced);
@@ -390,6 +389,20 @@ impl Resource {
             }
         }
         Ok(())
+    }
+
+    /// Why nothing would change by a resync that is asked for.
+    pub(crate) fn no_new_resync(&self, volume: VolumeNr, peer: NodeId) -> Refusal {
+        if self.state.peer_device(volume, peer).repl > ReplState::Established {
+            // It has only just begun, by an earlier command.
+            let text = "a resync is starting".into();
+            let code = ErrorCode::RESYNC_RUNNING;
+            return Refusal { code, text };
+        }
+        Refusal {
+            code: ErrorCode::NO_REMOTE_DISK,
+            text: format!("volume {volume} has no attached disk at node {peer} to resync"),
+        }
     }
 
     /// The changes that a peer misses can be marked: it is to have a bitmap, and has one if there is a

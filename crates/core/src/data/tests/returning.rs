@@ -130,3 +130,47 @@ fn what_was_written_right_before_a_parting_is_marked_nowhere() {
         }
     }
 }
+
+/// While a peer's disk is away or being attached, what is asked for between the disks is refused: it would take the place of
+/// the resync that the attach needs.
+#[test]
+fn nothing_is_asked_of_a_disk_that_is_being_attached() {
+    for reset_bitmap in [true, false] {
+        let mut w = World::synced(2_900 + u64::from(reset_bitmap), 2);
+        w.detach(1);
+        w.pass(Duration::from_secs(1));
+        w.write(0, 800, 4096, 7);
+        w.pass(Duration::from_secs(1));
+        let remote = || Command::InvalidateRemote {
+            peer: node_id(1),
+            volume: VOLUME,
+            reset_bitmap,
+        };
+        let refused = |w: &mut World, command: Command| {
+            let id = w.command(0, command);
+            for _ in 0..20_000 {
+                if let Some(answer) = w.answers.get(&id) {
+                    return answer.as_ref().err().map(|e| e.code.0);
+                }
+                w.step();
+            }
+            panic!("no answer");
+        };
+        let code = refused(&mut w, remote());
+        assert_eq!(code, Some(-5), "{:?} {:#?}", w.repl(0, 1), w.log);
+        w.attach(1);
+        // Until the resync has begun.
+        let mut asked = 0;
+        while w.repl(0, 1) == ReplState::Established && w.disk_state(1) < DiskState::Inconsistent {
+            let code = refused(&mut w, remote());
+            assert!(code.is_some(), "{:#?}", w.log);
+            asked += 1;
+            w.step();
+        }
+        assert!(asked > 0);
+        w.pass_until("the resync", 60, World::in_sync);
+        w.pass(Duration::from_secs(1));
+        w.check_idle();
+        w.check_same_data();
+    }
+}
