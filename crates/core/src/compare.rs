@@ -832,16 +832,18 @@ fn find_slot(h: &Handshake<'_>, side: &Side, receiver: NodeId, uuid: Uuid) -> Op
 }
 
 /// Rules 51 and 71 of 13.3: `source` started a resync, but `target`, which still is at `current`,
-/// never heard of it. Only below protocol 110.
+/// never heard of it. Only below protocol 110. The name of the resync says so by itself: the source
+/// may have been promoted since, and its history is short.
 fn started_84(h: &Handshake<'_>, source: &Side, target: &Side, current: Uuid) -> bool {
-    if !h.is_old() || !current.same_generation(source.uuids.history[0]) {
+    if !h.is_old() || !is_real(current) {
         return false;
     }
     if h.protocol_version < 96 {
-        target.uuids.history[0].same_generation(source.uuids.history[1])
+        current.same_generation(source.uuids.history[0])
+            && target.uuids.history[0].same_generation(source.uuids.history[1])
     } else {
-        let started = Uuid(source.uuids.history[0].0.wrapping_add(Uuid::NEW_BM_OFFSET));
-        started.same_generation(source.uuids.slot(target.node))
+        let slot = source.uuids.slot(target.node);
+        is_real(slot) && slot.is_resync_from(current)
     }
 }
 

@@ -409,6 +409,18 @@ fn rules_for_old_peers_find_lost_starts_and_ends() {
     assert_eq!(start.decide().fixup, Some(Fixup::OwnMissedStart));
     assert_eq!(start.decide_at_peer().fixup, Some(Fixup::PeerMissedStart));
 
+    // Promoted since: other generations have come into its history.
+    let later = start
+        .clone()
+        .with(|c| c.a.uuids.history[..3].copy_from_slice(&[Uuid(0x40), Uuid(0x30), Uuid(0x50)]));
+    later.expect(Strategy::SourceUseBitmap, Rule::SyncSourceMissedStart);
+
+    // It missed two starts, or lost them with its power.
+    let twice = start
+        .clone()
+        .with(|c| slot(&mut c.a, B, 0x50 + 2 * Uuid::NEW_BM_OFFSET));
+    twice.expect(Strategy::SourceUseBitmap, Rule::SyncSourceMissedStart);
+
     let end = old(0x20, 0x20).with(|c| {
         slot(&mut c.a, B, 0x50);
         c.a.uuids.history[0] = Uuid(0x60);

@@ -18,6 +18,7 @@ use crate::auth::{Authenticator, HmacAlg};
 use crate::command::{Answer, CommandError};
 use crate::data::ConnIo;
 use crate::data::doubt::Doubt;
+use crate::disk_timeout::SECOND_LOOK;
 use crate::event::{CommandId, LinkDownReason, LinkId, Output, Stream};
 use crate::options::{AfterSplitBrain, NetOptions, Protocol};
 use crate::report::Level;
@@ -671,11 +672,14 @@ impl Resource {
         self.timers.set(Timer::Ping(peer), at);
     }
 
-    pub(crate) fn ping_timer(&mut self, peer: NodeId) {
+    /// `Timer::Ping`. A `late` one looks for the answer once more.
+    pub(crate) fn ping_timer(&mut self, peer: NodeId, late: bool) {
         let Some(link) = self.connections.get(&peer).and_then(|c| c.link.as_ref()) else {
             return;
         };
-        if link.ping_outstanding && !planted!(self, SilentPeerKept) {
+        if link.ping_outstanding && late {
+            self.timers.set(Timer::Ping(peer), self.now + SECOND_LOOK);
+        } else if link.ping_outstanding && !planted!(self, SilentPeerKept) {
             self.log(
                 Level::Warn,
                 Some(peer),

@@ -301,6 +301,8 @@ pub struct PeerDevice {
     pub source_is_late: bool,
     /// UUID of a resync from an 8.4 source that came before this node was ready for it.
     pub early_sync_uuid: Option<Uuid>,
+    /// An 8.4 target has not been told yet what the resync is called.
+    pub sync_uuid_due: bool,
     /// Its slot was empty before a crash: what is marked is what the activity log covered then.
     pub marks_of_log: bool,
     /// A handler is asked whether a resync may start.
@@ -432,6 +434,7 @@ impl PeerDevice {
             finished_early: None,
             source_is_late: false,
             early_sync_uuid: None,
+            sync_uuid_due: false,
             marks_of_log: false,
             resync_gate: None,
             resync_agreed: false,

@@ -127,4 +127,4 @@ impl Resource {
 /// How long a forced detach lets a disk end what it does.
 const FORCED_WAIT: Duration = Duration::from_millis(500);
 /// Between the two looks that find the same operation too old.
-const SECOND_LOOK: Duration = Duration::from_millis(100);
+pub(crate) const SECOND_LOOK: Duration = Duration::from_millis(100);

@@ -422,11 +422,14 @@ impl Generations {
     }
 
     /// 12.10, protocol below 110: a resync starts, this node is source. Gives the UUID for
-    /// `P_SYNC_UUID`.
-    pub fn sync_uuid_as_source(&mut self, peer: NodeId, rng: &mut Rng) -> Uuid {
+    /// `P_SYNC_UUID`. A target that is at `theirs` and missed the last start hears the same again.
+    pub fn sync_uuid_as_source(&mut self, peer: NodeId, theirs: Uuid, rng: &mut Rng) -> Uuid {
         let old = self.slot(peer).bitmap_uuid;
+        if is_real(theirs) && is_real(old) && old.is_resync_from(theirs) {
+            return old;
+        }
         let sync = if is_real(old) && old != Uuid::JUST_CREATED {
-            Uuid(old.0.wrapping_add(Uuid::NEW_BM_OFFSET))
+            old.resync_name()
         } else {
             rng.uuid()
         };

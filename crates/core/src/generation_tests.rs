@@ -285,9 +285,13 @@ fn a_resync_with_an_old_peer_ends_with_equal_sets() {
     let mut target = Generations::just_created(B, 1);
     target.current = Uuid(0x200);
     target.allocate_slot(ME);
-    let sync = source.sync_uuid_as_source(B, &mut rng);
+    let sync = source.sync_uuid_as_source(B, target.current, &mut rng);
     assert_eq!(sync, Uuid(0x200 + Uuid::NEW_BM_OFFSET));
     assert_eq!(source.history[0], Uuid(0x200));
+    // The target did not hear it, and the source was promoted since: nothing new begins.
+    let before = source.clone();
+    let again = source.sync_uuid_as_source(B, target.current, &mut rng);
+    assert_eq!((again, &source), (sync, &before));
     target.sync_uuid_as_target(ME, sync);
     assert_eq!(target.current, sync);
     target.resync_ends_as_target_84(ME, &sent);

@@ -106,15 +106,15 @@ impl Timers {
         self.order.first().map(|(at, _)| *at)
     }
 
-    /// Takes one that is due.
-    pub fn pop_due(&mut self, now: Instant) -> Option<Timer> {
+    /// Takes one that is due, with the time for which it was set.
+    pub fn pop_due(&mut self, now: Instant) -> Option<(Timer, Instant)> {
         let (at, timer) = *self.order.first()?;
         if at > now {
             return None;
         }
         self.order.remove(&(at, timer));
         self.at.remove(&timer);
-        Some(timer)
+        Some((timer, at))
     }
 
     /// Stops all timers that belong to a connection.
@@ -145,8 +145,10 @@ mod tests {
         timers.set(Timer::PeerAck, Instant(15));
         timers.set(Timer::Twopc, Instant(20));
         assert_eq!(timers.next(), Some(Instant(15)));
-        assert_eq!(timers.pop_due(Instant(30)), Some(Timer::PeerAck));
-        assert_eq!(timers.pop_due(Instant(30)), Some(Timer::Twopc));
+        let due = timers.pop_due(Instant(30));
+        assert_eq!(due, Some((Timer::PeerAck, Instant(15))));
+        let due = timers.pop_due(Instant(30));
+        assert_eq!(due, Some((Timer::Twopc, Instant(20))));
         assert_eq!(timers.pop_due(Instant(30)), None);
         assert_eq!(timers.next(), None);
     }

@@ -147,9 +147,11 @@ impl Resource {
     fn finish_replication(&mut self, old: &State, new: &State) {
         let mut changed = false;
         let mut started = Vec::new();
+        let mut rewritten = false;
         for (volume, device) in &new.devices {
             for (peer, p) in &device.peers {
                 let before = old.peer_device(*volume, *peer);
+                rewritten |= p.repl.is_sync_target() && !before.repl.is_sync_target();
                 if before.replicates() != p.replicates() {
                     changed = true;
                     if p.replicates() {
@@ -157,6 +159,10 @@ impl Resource {
                     }
                 }
             }
+        }
+        if rewritten {
+            // This disk has what they say only until the resync takes a refused write back.
+            self.queue_peer_ack();
         }
         if changed {
             self.close_epoch();
@@ -299,6 +305,7 @@ impl Resource {
                         pd.finished_early = None;
                         pd.source_is_late = false;
                         pd.early_sync_uuid = None;
+                        pd.sync_uuid_due = false;
                         pd.resync_gate = None;
                         pd.resync_agreed = false;
                         pd.resync_again = 0;

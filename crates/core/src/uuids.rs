@@ -99,11 +99,23 @@ impl PeerUuids {
     }
 
     /// The packet for a peer below protocol 110.
+    ///
+    /// There is room for two entries of the history. Where the slot is called after a resync, the
+    /// generation that this resync began from is the first one, however old it is: a receiver that
+    /// missed the start is still there (semantics.md, 13.3, rule 51).
     pub fn to_packet84(&self, receiver: NodeId) -> Uuids {
+        let slot = self.slot(receiver);
+        let began_from = |uuid: &&Uuid| is_real(**uuid) && slot.is_resync_from(**uuid);
+        let mut history = [self.history[0], self.history[1]];
+        if let Some(before) = self.history.iter().find(began_from)
+            && !before.same_generation(history[0])
+        {
+            history = [*before, history[0]];
+        }
         Uuids {
             current: self.current,
-            bitmap: self.slot(receiver),
-            history: [self.history[0], self.history[1]],
+            bitmap: slot,
+            history,
             dirty_bits: self.dirty_bits,
             flags: self.flags.intersection(UuidFlags::KNOWN_TO_84),
         }
@@ -207,6 +219,22 @@ mod tests {
         let back = set.to_packet110();
         assert_eq!(back.bitmap_uuids, packet.bitmap_uuids);
         assert_eq!(back.history.len(), 32);
+    }
+
+    #[test]
+    fn an_old_peer_hears_what_the_resync_began_from_that_it_missed() {
+        let mut set = PeerUuids::from_packet110(&Uuids110 {
+            current: Uuid(0x10),
+            bitmap_uuids: vec![(NodeId(2), Uuid(0x50).resync_name())],
+            history: vec![Uuid(0x30), Uuid(0x40), Uuid(0x50)],
+            ..Uuids110::default()
+        });
+        let history = |set: &PeerUuids| set.to_packet84(NodeId(2)).history;
+        assert_eq!(history(&set), [Uuid(0x50), Uuid(0x30)]);
+        set.history[..2].copy_from_slice(&[Uuid(0x50), Uuid(0x30)]);
+        assert_eq!(history(&set), [Uuid(0x50), Uuid(0x30)]);
+        set.bitmap[2] = Uuid(0x50);
+        assert_eq!(history(&set), [Uuid(0x50), Uuid(0x30)]);
     }
 
     #[test]

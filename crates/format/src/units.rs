@@ -275,6 +275,22 @@ impl Uuid {
         self.without_primary_bit().0 == other.without_primary_bit().0
     }
 
+    /// What a resync from this generation is called below protocol 110 (semantics.md, 12.10).
+    #[must_use]
+    pub const fn resync_name(self) -> Uuid {
+        Uuid(self.0.wrapping_add(Uuid::NEW_BM_OFFSET))
+    }
+
+    /// Whether this is what a resync from `start` is called, or one that began again from there
+    /// without the other's knowledge.
+    #[must_use]
+    pub const fn is_resync_from(self, start: Uuid) -> bool {
+        let (name, start) = (self.without_primary_bit(), start.without_primary_bit());
+        let steps = name.0.wrapping_sub(start.0);
+        let most = 0xFF * Uuid::NEW_BM_OFFSET;
+        steps != 0 && steps <= most && steps.is_multiple_of(Uuid::NEW_BM_OFFSET)
+    }
+
     /// Whether no generation is named.
     pub const fn is_zero(self) -> bool {
         self.0 == 0

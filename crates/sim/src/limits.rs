@@ -173,8 +173,19 @@ pub(crate) fn strikes(w: &mut World, node: usize, peer: NodeId, text: &str) {
         return;
     };
     let (now, limits) = (w.now, w.limits);
-    // Whoever stood still looks at the clock before it reads what came meanwhile.
-    if is_silent && now <= w.nodes[node].frozen_until + limits.ping {
+    // Whoever stood still looks at the clock before it reads what came meanwhile, so it has to look twice.
+    let awake_since = w.nodes[node].frozen_until;
+    if is_silent && now <= awake_since + limits.ping {
+        let asked = open(w, node, link).and_then(|open| open.ping);
+        let late = asked.map_or(0, |at| awake_since.saturating_sub(at + limits.ping));
+        if late >= LATE && now < awake_since + AWAKE {
+            w.fail(format!(
+                "{} stood still until {} ms ago, and gives up {} without a look at what it has answered",
+                name(node),
+                (now - awake_since) / MS,
+                name(peer)
+            ));
+        }
         return;
     }
     let Some(open) = open(w, node, link) else {
@@ -224,5 +235,7 @@ pub(crate) fn disk_is_given_up(w: &mut World, node: usize, volume: usize) {
     }
 }
 
+/// A look that comes later than this after its time is none.
+const LATE: u64 = 100 * MS;
 /// Whoever stood still when the time was over has to look twice.
 const AWAKE: u64 = 90 * MS;

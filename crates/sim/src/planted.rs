@@ -218,6 +218,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ReadErrorUnmarked
         | P::SourceErrorUnmarked
         | P::DiskTimeoutHasty
+        | P::StoodStillGivesUp
         | P::FlushEndsFrozen
         | P::ThawForgotten
         | P::SuspensionHoldsRanges

@@ -101,3 +101,11 @@ fn two_targets_that_lose_their_power_know_where_they_differ() {
     holds(Some(3), 5_200_069, kinds(), "0-1,3-4,6", REQUESTS);
     holds(Some(3), 5_200_069, kinds(), "0-99", "0-999");
 }
+
+/// A write failed for the application, but the Primary's disk had it. A resync took it back there before the Primary told its
+/// peer that it has the write.
+#[test]
+fn a_resync_does_not_take_back_what_is_still_to_be_told() {
+    holds(Some(2), 2_703_736_603, (None, vec![]), "0-3", "0-5");
+    holds(Some(2), 2_703_736_603, (None, vec![]), "0-99", "0-999");
+}

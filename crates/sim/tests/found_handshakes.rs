@@ -135,3 +135,20 @@ fn a_bitmap_without_a_disk_is_none_of_the_next_exchange() {
     holds(2, 3_854_990_099, None, "12,15-17", "none");
     holds(2, 3_854_990_099, None, "0-99", "0-999");
 }
+
+/// In the dialect of 8.4 a target died before it heard what its resync is called, and its source was promoted twice: the
+/// generation that the name comes from was too far back in the source's history. Another one lost two names with its power.
+#[test]
+fn a_target_that_missed_a_resyncs_name_is_known_by_the_name() {
+    holds(2, 181_176_683, None, "0-99", "0-999");
+    const REQUESTS: &str = "1-2,57,60-68,71-74";
+    holds(2, 2_703_733_889, None, "0-2,4-5,9,11", REQUESTS);
+    holds(2, 2_703_733_889, None, "0-99", "0-999");
+}
+
+/// A Primary stood still while a barrier was to be answered, and looked at the clock before it read the answer.
+#[test]
+fn who_stood_still_reads_the_answers_before_it_gives_a_peer_up() {
+    holds(2, 62_921_695, None, "0", "50,64");
+    holds(2, 62_921_695, None, "0-99", "0-999");
+}

@@ -777,11 +777,6 @@ impl Resource {
         self.io.parked_due = true;
     }
 
-    /// `Timer::RequestAge`: the oldest write is without an answer for too long.
-    pub(crate) fn request_age_timer(&mut self, peer: NodeId) {
-        self.check_request_age(peer);
-    }
-
     /// Sends all peer acks that are due, for a demotion.
     pub(crate) fn flush_peer_ack(&mut self) {
         self.close_epoch();

@@ -15,6 +15,7 @@ use lockstep_format::wire::{ConnState, DataFlags, DiskState, Features, Packet, R
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
+use crate::disk_timeout::SECOND_LOOK;
 use crate::event::{DiskError, Payload, RequestError, RequestId, RequestKind, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::options::{OnLoss, Protocol};
@@ -1159,8 +1160,9 @@ impl Resource {
         }
     }
 
-    /// Drops a connection whose oldest write or barrier is without an answer for `ko-count` × `timeout`.
-    pub(crate) fn check_request_age(&mut self, peer: NodeId) {
+    /// `Timer::RequestAge`: drops a connection whose oldest write or barrier is without an answer for
+    /// `ko-count` × `timeout`. A `late` timer looks once more.
+    pub(crate) fn check_request_age(&mut self, peer: NodeId, late: bool) {
         let (Some(limit), Some(conn)) = (self.answer_limit(peer), self.connections.get(&peer))
         else {
             return;
@@ -1182,7 +1184,10 @@ impl Resource {
             return;
         };
         let due = since + limit;
-        if due <= self.now {
+        if due <= self.now && late {
+            self.timers
+                .set(Timer::RequestAge(peer), self.now + SECOND_LOOK);
+        } else if due <= self.now {
             let text = format!("a {what} is without an answer for {} ms", limit.as_millis());
             self.log(crate::report::Level::Error, Some(peer), None, text);
             self.drop_connection(peer, ConnState::Timeout);

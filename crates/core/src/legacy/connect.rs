@@ -129,11 +129,17 @@ impl Resource {
     /// This source has the target's bitmap: the resync gets a UUID, which the target waits for.
     pub(crate) fn legacy_source_starts(&mut self, volume: VolumeNr, peer: NodeId) {
         let mut rng = self.rng.clone();
+        let theirs = self
+            .peer_uuids(volume, peer)
+            .map_or(Uuid::ZERO, |u| u.current);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
-        disk.generations.sync_uuid_as_source(peer, &mut rng);
+        disk.generations.sync_uuid_as_source(peer, theirs, &mut rng);
         self.rng = rng;
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.sync_uuid_due = true;
+        }
         let uuid = self.slot_uuid(volume, peer);
         if planted!(self, SyncUuidEarly) {
             self.sync_uuid_durable(volume, peer, uuid);
@@ -143,14 +149,18 @@ impl Resource {
         self.after_superblock(volume, AfterMeta::SyncUuid(peer, uuid));
     }
 
-    /// A resync's UUID is durable here. That of one that a broken link has ended is not told any more.
+    /// A resync's UUID is durable here. That of one that a broken link has ended is not told any more, and
+    /// one that began again with the same UUID is told once.
     pub(crate) fn sync_uuid_durable(&mut self, volume: VolumeNr, peer: NodeId, uuid: Uuid) {
         let repl = self.state.peer_device(volume, peer).repl;
         let is_source = matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS);
         if !is_source || !self.is_legacy(peer) || self.slot_uuid(volume, peer) != uuid {
             return;
         }
-        self.send(peer, Stream::Data, volume, Packet::SyncUuid(uuid));
+        let pd = self.peer_device_mut(volume, peer);
+        if pd.is_some_and(|pd| core::mem::take(&mut pd.sync_uuid_due)) {
+            self.send(peer, Stream::Data, volume, Packet::SyncUuid(uuid));
+        }
     }
 
     pub(crate) fn sync_uuid_received(&mut self, peer: NodeId, volume: VolumeNr, uuid: Uuid) {
