@@ -152,3 +152,11 @@ fn who_stood_still_reads_the_answers_before_it_gives_a_peer_up() {
     holds(2, 62_921_695, None, "0", "50,64");
     holds(2, 62_921_695, None, "0-99", "0-999");
 }
+
+/// In the dialect of 8.4 a source on a slow disk answered, after its target had detached and attached on the same link, what the
+/// target had asked for before, which the target took for data that nobody had asked for.
+#[test]
+fn a_late_answer_from_before_an_attach_is_no_error() {
+    holds(2, 2_703_735_256, None, "1-2,6,9", "2,5");
+    holds(2, 2_703_735_256, None, "0-99", "0-999");
+}

@@ -73,6 +73,8 @@ pub(crate) struct TargetSync {
     failed: u64,
     /// Writes of marks that requests wait for.
     held: u32,
+    /// Asked for on this link on behalf of a disk before this one, and not answered.
+    forgotten: Vec<(Sector, u32)>,
     /// The resync is over or the link is gone: nothing is asked for any more.
     over: bool,
     /// The link is gone, too: nobody waits for acks.
@@ -184,6 +186,7 @@ impl Resource {
                 sync.hash_flushing = old.hash_flushing;
                 sync.held = old.held;
                 sync.overwritten = old.overwritten;
+                sync.forgotten = old.forgotten;
                 sync.end_flush = old.end_flush;
                 sync.pace.in_flight_sectors = old.pace.in_flight_sectors;
             }
@@ -634,6 +637,9 @@ impl Resource {
         let (Some((key, over)), Some(payload)) = (found, payload) else {
             if let Some(payload) = payload {
                 self.release(payload.buf);
+            }
+            if self.answers_forgotten(volume, peer, (data.sector, data.payload_len)) {
+                return;
             }
             let text = format!(
                 "resync data of an unknown request at sector {}",

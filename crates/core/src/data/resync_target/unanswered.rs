@@ -1,11 +1,14 @@
 //! Resync requests that nobody answers: DRBD 8.4 drops, without a word, what it was asked for by a node
 //! whose disk is gone when the block has been read. Newer ones send `P_RS_CANCEL` (wire.md, 7.6).
 
+use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::ConnState;
 
 use super::{Key, Stage};
+use crate::report::Level;
 use crate::resource::Resource;
 
 impl Resource {
@@ -32,8 +35,38 @@ impl Resource {
             _ => return serial,
         };
         for key in unanswered {
+            if let Some(sync) = self.target(volume, peer)
+                && let Some(request) = sync.requests.get(key)
+            {
+                let forgotten = (request.sector, request.size_bytes);
+                sync.forgotten.push(forgotten);
+            }
             self.target_end(volume, peer, key);
         }
         serial
+    }
+
+    /// A reply that nobody waits for may be one to a request of before an attach: the source was still
+    /// reading, and heard of the new disk before it looked whether there is one. It counts on an ack
+    /// that cannot be given, because what it read may be older than the marks that the two exchanged
+    /// since. The connection is made anew; says whether it was that.
+    pub(super) fn answers_forgotten(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        (sector, size_bytes): (Sector, u32),
+    ) -> bool {
+        let forgotten = self
+            .target(volume, peer)
+            .is_some_and(|sync| sync.forgotten.contains(&(sector, size_bytes)));
+        if forgotten {
+            let text = format!(
+                "the block at sector {sector} was asked for before the disk was attached: the \
+                 connection is made anew"
+            );
+            self.log(Level::Info, Some(peer), Some(volume), text);
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        }
+        forgotten
     }
 }
