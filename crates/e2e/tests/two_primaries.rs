@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -10,12 +10,12 @@ use lockstep_e2e::{Cluster, Setup, Shape, can_mount, has_program, run};
 
 const MIB: u64 = 1 << 20;
 
-fn both_primary(test: u8) -> Result<(Cluster, Vec<std::path::PathBuf>)> {
+fn both_primary(test: u8) -> Result<(Cluster, Vec<PathBuf>)> {
     both_primary_beside(test, 0)
 }
 
 /// With so many clients beside the two, and quorum if there are any.
-fn both_primary_beside(test: u8, clients: usize) -> Result<(Cluster, Vec<std::path::PathBuf>)> {
+fn both_primary_beside(test: u8, clients: usize) -> Result<(Cluster, Vec<PathBuf>)> {
     let setup = Setup {
         net: "protocol C; allow-two-primaries yes;".into(),
         ..Setup::quick(test, 2 + clients)
@@ -50,6 +50,21 @@ fn fio(device: &Path, from: u64, len: u64) -> Result<Child> {
         .context("fio")
 }
 
+/// One on each node, in areas of their own.
+fn two_writers(devices: &[PathBuf]) -> Result<[Child; 2]> {
+    Ok([
+        fio(&devices[0], 0, 24 * MIB)?,
+        fio(&devices[1], 32 * MIB, 24 * MIB)?,
+    ])
+}
+
+fn end_well<const N: usize>(parts: [Child; N]) -> Result<()> {
+    for mut part in parts {
+        ensure!(part.wait()?.success(), "fio found a fault");
+    }
+    Ok(())
+}
+
 #[test]
 fn two_writers_in_areas_of_their_own_and_then_in_turn_leave_equal_disks() -> Result<()> {
     if !can_mount() || !has_program("fio") {
@@ -59,13 +74,8 @@ fn two_writers_in_areas_of_their_own_and_then_in_turn_leave_equal_disks() -> Res
     for node in 0..2 {
         ensure!(cluster.status(node)?["role"] == "Primary", "node {node}");
     }
-    let mut parts = [
-        fio(&devices[0], 0, 24 * MIB)?,
-        fio(&devices[1], 32 * MIB, 24 * MIB)?,
-    ];
-    for part in &mut parts {
-        ensure!(part.wait()?.success(), "fio found a fault");
-    }
+    let parts = two_writers(&devices)?;
+    end_well(parts)?;
     // The same blocks in turn: each sees what the other wrote.
     for round in 0..6 {
         let (writer, reader) = (round % 2, 1 - round % 2);
@@ -165,14 +175,9 @@ fn an_application_moves_to_a_second_primary_beside_a_tie_breaker() -> Result<()>
     let refusal = String::from_utf8_lossy(&third.stderr).into_owned();
     ensure!(refusal.contains("two Primaries"), "{refusal}");
 
-    let mut parts = [
-        fio(&devices[0], 0, 24 * MIB)?,
-        fio(&devices[1], 32 * MIB, 24 * MIB)?,
-    ];
+    let parts = two_writers(&devices)?;
     cluster.kill(2)?;
-    for part in &mut parts {
-        ensure!(part.wait()?.success(), "fio found a fault");
-    }
+    end_well(parts)?;
     cluster.start(2)?;
     cluster.adm(2, &["up", "all"])?;
     cluster.wait_in_sync()?;
@@ -222,13 +227,8 @@ fn an_application_moves_to_a_second_primary_beside_a_third_disk() -> Result<()> 
     ensure!(refusal.contains("more than two Primaries"), "{refusal}");
 
     let devices = [cluster.device(0, 150, 0)?, cluster.device(1, 150, 0)?];
-    let mut parts = [
-        fio(&devices[0], 0, 24 * MIB)?,
-        fio(&devices[1], 32 * MIB, 24 * MIB)?,
-    ];
-    for part in &mut parts {
-        ensure!(part.wait()?.success(), "fio found a fault");
-    }
+    let parts = two_writers(&devices)?;
+    end_well(parts)?;
     // The application has moved, and the node that it left dies.
     cluster.adm(0, &["secondary", "r0"])?;
     cluster.kill(0)?;
