@@ -107,6 +107,12 @@ pub fn word(extra: Extra) -> &'static str {
         .map_or("unknown", |(_, word)| word)
 }
 
+/// All words, for people.
+pub fn known() -> String {
+    let words: Vec<_> = EXTRAS.iter().map(|(_, word)| *word).collect();
+    words.join(", ")
+}
+
 /// Those of a list of words separated by commas.
 pub fn parse(list: &str) -> Result<Vec<Extra>, String> {
     list.split(',')
@@ -116,10 +122,7 @@ pub fn parse(list: &str) -> Result<Vec<Extra>, String> {
                 .iter()
                 .find(|(_, name)| *name == word)
                 .map(|(extra, _)| *extra)
-                .ok_or_else(|| {
-                    let known: Vec<_> = EXTRAS.iter().map(|(_, name)| *name).collect();
-                    format!("no option is called {word}; there are {}", known.join(", "))
-                })
+                .ok_or_else(|| format!("no option is called {word}; there are {}", known()))
         })
         .collect()
 }

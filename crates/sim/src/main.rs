@@ -103,10 +103,10 @@ struct OrderArgs {
     /// Only these kinds of faults, separated by commas; `all` is every kind.
     #[arg(long)]
     faults: Option<String>,
-    /// Options that worlds have only by name, separated by commas: integrity, csums, thin, congestion,
-    /// blocks, handlers, two-primaries, pmem, every, hot,
-    /// short-log, bursts, impatient, kept-discards, tie-breaker, numb, secret.
-    #[arg(long)]
+    #[arg(long, help = format!(
+        "Options that worlds have only by name, separated by commas: {}",
+        lockstep_sim::extras::known()
+    ))]
     with: Option<String>,
 }
 
