@@ -299,6 +299,7 @@ impl Resource {
             VolumeNr::NONE,
             Packet::ConnectionFeatures(features),
         );
+        self.look_at_disks(peer);
     }
 
     /// The driver lost a link.

@@ -306,7 +306,7 @@ pub enum Input {
         tag: Tag,
     },
     /// A disk was opened or not, the answer to `Output::OpenDisk`; or its size was looked at
-    /// again, the answer to `Output::ProbeDisk`.
+    /// again, the answer to `Output::ProbeDisk` or `LookAtDisk`.
     DiskOpened {
         /// The output's tag.
         tag: Tag,
@@ -384,6 +384,13 @@ pub enum Output {
     },
     /// Look again how large the open disk is; answer `DiskOpened` with what is true now.
     ProbeDisk {
+        /// Completes with `DiskOpened`.
+        tag: Tag,
+        /// The volume.
+        volume: VolumeNr,
+    },
+    /// As `ProbeDisk`, at each connect: mostly nothing has changed.
+    LookAtDisk {
         /// Completes with `DiskOpened`.
         tag: Tag,
         /// The volume.

@@ -25,6 +25,7 @@ mod congestion;
 pub mod connection;
 pub mod data;
 pub mod device;
+mod disk_look;
 mod disk_timeout;
 pub mod event;
 pub mod exposed;

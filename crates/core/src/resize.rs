@@ -21,10 +21,10 @@ use crate::before_resync::ResyncGate;
 use crate::command::{Answer, CommandError, ErrorCode};
 use crate::data::Wanted;
 use crate::device::{Device, DiskPhase, LocalDisk, PeerDevice, PeerSizes};
-use crate::event::{CommandId, DiskInfo, LinkId, Output, Stream};
+use crate::disk_look::ProbeFor;
+use crate::event::{CommandId, LinkId, Stream};
 use crate::report::Level;
-use crate::resize_local::Found;
-use crate::resource::{Pending, Resource};
+use crate::resource::Resource;
 use crate::time::Duration;
 use crate::transition::Change;
 use crate::twopc::{Transaction, Wish, WishKind, command_error};
@@ -59,25 +59,9 @@ impl NewArea {
 /// A `resize` as the operator asked for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ResizeWish {
-    id: CommandId,
+    pub(crate) id: CommandId,
     user_sectors: u64,
     flags: DeviceDescFlags,
-}
-
-/// Why the disk is looked at again.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ProbeFor {
-    /// This node's command.
-    Command(ResizeWish),
-    /// The vote in another node's transaction.
-    Vote { tid: u32, initiator: NodeId },
-    /// A connected peer's size has changed.
-    Follow {
-        peer: NodeId,
-        flags: DeviceDescFlags,
-        /// It has had to wait: what the peer said may be over.
-        late: bool,
-    },
 }
 
 /// What follows a change of the disk.
@@ -126,6 +110,8 @@ pub(crate) struct Growth {
     early: Vec<EarlyRequest>,
     /// Peers that have grown as well, and were not compared with since.
     pub(crate) uncompared: NodeMask,
+    /// Peers whose handshake had begun when the disk was found larger: they hear of it when it ends.
+    pub(crate) untold: NodeMask,
     /// A connected peer's size changed while this node's disk was being changed: it is looked at after that.
     follow: Option<(NodeId, DeviceDescFlags)>,
     /// This node's command grew the volume and the 8.4 peer has not followed yet.
@@ -151,7 +137,7 @@ pub(crate) struct ResizeVote {
     max_sectors: u64,
     diskful_primaries: NodeMask,
     /// The disk here is being looked at.
-    probing: bool,
+    pub(crate) probing: bool,
 }
 
 impl ResizeVote {
@@ -208,7 +194,7 @@ impl From<TwopcResize> for PhaseOne {
     }
 }
 
-fn refusal(code: ErrorCode, text: String) -> Refusal {
+pub(crate) fn refusal(code: ErrorCode, text: String) -> Refusal {
     Refusal { code, text }
 }
 
@@ -283,72 +269,6 @@ impl Resource {
         Ok(())
     }
 
-    fn probe_disk(&mut self, volume: VolumeNr, wanted: ProbeFor) {
-        let tag = self.tags.insert(Pending::Probe(volume, wanted));
-        self.output(Output::ProbeDisk { tag, volume });
-    }
-
-    pub(crate) fn disk_probed(
-        &mut self,
-        volume: VolumeNr,
-        wanted: ProbeFor,
-        result: Result<DiskInfo, String>,
-    ) {
-        let failed = match (result, self.devices.get(&volume).and_then(|d| d.attached())) {
-            (Err(text), _) => refusal(ErrorCode::ERR_OPEN_DISK, text),
-            (Ok(_), None) => refusal(
-                ErrorCode::ERR_NO_DISK,
-                format!("volume {volume} has lost its disk"),
-            ),
-            (Ok(info), Some(disk)) => match disk.compare_info(&info) {
-                Err(text) => refusal(ErrorCode::ERR_DISK_TOO_SMALL, text),
-                Ok(Found::Moved(_))
-                    if !disk.may_resize() && matches!(wanted, ProbeFor::Follow { .. }) =>
-                {
-                    if let ProbeFor::Follow { peer, flags, .. } = wanted {
-                        self.follow_later(volume, peer, flags);
-                    }
-                    return;
-                }
-                Ok(Found::Moved(_)) if !disk.may_resize() => refusal(
-                    ErrorCode::IN_TRANSIENT_STATE,
-                    format!("volume {volume} is being resized or detached"),
-                ),
-                Ok(found) => {
-                    self.adopt_info(volume, info, found, AfterResize::Probed(wanted));
-                    return;
-                }
-            },
-        };
-        self.probe_failed(wanted, failed);
-    }
-
-    fn probe_failed(&mut self, wanted: ProbeFor, cause: Refusal) {
-        match wanted {
-            ProbeFor::Command(wish) => self.answer(wish.id, Err(command_error(cause))),
-            ProbeFor::Vote { tid, initiator } => {
-                let Some(t) = self.twopc.current.as_mut() else {
-                    return;
-                };
-                if t.tid != tid || t.initiator != initiator {
-                    return;
-                }
-                if let Some(vote) = t.resize.as_mut() {
-                    vote.probing = false;
-                }
-                if cause.code == ErrorCode::IN_TRANSIENT_STATE {
-                    t.retry = true;
-                } else {
-                    t.refusal = Some(cause);
-                }
-                self.twopc_progress();
-            }
-            ProbeFor::Follow { peer, .. } => {
-                self.log(Level::Error, Some(peer), None, cause.text);
-            }
-        }
-    }
-
     /// A change of the disk is complete: what it was for goes on.
     pub(crate) fn resized(&mut self, volume: VolumeNr, after: AfterResize) {
         match after {
@@ -366,6 +286,9 @@ impl Resource {
                     vote.add(NodeMask::EMPTY, limit);
                     self.twopc_progress();
                 }
+            }
+            AfterResize::Probed(ProbeFor::Connect { peer, room }) => {
+                self.looked_at_connect(volume, peer, room);
             }
             AfterResize::Probed(ProbeFor::Follow { peer, flags, late }) => {
                 self.follow_sizes(volume, peer, flags, late);

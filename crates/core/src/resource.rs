@@ -90,7 +90,7 @@ pub(crate) enum Pending {
     /// `Output::CloseDisk`.
     Close(VolumeNr),
     /// `Output::ProbeDisk`, and what its result is for.
-    Probe(VolumeNr, crate::resize::ProbeFor),
+    Probe(VolumeNr, crate::disk_look::ProbeFor),
     /// A write of a metadata move.
     Move(VolumeNr),
     /// A part of the metadata that an attach reads.

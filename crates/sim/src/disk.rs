@@ -273,6 +273,8 @@ pub struct Disk {
     pub meta_bytes: u64,
     /// Size of the data device.
     pub data_bytes: u64,
+    /// It has grown, and no connect has looked at it since.
+    pub(crate) grown: bool,
     /// Blocks that cannot be read until they are written, and what they held before.
     pub(crate) bad: BTreeMap<u64, u64>,
     /// It reported an error at least once.
@@ -379,6 +381,7 @@ impl Disk {
             persistent: place == Where::Persistent,
             meta_bytes: device_bytes,
             data_bytes,
+            grown: false,
             bad: BTreeMap::new(),
             had_errors: false,
             keeps_discarded: false,

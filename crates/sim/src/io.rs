@@ -28,6 +28,18 @@ fn read_range(op: &DataOp) -> Option<std::ops::Range<u64>> {
 const EIO: DiskError = DiskError::Io { errno: 5 };
 
 impl World {
+    /// A connect looks at the disk. It takes no turn of the dice unless it finds something.
+    pub(crate) fn look_at_disk(&mut self, node: usize, life: u32, tag: Tag, volume: VolumeNr) {
+        let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
+        let result = Ok(disk.info());
+        let delay = match std::mem::take(&mut disk.grown) {
+            true => self.delay(Place::Node(node), self.config.disk_delay),
+            false => 0,
+        };
+        let input = Box::new(Input::DiskOpened { tag, result });
+        self.at(delay, Ev::Input { node, life, input });
+    }
+
     pub(crate) fn disk_output(&mut self, node: usize, tag: Tag, volume: VolumeNr, op: DiskOp) {
         if self.is_traced() {
             let text = story::disk(volume, tag, &op);

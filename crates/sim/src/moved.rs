@@ -15,6 +15,7 @@ impl Disk {
     /// The device becomes larger by so many blocks. What is new on it differs from node to node.
     pub fn grow(&mut self, node: usize, blocks: u64) {
         self.data_bytes += blocks * BLOCK;
+        self.grown = true;
         let from = self.content.len() as u64;
         let mut end = from + blocks;
         if self.is_internal() {

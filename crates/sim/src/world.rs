@@ -828,6 +828,7 @@ impl World {
                 let input = Box::new(Input::DiskOpened { tag, result });
                 self.at(delay, Ev::Input { node, life, input });
             }
+            Output::LookAtDisk { tag, volume } => self.look_at_disk(node, life, tag, volume),
             Output::CloseDisk { tag, volume } => {
                 let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
                 disk.closing = Some(tag);

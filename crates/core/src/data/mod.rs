@@ -775,6 +775,7 @@ impl Resource {
             conn.io.mirror = None;
         }
         self.io.parked_due = true;
+        self.tell_room(peer);
     }
 
     /// Sends all peer acks that are due, for a demotion.

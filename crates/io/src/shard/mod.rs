@@ -442,7 +442,9 @@ impl<E: Engine> Shard<E> {
             } => {
                 self.open_disk(key, tag, volume, data_path, meta_path);
             }
-            Output::ProbeDisk { tag, volume } => self.probe_disk(key, tag, volume),
+            Output::ProbeDisk { tag, volume } | Output::LookAtDisk { tag, volume } => {
+                self.probe_disk(key, tag, volume)
+            }
             Output::CloseDisk { tag, volume } => self.close_disk(key, tag, volume),
             Output::AbandonDisk { volume } => self.abandon_disk(key, volume),
             Output::Disk { tag, volume, op } => self.disk_op(key, tag, volume, op),

@@ -355,7 +355,9 @@ impl StandIn {
 
     fn output(&mut self, output: Output) {
         match output {
-            Output::OpenDisk { tag, .. } | Output::ProbeDisk { tag, .. } => {
+            Output::OpenDisk { tag, .. }
+            | Output::ProbeDisk { tag, .. }
+            | Output::LookAtDisk { tag, .. } => {
                 let result = Ok(DiskInfo {
                     data_bytes: DISK_BYTES,
                     meta_bytes: DISK_BYTES,

@@ -497,3 +497,54 @@ fn an_84_pair_follows_sizes() {
         w.check_idle();
     }
 }
+
+/// The nodes meet again.
+fn reconnect(w: &mut World) {
+    w.cut = false;
+    w.pass_until("both in sync again", 60, |w| w.in_sync() && !w.cut);
+    w.pass(Duration::from_secs(3));
+}
+
+#[test]
+fn disks_that_have_grown_are_seen_at_a_connect() {
+    for (seed, index) in [
+        (1, MetaIndex::Internal),
+        (2, MetaIndex::FlexExternal),
+        (3, MetaIndex::Internal),
+        (4, MetaIndex::FlexExternal),
+    ] {
+        for first in [4, 6] {
+            let mut w = pair(seed, index);
+            let before = size(&w, 0);
+            w.cut_links();
+            w.cut = true;
+            w.pass(Duration::from_secs(1));
+            grow_disk(&mut w, 0, SIZE + first * MIB);
+            grow_disk(&mut w, 1, SIZE + 5 * MIB);
+            reconnect(&mut w);
+            let expected = before + first.min(5) * MIB;
+            assert_eq!([size(&w, 0), size(&w, 1)], [expected; 2], "{:#?}", w.log);
+            assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0), "{:#?}", w.log);
+            check_data(&mut w, 1);
+            w.check_idle();
+        }
+    }
+}
+
+#[test]
+fn one_disk_that_has_grown_changes_nothing_at_a_connect() {
+    let mut w = pair(5, MetaIndex::Internal);
+    let before = size(&w, 0);
+    w.cut_links();
+    w.cut = true;
+    w.pass(Duration::from_secs(1));
+    grow_disk(&mut w, 0, SIZE + 4 * MIB);
+    reconnect(&mut w);
+    assert_eq!([size(&w, 0), size(&w, 1)], [before; 2], "{:#?}", w.log);
+    assert!(
+        at(&w, 0, SIZE + 4 * MIB).is_some(),
+        "the metadata follow the disk"
+    );
+    check_data(&mut w, 1);
+    w.check_idle();
+}
