@@ -64,9 +64,19 @@ impl Exposed {
     }
 
     fn has_no_record(&self, sender: NodeId, set: &PeerUuids, peers: &[ExposedPeer<'_>]) -> bool {
-        peers
-            .iter()
-            .all(|third| third.node == sender || !set.slot_is_real(third.node))
+        let mut thirds = peers.iter().filter(|third| third.node != sender);
+        let clients = |third: &ExposedPeer<'_>| self.without_bitmap.contains(third.node);
+        // Where nobody could record it in a slot, what an absent one was last at does.
+        let recorded = thirds.clone().all(clients) && thirds.clone().any(|t| self.was_excluded(t));
+        !recorded && thirds.all(|third| !set.slot_is_real(third.node))
+    }
+
+    /// An absent peer went away at an older generation than the exposed one.
+    fn was_excluded(&self, peer: &ExposedPeer<'_>) -> bool {
+        let known = peer.uuids.map_or(Uuid::ZERO, |set| set.current);
+        !peer.connected
+            && !known.without_primary_bit().is_zero()
+            && !known.same_generation(self.uuid)
     }
 
     fn may_return_unnoticed(&self, peer: &ExposedPeer<'_>) -> bool {
@@ -169,6 +179,17 @@ mod tests {
             &own_open,
             Some(&gone)
         ));
+    }
+
+    #[test]
+    fn an_absent_client_is_excluded_once() {
+        let silent = set(0x10, &[]);
+        let client = |own: &mut Exposed| own.without_bitmap = NodeMask::of(C);
+        assert!(needs(client, &silent, Some(&set(0x10, &[]))));
+        assert!(!needs(client, &silent, Some(&set(0x90, &[]))));
+        // After a restart nobody knows what it was at.
+        assert!(needs(client, &silent, Some(&set(0, &[]))));
+        assert!(needs(client, &silent, None));
     }
 
     #[test]

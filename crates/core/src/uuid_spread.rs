@@ -576,6 +576,7 @@ impl Resource {
                     device.new_uuid_pending = false;
                     device.announced.retain(|u| *u != uuid);
                 }
+                self.clients_follow(volume, uuid);
                 self.new_uuid_done(volume);
                 continue;
             };
@@ -598,6 +599,19 @@ impl Resource {
             self.after_superblock(volume, AfterMeta::NewUuid);
         }
         self.close_epoch();
+    }
+
+    /// Connected clients were told what this Primary without a disk exposes, and do not answer. Gone, they would
+    /// come back at that generation.
+    fn clients_follow(&mut self, volume: VolumeNr, uuid: Uuid) {
+        for peer in self.established_peers().iter() {
+            if self.state.peer_device(volume, peer).disk == DiskState::Diskless
+                && let Some(pd) = self.peer_device_mut(volume, peer)
+            {
+                pd.current_uuid = uuid;
+                pd.uuids.get_or_insert_default().current = uuid;
+            }
+        }
     }
 
     /// The new current UUID is durable on a volume.
