@@ -9,12 +9,14 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::DeviceDescFlags;
 
 use crate::command::ErrorCode;
-use crate::device::LocalDisk;
+use crate::device::{Device, LocalDisk};
 use crate::event::{DiskInfo, Output};
 use crate::report::Level;
 use crate::resize::{AfterResize, ResizeWish, refusal};
 use crate::resize_local::Found;
 use crate::resource::{Pending, Resource};
+use crate::time::Duration;
+use crate::timers::Timer;
 use crate::twopc::command_error;
 use crate::validity::Refusal;
 
@@ -40,9 +42,12 @@ pub(crate) enum ProbeFor {
     },
 }
 
+/// How long a handshake waits for a look at the disks: a disk that hangs keeps nobody from connecting.
+const LOOK_PATIENCE: Duration = Duration::from_millis(500);
+
 impl Resource {
-    /// A peer comes: the two agree on a size by what their disks are now. The handshake does not wait
-    /// for the answer, which the peer hears afterwards if it is late.
+    /// A peer comes: the two agree on a size by what their disks are now. The handshake waits for the
+    /// answer, but not for long; what is found later the peer hears afterwards.
     pub(crate) fn look_at_disks(&mut self, peer: NodeId) {
         let known = |d: &LocalDisk| d.layout.is_some() && d.may_resize();
         let looked: Vec<(VolumeNr, u64)> = self
@@ -57,6 +62,30 @@ impl Resource {
             let wanted = ProbeFor::Connect { peer, room };
             let tag = self.tags.insert(Pending::Probe(volume, wanted));
             self.output(Output::LookAtDisk { tag, volume });
+            if let Some(device) = self.devices.get_mut(&volume) {
+                device.growth.looked_at = Some(self.now);
+            }
+        }
+    }
+
+    /// A disk is being looked at for a peer that connects.
+    pub(crate) fn looks_at_disks(&self) -> bool {
+        let looks = |d: &Device| {
+            d.growth
+                .looked_at
+                .is_some_and(|at| self.now - at < LOOK_PATIENCE)
+        };
+        self.devices.values().any(looks)
+    }
+
+    /// A look has ended: the handshake that waited for it goes on.
+    fn look_ended(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.growth.looked_at = None;
+        }
+        let waits = self.timers.is_set(Timer::ConnectTwopc(peer));
+        if waits && !self.looks_at_disks() {
+            self.timers.set(Timer::ConnectTwopc(peer), self.now);
         }
     }
 
@@ -99,6 +128,9 @@ impl Resource {
         wanted: ProbeFor,
         result: Result<DiskInfo, String>,
     ) {
+        if let ProbeFor::Connect { peer, .. } = wanted {
+            self.look_ended(volume, peer);
+        }
         let failed = match (result, self.devices.get(&volume).and_then(|d| d.attached())) {
             (Err(text), _) => refusal(ErrorCode::ERR_OPEN_DISK, text),
             (Ok(_), None) => refusal(

@@ -18,7 +18,7 @@ use crate::before_resync::ResyncGate;
 use crate::command::ErrorCode;
 use crate::compare::{self, Handshake, LostPrimary, Side, Strategy};
 use crate::connection::{Link, Phase};
-use crate::device::{ConnectVerdict, PeerSizes};
+use crate::device::{ConnectVerdict, LocalDisk, PeerSizes};
 use crate::event::Stream;
 use crate::options::Quorum;
 use crate::report::Level;
@@ -87,11 +87,11 @@ impl Resource {
                 .devices
                 .values()
                 .all(|d| !matches!(d.disk, DiskState::Attaching | DiskState::Detaching))
-            && self.devices.values().all(|d| {
-                d.disk.as_ref().is_none_or(|disk| {
-                    matches!(disk.phase, crate::device::DiskPhase::Attached { .. })
-                })
-            })
+            && self
+                .devices
+                .values()
+                .all(|d| d.disk.as_ref().is_none_or(LocalDisk::may_be_told))
+            && !self.looks_at_disks()
     }
 
     /// An attempt failed for a reason that may pass.

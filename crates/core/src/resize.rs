@@ -25,7 +25,7 @@ use crate::disk_look::ProbeFor;
 use crate::event::{CommandId, LinkId, Stream};
 use crate::report::Level;
 use crate::resource::Resource;
-use crate::time::Duration;
+use crate::time::{Duration, Instant};
 use crate::transition::Change;
 use crate::twopc::{Transaction, Wish, WishKind, command_error};
 use crate::validity::Refusal;
@@ -112,6 +112,8 @@ pub(crate) struct Growth {
     pub(crate) uncompared: NodeMask,
     /// Peers whose handshake had begun when the disk was found larger: they hear of it when it ends.
     pub(crate) untold: NodeMask,
+    /// When a look at the disk began for a peer that connects; none if it has ended.
+    pub(crate) looked_at: Option<Instant>,
     /// A connected peer's size changed while this node's disk was being changed: it is looked at after that.
     follow: Option<(NodeId, DeviceDescFlags)>,
     /// This node's command grew the volume and the 8.4 peer has not followed yet.

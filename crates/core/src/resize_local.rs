@@ -28,7 +28,7 @@ use lockstep_format::wire::{ConnState, DiskState, ReplState};
 
 use crate::attach::placement;
 use crate::data::{BitmapThen, DiskFault};
-use crate::device::{AfterMeta, LocalDisk};
+use crate::device::{AfterMeta, DiskPhase, LocalDisk};
 use crate::event::{DiskError, DiskInfo, MetaOp};
 use crate::report::{Event, Level};
 use crate::resize::{AfterResize, NewArea, Side};
@@ -114,6 +114,12 @@ impl LocalDisk {
             }
             Placement::FlexExternal | Placement::Indexed(_) => Ok(Found::Same),
         }
+    }
+
+    /// The sizes of a handshake are what they will be after it: the disk is there, and no metadata move.
+    pub(crate) fn may_be_told(&self) -> bool {
+        matches!(self.phase, DiskPhase::Attached { .. })
+            && !matches!(self.resize, Some(LocalResize::Move(_)))
     }
 
     /// Nothing is changed at present.

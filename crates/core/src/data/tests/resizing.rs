@@ -512,6 +512,8 @@ fn disks_that_have_grown_are_seen_at_a_connect() {
         (2, MetaIndex::FlexExternal),
         (3, MetaIndex::Internal),
         (4, MetaIndex::FlexExternal),
+        (5, MetaIndex::Internal),
+        (6, MetaIndex::FlexExternal),
     ] {
         for first in [4, 6] {
             let mut w = pair(seed, index);
@@ -523,6 +525,8 @@ fn disks_that_have_grown_are_seen_at_a_connect() {
             grow_disk(&mut w, 1, SIZE + 5 * MIB);
             reconnect(&mut w);
             let expected = before + first.min(5) * MIB;
+            let anew = w.log.iter().filter(|line| line.contains("connecting anew"));
+            assert_eq!(anew.count(), 0, "{:#?}", w.log);
             assert_eq!([size(&w, 0), size(&w, 1)], [expected; 2], "{:#?}", w.log);
             assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0), "{:#?}", w.log);
             check_data(&mut w, 1);
