@@ -505,9 +505,11 @@ impl Resource {
                 && matches!(replay.coverage, Coverage::Complete)
             {
                 let size = disk.io.bitmap.shape().bits();
-                for extent in &replay.active {
+                let missed = usize::from(planted!(self, ReplayMissesExtent));
+                for extent in replay.active.iter().skip(missed) {
                     let bits = disk.io.bitmap.extent_bits(*extent);
-                    let bits = bits.start.min(size)..bits.end.min(size);
+                    let last = u64::from(planted!(self, ReplayLeavesLastBlock));
+                    let bits = bits.start.min(size)..bits.end.min(size) - last;
                     let slots = match planted!(self, LogMarksFirstPeer) {
                         true => 0..1,
                         false => 0..disk.io.bitmap.shape().slots(),
@@ -751,6 +753,7 @@ impl Resource {
 
     /// The metadata are in memory and recovered: the disk takes part from now on.
     fn metadata_ready(&mut self, volume: VolumeNr) {
+        let keeps_clean = planted!(self, CleanFlagStays);
         let node_id = self.node_id;
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
@@ -783,7 +786,9 @@ impl Resource {
                 slot.flags.remove(PeerFlags::FULL_SYNC);
             }
         }
-        disk.generations.flags.remove(DeviceFlags::AL_CLEAN);
+        if !keeps_clean {
+            disk.generations.flags.remove(DeviceFlags::AL_CLEAN);
+        }
         disk.generations
             .flags
             .set(DeviceFlags::AL_DISABLED, !disk.options.al_updates);

@@ -115,7 +115,10 @@ impl Bitmap {
 
     /// Sets every bit that a write touches; returns how many were clear.
     pub fn set_range(&mut self, slot: u8, sector: Sector, size_bytes: u32) -> u64 {
-        let bits = self.shape.touched_bits(sector, u64::from(size_bytes));
+        let bits = match planted!(self, PartialWritesUnmarked) {
+            true => self.shape.covered_bits(sector, u64::from(size_bytes)),
+            false => self.shape.touched_bits(sector, u64::from(size_bytes)),
+        };
         self.set_bits(slot, bits)
     }
 

@@ -878,7 +878,7 @@ impl Resource {
         let mut change = Change::new().peer_role(peer, theirs.role).pause_peer(
             volume,
             peer,
-            theirs.aftr_isp || theirs.user_isp,
+            (theirs.aftr_isp || theirs.user_isp) && !planted!(self, PeerPauseIgnored),
         );
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.quorate = theirs.quorum;

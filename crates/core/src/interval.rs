@@ -100,6 +100,8 @@ pub struct Intervals<T> {
     waiting: usize,
     /// Ranges that wait for nothing and keep nothing waiting: end, and whether a write overlapped.
     watches: BTreeMap<WatchId, (u64, bool)>,
+    #[cfg(feature = "planted")]
+    pub(crate) planted: Option<crate::planted::Planted>,
 }
 
 /// Longest watched range in sectors: 1 MiB.
@@ -117,6 +119,8 @@ impl<T> Default for Intervals<T> {
             next_seq: 0,
             waiting: 0,
             watches: BTreeMap::new(),
+            #[cfg(feature = "planted")]
+            planted: None,
         }
     }
 }
@@ -154,9 +158,13 @@ impl<T: Copy> Intervals<T> {
                 u32::try_from(self.ranges.len() - 1).expect("fewer than 2^32 ranges in flight")
             }
         };
+        let careless = planted!(self, WriteOvertakesResyncRead);
+        let unordered = planted!(self, PeerWritesUnordered);
         for other in self.overlapping(start, end) {
             let earlier = self.range_mut(other);
-            if earlier.holds(origin) {
+            let skips = careless && matches!(earlier.origin, Origin::ResyncSource(_))
+                || unordered && matches!(earlier.origin, Origin::PeerWrite(_));
+            if earlier.holds(origin) && !skips {
                 earlier.waiters.push(index);
                 range.blockers += 1;
             }

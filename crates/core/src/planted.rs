@@ -651,6 +651,80 @@ registry! {
         "A generation that a command makes counts as seen before it is durable.";
     BusyCompared "busy-compared"
         "Marks that are left are compared while one who could settle them is resynced.";
+    EpochsOutOfOrder "epochs-out-of-order"
+        "A barrier is acked as soon as a later epoch is written.";
+    DiscardEpochNotFlushed "discard-epoch-not-flushed"
+        "A barrier is acked without a flush of the discards of its epoch.";
+    FuaNotSent "fua-not-sent"
+        "A write with FUA is sent as one without.";
+    ProtocolCAsB "protocol-c-as-b"
+        "With protocol C a write is acknowledged when it is in the memory of the peer.";
+    FirstAckCompletes "first-ack-completes"
+        "A write completes with the ack of the first of several peers.";
+    WriteOvertakesResyncRead "write-overtakes-resync-read"
+        "A write does not wait for a resync read of its block.";
+    PeerWritesUnordered "peer-writes-unordered"
+        "A write does not wait for an earlier received one of the same block.";
+    ReplayMissesExtent "replay-misses-extent"
+        "An attach after a crash leaves out an extent of the activity log.";
+    ReplayLeavesLastBlock "replay-leaves-last-block"
+        "An attach after a crash does not mark the last block of each extent.";
+    CleanFlagStays "clean-flag-stays"
+        "The metadata of a disk in use call its activity log clean.";
+    PeerExtentLetGoEarly "peer-extent-let-go-early"
+        "A received write gives its place in the activity log back before the peer ack.";
+    PartialWritesUnmarked "partial-writes-unmarked"
+        "A write marks only the bitmap blocks that it covers wholly.";
+    PlainRunsShort "plain-runs-short"
+        "The last block of each run of a plain bitmap is dropped.";
+    BitmapReplacesMarks "bitmap-replaces-marks"
+        "A bitmap that a target receives takes the place of its own marks.";
+    ResyncAfterIgnored "resync-after-ignored"
+        "A resync does not wait for the volume that goes first.";
+    PeerPauseIgnored "peer-pause-ignored"
+        "A pause of the peer does not pause the resync here.";
+    VerifyIgnoresDagtag "verify-ignores-dagtag"
+        "A verify reads before it has what the peer has seen of a third node.";
+    ClientSendsToOne "client-sends-to-one"
+        "A Primary without a disk sends its writes to one peer.";
+    RedundancyCountsPresent "redundancy-counts-present"
+        "quorum-minimum-redundancy counts disks that are not UpToDate.";
+    QuorumStaysFrozen "quorum-stays-frozen"
+        "Requests stay frozen when quorum is back.";
+    NoQuorumNoError "no-quorum-no-error"
+        "on-no-quorum io-error lets writes go on.";
+    LostPeerAwaited "lost-peer-awaited"
+        "A two-phase commit waits for the answer of a node that is lost.";
+    CrashedRowMissing "crashed-row-missing"
+        "Nodes of one generation of which one crashed as Primary count as equal.";
+    HistoryReversed "history-reversed"
+        "The rows history-self and history-peer give the wrong direction.";
+    SplitBrainReversed "split-brain-reversed"
+        "The policies for a split brain let the wrong side win.";
+    FollowerNotesNobody "follower-notes-nobody"
+        "A node that follows a new generation does not note who does not.";
+    ReconnectFlagAlways "reconnect-flag-always"
+        "A node that was started anew says that it was there all the time.";
+    PageErrorIgnored "page-error-ignored"
+        "A write of the bitmap that failed counts as done.";
+    SuperblockErrorIgnored "superblock-error-ignored"
+        "A write of the superblock that failed counts as done.";
+    SuperblockCoversLater "superblock-covers-later"
+        "The end of a superblock write counts for changes that were made meanwhile.";
+    OutdatedTrusted "outdated-trusted"
+        "An attach takes an Outdated disk for UpToDate.";
+    BehindStaysCurrent "behind-stays-current"
+        "A node that is Behind goes on taking its disk for UpToDate.";
+    CongestionNeverFalls "congestion-never-falls"
+        "What was sent and has arrived counts as under way for ever.";
+    SurvivorsNotCompared "survivors-not-compared"
+        "The survivors of a Primary do not tell each other how far they came.";
+    LateReplyLeaked "late-reply-leaked"
+        "The buffer of a resync reply that comes too late is never released.";
+    VerifyBufferLeaked "verify-buffer-leaked"
+        "The buffer of a block that a verify read is never released.";
+    GatedAcksLost "gated-acks-lost"
+        "Of the acks that waited for metadata only the first is sent.";
 }
 
 #[cfg(feature = "planted")]
@@ -673,10 +747,17 @@ impl crate::resource::Resource {
             verdict.strategy = Strategy::NoSync;
         }
         use Rule as R;
+        let crash_rows = [R::CrashedPrimary, R::BothOff];
+        if planted!(self, CrashedRowMissing) && crash_rows.contains(&verdict.rule) {
+            verdict.strategy = Strategy::NoSync;
+        }
         let reversed = planted!(self, LostQuorumReversed) && verdict.rule == R::LostQuorum
             || planted!(self, CrashedRowReversed)
                 && [R::CrashedPrimary, R::BothOff].contains(&verdict.rule)
-            || planted!(self, ReconcileReversed) && verdict.rule == R::ReconcileDagtag;
+            || planted!(self, ReconcileReversed) && verdict.rule == R::ReconcileDagtag
+            || planted!(self, HistoryReversed)
+                && [R::HistoryPeer, R::HistorySelf].contains(&verdict.rule)
+            || planted!(self, SplitBrainReversed) && verdict.split_brain;
         if reversed {
             verdict.strategy = strategy.reversed().unwrap_or(strategy);
         }

@@ -24,6 +24,10 @@ impl Resource {
             return;
         }
         conn.notify_lost_primary = false;
+        if planted!(self, SurvivorsNotCompared) {
+            self.reconcile_settled();
+            return;
+        }
         let dagtag = conn.last_dagtag;
         let left_before = self.take_kept_words(lost);
         let survivors = self.established_peers().without(lost);

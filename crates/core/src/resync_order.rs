@@ -124,7 +124,11 @@ impl Resource {
         for (peer, p) in &device.peers {
             let kept = p.susp_dependency && planted!(self, OrderNeverEnds);
             change = change
-                .pause_dependency(volume, *peer, verdict.dependency || kept)
+                .pause_dependency(
+                    volume,
+                    *peer,
+                    (verdict.dependency || kept) && !planted!(self, ResyncAfterIgnored),
+                )
                 .pause_max_parallel(volume, *peer, verdict.max_parallel);
         }
         self.hard_change(change);

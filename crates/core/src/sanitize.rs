@@ -471,6 +471,9 @@ impl Resource {
         use DiskState::{Consistent, DUnknown, Diskless, Inconsistent, Outdated, UpToDate};
         for p in state.peers.values_mut() {
             let (own_min, own_max, peer_min, peer_max) = match p.repl {
+                ReplState::Behind if planted!(self, BehindStaysCurrent) => {
+                    (Inconsistent, UpToDate, Inconsistent, UpToDate)
+                }
                 ReplState::Off => (Diskless, UpToDate, Inconsistent, DUnknown),
                 ReplState::Established => (Diskless, UpToDate, Diskless, UpToDate),
                 ReplState::WfBitmapT
@@ -591,7 +594,8 @@ impl Resource {
                 new.susp_nod = true;
             }
         }
-        new.susp_quorum = new.role == Role::Primary && self.waits_for_quorum(new);
+        let stays = planted!(self, QuorumStaysFrozen) && old.susp_quorum;
+        new.susp_quorum = new.role == Role::Primary && (stays || self.waits_for_quorum(new));
         if !new.susp_uuid
             && !planted!(self, ThawWithoutUuid)
             && old.suspended()
@@ -689,6 +693,8 @@ impl Resource {
                 if !with_disk && self.peer_is_quorate(volume, peer) {
                     quorate_peers += 1;
                 }
+            } else if planted!(self, RedundancyCountsPresent) {
+                n.up_to_date += 1;
             } else {
                 n.present += 1;
                 let joins = old.peer_device(volume, peer).repl == ReplState::Off

@@ -103,7 +103,7 @@ impl Resource {
             return;
         }
         disk.writer.in_flight = None;
-        if result.is_err() {
+        if result.is_err() && !planted!(self, SuperblockErrorIgnored) {
             self.log(
                 Level::Error,
                 None,
@@ -113,6 +113,10 @@ impl Resource {
             self.disk_failed(volume, crate::data::DiskFault::Meta);
             return;
         }
+        let count = match planted!(self, SuperblockCoversLater) {
+            true => disk.writer.changed,
+            false => count,
+        };
         disk.writer.durable = count;
         let mut due = Vec::new();
         while disk

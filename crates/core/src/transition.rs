@@ -469,7 +469,7 @@ impl Resource {
             disk.crashed_primary || (new.role == Role::Primary && whole && !leaves);
         // The last superblock of a detach says that nothing is left in the log: also one that follows it,
         // because something else has changed meanwhile.
-        if disk.leaving != Some(Leaving::Superblock) {
+        if disk.leaving != Some(Leaving::Superblock) && !planted!(self, CleanFlagStays) {
             flags.remove(DeviceFlags::AL_CLEAN);
         }
         let stays = never_clean && old_flags.contains(DeviceFlags::CRASHED_PRIMARY);

@@ -1020,7 +1020,10 @@ impl Resource {
         };
         let voted = !t.waiting.contains(peer);
         t.lost.insert(peer);
-        t.waiting.remove(peer);
+        let waits = planted!(self, LostPeerAwaited);
+        if !waits {
+            t.waiting.remove(peer);
+        }
         t.children.remove(peer);
         let was_parent = t.parents.contains(peer);
         t.parents.remove(peer);
@@ -1035,7 +1038,7 @@ impl Resource {
             self.next_wish();
         } else {
             if let Some(t) = self.twopc.current.as_mut()
-                && (!voted && !yes || handshake_gone)
+                && (!voted && !yes && !waits || handshake_gone)
             {
                 t.retry = true;
             }

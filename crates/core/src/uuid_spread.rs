@@ -912,6 +912,7 @@ impl Resource {
         let role = self.state.role;
         let own = state.disk;
         let untold = planted!(self, FirstOfTwoUntold);
+        let forgets = planted!(self, FollowerNotesNobody);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -931,6 +932,9 @@ impl Resource {
         let before = disk.generations.slots;
         disk.generations
             .receive_new_datagen(set.current, &rotation, own, role);
+        if forgets {
+            disk.generations.slots = before;
+        }
         if lockstep && !untold {
             disk.generations.push_history(set.history[0]);
         }

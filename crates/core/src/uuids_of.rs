@@ -236,6 +236,9 @@ impl Resource {
             disk.generations.flags,
             self.may_be_up_to_date(volume, peers),
         );
+        if found == DiskState::Outdated && planted!(self, OutdatedTrusted) {
+            return DiskState::UpToDate;
+        }
         if found > DiskState::Outdated && self.missed_what_was_exposed(volume) {
             return DiskState::Outdated;
         }
@@ -432,7 +435,8 @@ impl Resource {
         );
         flags.set(UuidFlags::CRASHED_PRIMARY, disk.crashed_primary);
         flags.set(UuidFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
-        flags.set(UuidFlags::RECONNECT, pd.reconnect);
+        let stayed = pd.reconnect || planted!(self, ReconnectFlagAlways);
+        flags.set(UuidFlags::RECONNECT, stayed);
         let inconsistent = state.disk == DiskState::Inconsistent
             || (state.disk == DiskState::Negotiating
                 && !disk

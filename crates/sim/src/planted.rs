@@ -341,6 +341,43 @@ fn shows(bug: Planted) -> Shows {
         | P::UntoldCompared
         | P::CommandExposesEarly
         | P::BusyCompared
+        | P::EpochsOutOfOrder
+        | P::DiscardEpochNotFlushed
+        | P::FuaNotSent
+        | P::ProtocolCAsB
+        | P::FirstAckCompletes
+        | P::WriteOvertakesResyncRead
+        | P::PeerWritesUnordered
+        | P::ReplayMissesExtent
+        | P::ReplayLeavesLastBlock
+        | P::CleanFlagStays
+        | P::PeerExtentLetGoEarly
+        | P::PartialWritesUnmarked
+        | P::PlainRunsShort
+        | P::BitmapReplacesMarks
+        | P::ResyncAfterIgnored
+        | P::PeerPauseIgnored
+        | P::VerifyIgnoresDagtag
+        | P::ClientSendsToOne
+        | P::RedundancyCountsPresent
+        | P::QuorumStaysFrozen
+        | P::NoQuorumNoError
+        | P::LostPeerAwaited
+        | P::CrashedRowMissing
+        | P::HistoryReversed
+        | P::SplitBrainReversed
+        | P::FollowerNotesNobody
+        | P::ReconnectFlagAlways
+        | P::PageErrorIgnored
+        | P::SuperblockErrorIgnored
+        | P::SuperblockCoversLater
+        | P::OutdatedTrusted
+        | P::BehindStaysCurrent
+        | P::CongestionNeverFalls
+        | P::SurvivorsNotCompared
+        | P::LateReplyLeaked
+        | P::VerifyBufferLeaked
+        | P::GatedAcksLost
         | P::AttachedInHandshakeOverlooked
         | P::ExtentsOutOfOrder
         | P::VouchesForTheLost
@@ -805,6 +842,31 @@ const RARE: &[Planted] = &[
     Planted::UntoldCompared,
     Planted::CommandExposesEarly,
     Planted::BusyCompared,
+    Planted::DiscardEpochNotFlushed,
+    Planted::PartialWritesUnmarked,
+    Planted::ResyncAfterIgnored,
+    Planted::PeerPauseIgnored,
+    Planted::VerifyIgnoresDagtag,
+    Planted::ClientSendsToOne,
+    Planted::RedundancyCountsPresent,
+    Planted::QuorumStaysFrozen,
+    Planted::NoQuorumNoError,
+    Planted::LostPeerAwaited,
+    Planted::CrashedRowMissing,
+    Planted::HistoryReversed,
+    Planted::SplitBrainReversed,
+    Planted::FollowerNotesNobody,
+    Planted::ReconnectFlagAlways,
+    Planted::PageErrorIgnored,
+    Planted::SuperblockErrorIgnored,
+    Planted::SuperblockCoversLater,
+    Planted::OutdatedTrusted,
+    Planted::BehindStaysCurrent,
+    Planted::CongestionNeverFalls,
+    Planted::SurvivorsNotCompared,
+    Planted::LateReplyLeaked,
+    Planted::VerifyBufferLeaked,
+    Planted::GatedAcksLost,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -528,10 +528,11 @@ impl Resource {
         result: Result<(), DiskError>,
     ) {
         let misses = planted!(self, PageWriteMissesBits);
+        let ignores = planted!(self, PageErrorIgnored);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
-        if result.is_err() {
+        if result.is_err() && !ignores {
             io.bitmap.write_failed(page);
             for job in &mut io.jobs {
                 job.failed |= job.writes.as_mut().is_some_and(|w| w.remove(&page));

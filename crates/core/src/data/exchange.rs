@@ -120,6 +120,7 @@ impl Resource {
             return;
         }
         io.bitmap_in = (first + packet.words.len() as u64 / 8) * 64;
+        let short = u64::from(planted!(self, PlainRunsShort));
         let mut runs = Vec::new();
         for (index, word) in packet.words.chunks_exact(8).enumerate() {
             let mut word = u64::from_le_bytes(word.try_into().unwrap_or_default());
@@ -129,7 +130,7 @@ impl Resource {
                 word >>= skip;
                 at += u64::from(skip);
                 let run = word.trailing_ones();
-                runs.push((at, u64::from(run)));
+                runs.push((at, u64::from(run) - short));
                 at += u64::from(run);
                 word = if run == 64 { 0 } else { word >> run };
             }
@@ -171,6 +172,7 @@ impl Resource {
     fn merge_runs(&mut self, peer: NodeId, volume: VolumeNr, total: u64, runs: &[(u64, u64)]) {
         let forgets_end = planted!(self, BitmapEndNotMerged);
         let rounds = planted!(self, CoarseBitsRounded);
+        let replaces = planted!(self, BitmapReplacesMarks);
         let is_source = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapS;
         if is_source && planted!(self, TargetMarksNotMerged) {
             return;
@@ -191,6 +193,13 @@ impl Resource {
         let Some(io) = self.disk_io(volume) else {
             return;
         };
+        if replaces
+            && !is_source
+            && let (Some((first, _)), Some((last, run))) = (runs.first(), runs.last())
+        {
+            io.bitmap
+                .clear_bits(slot, first / scale..(last + run) / scale);
+        }
         let mut news = 0;
         for (at, run) in runs {
             let end = (at + run).min(total);

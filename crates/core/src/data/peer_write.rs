@@ -240,7 +240,8 @@ impl Resource {
         if let Some(open) = conn.io.epochs.back_mut() {
             open.writes += 1;
             open.active += 1;
-            if !open.volumes.contains(&volume) {
+            let left_out = payload.is_none() && planted!(self, DiscardEpochNotFlushed);
+            if !open.volumes.contains(&volume) && !left_out {
                 open.volumes.push(volume);
             }
         }
@@ -285,6 +286,8 @@ impl Resource {
         let local = device.io.ranges.overlaps_local_write(sector, size_bytes);
         let concurrent = !shared && local;
         let owner = Owner::Peer(peer, number);
+        #[cfg(feature = "planted")]
+        (device.io.ranges.planted = self.planted);
         let (range, clear) =
             device
                 .io
@@ -510,7 +513,14 @@ impl Resource {
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        for (peer, number) in core::mem::take(&mut device.io.gated_acks) {
+        let most = match planted!(self, GatedAcksLost) {
+            true => 1,
+            false => usize::MAX,
+        };
+        for (peer, number) in core::mem::take(&mut device.io.gated_acks)
+            .into_iter()
+            .take(most)
+        {
             self.peer_write_acked(volume, peer, number);
         }
     }
@@ -585,6 +595,13 @@ impl Resource {
             return;
         };
         let epoch = write.epoch;
+        if planted!(self, PeerExtentLetGoEarly)
+            && let Some(write) = self.peer_write(peer, number)
+            && let Some(serial) = write.al.take()
+        {
+            let (sector, size) = (write.sector, write.size_bytes);
+            self.al_put(volume, sector, size, serial);
+        }
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
@@ -630,7 +647,8 @@ impl Resource {
         if conn.io.flushing.is_some() || conn.io.draining {
             return;
         }
-        let done = conn.io.epochs.iter().take_while(|e| {
+        let skipped = usize::from(planted!(self, EpochsOutOfOrder));
+        let done = conn.io.epochs.iter().skip(skipped).take_while(|e| {
             e.barrier.is_some() && (e.active == 0 || planted!(self, BarrierAckBeforeWrites))
         });
         let mut volumes: Vec<VolumeNr> = Vec::new();

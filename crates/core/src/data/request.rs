@@ -103,7 +103,9 @@ impl Resource {
             return true;
         };
         self.state.fail_io
-            || (self.options.on_no_quorum == OnLoss::IoError && !device.have_quorum)
+            || (self.options.on_no_quorum == OnLoss::IoError
+                && !device.have_quorum
+                && !planted!(self, NoQuorumNoError))
             || (self.options.on_no_data_accessible == OnLoss::IoError
                 && !device.data_accessible()
                 && !device.unstable())

@@ -652,7 +652,9 @@ impl Resource {
             io.received_sectors += u64::from(data.payload_len) / Sector::SIZE;
         }
         if over || !self.takes_writes(volume) {
-            self.release(payload.buf);
+            if !planted!(self, LateReplyLeaked) {
+                self.release(payload.buf);
+            }
             self.target_failed(volume, peer, key);
             return;
         }

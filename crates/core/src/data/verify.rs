@@ -378,7 +378,11 @@ impl Resource {
 
     /// Whether what `after` names has come in here.
     fn verify_ready(&self, peer: NodeId, (node, dagtag): (NodeId, Dagtag)) -> Ready {
-        if dagtag.0 == 0 || node == self.node_id || node == peer {
+        if dagtag.0 == 0
+            || node == self.node_id
+            || node == peer
+            || planted!(self, VerifyIgnoresDagtag)
+        {
             return Ready::Now;
         }
         match self.connections.get(&node) {
@@ -595,7 +599,7 @@ impl Resource {
         let payload = block.payload.take();
         let theirs = block.theirs;
         let watch = block.watch;
-        if let Some(payload) = payload {
+        if let Some(payload) = payload.filter(|_| !planted!(self, VerifyBufferLeaked)) {
             self.release(payload.buf);
         }
         let overlapped = self

@@ -171,6 +171,8 @@ impl Resource {
             return;
         };
         let owner = Owner::App(key);
+        #[cfg(feature = "planted")]
+        (device.io.ranges.planted = self.planted);
         let (range, clear) =
             device
                 .io
@@ -290,6 +292,7 @@ impl Resource {
             .get(key)
             .is_some_and(|r| self.takes_writes(r.volume));
         let unsent = planted!(self, DiscardNotReplicated);
+        let one = planted!(self, ClientSendsToOne) && !takes_writes;
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
         };
@@ -304,7 +307,7 @@ impl Resource {
         let mut sent = NodeMask::EMPTY;
         if let Some(device) = self.state.devices.get(&volume) {
             for (peer, p) in &device.peers {
-                if p.replicates() {
+                if p.replicates() && (!one || sent.is_empty()) {
                     sent.insert(*peer);
                 } else if p.marks_out_of_sync() {
                     req.mark.insert(*peer);
@@ -390,6 +393,7 @@ impl Resource {
         }
         let mut flags = DataFlags::empty();
         match protocol {
+            Protocol::C if planted!(self, ProtocolCAsB) => flags |= DataFlags::SEND_RECEIVE_ACK,
             Protocol::C => flags |= DataFlags::SEND_WRITE_ACK,
             Protocol::B => flags |= DataFlags::SEND_RECEIVE_ACK,
             Protocol::A => {}
@@ -408,7 +412,7 @@ impl Resource {
         };
         let packet = match kind {
             RequestKind::Write { fua } => {
-                if fua {
+                if fua && !planted!(self, FuaNotSent) {
                     flags |= DataFlags::FUA;
                 }
                 Packet::Data(Data {
@@ -553,7 +557,7 @@ impl Resource {
             || !req.submitted
             || req.again
             || req.local == Local::Pending
-            || !req.pending.is_empty()
+            || (req.ok.is_empty() || !planted!(self, FirstAckCompletes)) && !req.pending.is_empty()
             || !req.parked.is_empty()
         {
             return;
@@ -970,7 +974,8 @@ impl Resource {
                 continue;
             };
             let sectors = u64::from(req.size_bytes) / Sector::SIZE;
-            conn.io.ap_in_flight_sectors = conn.io.ap_in_flight_sectors.saturating_sub(sectors);
+            let arrived = sectors * u64::from(!planted!(self, CongestionNeverFalls));
+            conn.io.ap_in_flight_sectors = conn.io.ap_in_flight_sectors.saturating_sub(arrived);
             req.unsettled.remove(peer);
             if req.pending.contains(peer) {
                 // Stable is more than written.
