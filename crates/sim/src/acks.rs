@@ -130,6 +130,7 @@ pub(crate) fn said(
         Packet::NegAck(ack) => is_refused(w, node, link.0, ack),
         Packet::PeerAck(ack) => have_it(w, node, peer, link.0, ack),
         Packet::ConfirmStable(ack) => part_is_durable(w, node, link.0, ack),
+        Packet::RsWriteAck(ack) => third_is_marked(w, node, peer, volume, ack),
         Packet::RsIsInSync(ack) => equal_is_durable(w, node, peer, volume, ack),
         Packet::BarrierAck(ack) => epoch_is_durable(w, node, link.0, ack.barrier),
         _ => {}
@@ -364,6 +365,43 @@ fn have_it(w: &mut World, node: usize, peer: NodeId, link: u64, ack: &PeerAck) {
                 ));
                 return;
             }
+        }
+    }
+}
+
+/// A target acknowledges a block of a resync. A third node that is away does not have what it was given, and may come
+/// back when the source is gone: if the target died now, its metadata or the third node's say so.
+fn third_is_marked(w: &mut World, node: usize, source: NodeId, volume: VolumeNr, ack: &BlockAck) {
+    let v = usize::from(volume.0);
+    let first = ack.sector.0 / 8;
+    let blocks = first..first + u64::from(ack.size_bytes) / crate::disk::BLOCK;
+    if w.config.weather != Weather::ByPlace || w.nodes[node].disks[v].is_hot(blocks.clone()) {
+        return;
+    }
+    for third in w.storage() {
+        if third == node || third == usize::from(source.0) || !is_whole(w, third, v) {
+            continue;
+        }
+        let (here, there) = (&w.nodes[node].disks[v], &w.nodes[third].disks[v]);
+        let differs = |b: &u64| here.content.get(*b as usize) != there.content.get(*b as usize);
+        let unmarked = blocks.clone().filter(differs).find(|b| {
+            !w.spoiled.contains_key(&(volume.0, *b))
+                && !there.is_hot(*b..*b + 1)
+                && !here.is_marked(third, *b)
+                && !there.is_marked(node, *b)
+                && !crate::cover::is_asked_for(w, v, *b)
+        });
+        if let Some(block) = unmarked {
+            let text = format!(
+                "{} acknowledges block {block} of volume {volume} in a resync from {}; if it died now, neither its \
+                 metadata nor those of {} would mark the difference; {}",
+                name(node),
+                name(usize::from(source.0)),
+                name(third),
+                w.history.describe(volume.0, block)
+            );
+            w.fail(text);
+            return;
         }
     }
 }

@@ -313,6 +313,28 @@ pub(crate) fn nobody_is_misunderstood(w: &mut World, node: usize, peer: NodeId, 
     }
 }
 
+/// A verify that has found a difference: a disk must have changed by itself.
+pub(crate) fn nothing_differs(w: &mut World, node: usize, text: &str) {
+    let found = text.starts_with("online verify done") && !text.contains(" 0 KiB out of sync");
+    if !found || w.config.weather != Weather::ByPlace || w.history.several_writers {
+        return;
+    }
+    let disks = || w.nodes.iter().flat_map(|n| &n.disks);
+    let erred = disks().any(|d| d.had_errors || d.given_up || d.trouble.happened);
+    let rots = |d: &crate::disk::Disk| {
+        d.content
+            .iter()
+            .any(|value| *value >= crate::rot::BY_ITSELF)
+    };
+    if erred || !w.spoiled.is_empty() || !w.spoils.is_empty() || disks().any(rots) {
+        return;
+    }
+    w.fail(format!(
+        "{} says, and no disk has changed by itself: {text}",
+        name(node)
+    ));
+}
+
 /// Words of errors that are policy, or that faults of the world explain.
 const CAUSES: [&str; 15] = [
     "compare shared-secret",

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use lockstep_core::options::Quorum;
 
 use crate::at_rest;
+use crate::branches;
 use crate::calm;
 use crate::check;
 use crate::cover;
@@ -278,6 +279,9 @@ impl<'a> Drive<'a> {
         check::differences_are_marked(w);
         check::generations_agree(w);
         check::one_primary(w);
+        if self.plan.goes_on() {
+            branches::are_mended(w, o, self.plan);
+        }
     }
 
     /// Lets time pass, with everything that is due, while a condition holds.
@@ -352,6 +356,7 @@ impl<'a> Drive<'a> {
                 promises::writes_are_answered(w, limit);
             }
             promises::changes_end(w, o.settings.resource.twopc_timeout_tenths);
+            promises::pauses_are_known(w);
             promises::disks_are_given_up(w, o.settings.disk.disk_timeout_tenths);
             let redundancy = o.settings.resource.quorum_minimum_redundancy != Quorum::Off;
             promises::majority_is_enough(w, redundancy);

@@ -6,6 +6,7 @@
 mod acks;
 mod asking;
 mod at_rest;
+mod branches;
 mod buffers;
 mod calm;
 pub mod check;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use lockstep_core::options::{Protocol, Quorum, ResourceOptions};
 use lockstep_core::report::Snapshot;
-use lockstep_core::state::{ConnState, DiskState, Role};
+use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::{NodeId, VolumeNr};
 
@@ -23,6 +23,8 @@ pub struct View {
     pub holders: [u32; MAX_VOLUMES],
     /// All volumes have quorum.
     pub quorate: bool,
+    /// Those that have none, a bit each.
+    pub(crate) lacking: u32,
     /// Requests are suspended.
     pub suspended: bool,
     /// It sees fewer nodes with disks than it does not know the whereabouts of: who asks for a
@@ -41,6 +43,7 @@ impl View {
             role: snapshot.role,
             holders: crate::operator::holders(node, snapshot),
             quorate: snapshot.devices.iter().all(|d| d.quorum),
+            lacking: lacking(snapshot),
             suspended: !snapshot.suspended.is_empty(),
             outnumbered: outnumbered(snapshot, storage),
             outdated: outdated(snapshot, storage),
@@ -55,6 +58,8 @@ struct Relied {
     is_primary: bool,
     /// Its requests were suspended when something last happened.
     suspended: bool,
+    /// Volumes that had no quorum when something last happened, a bit each.
+    lacking: u32,
     /// The generation of the last acknowledged write, and since when.
     generation: [Option<(u64, u64)>; MAX_VOLUMES],
     /// This Primary has no disk, and only that node has the data, since then.
@@ -82,6 +87,8 @@ pub(crate) struct Seen {
     pub(crate) unknown: BTreeMap<(usize, usize, usize), u64>,
     /// By node: the cluster-wide change that it takes part in, and since when.
     changes: BTreeMap<usize, ((u32, NodeId), u64)>,
+    /// By node, peer and volume: since when the node has paused a resync which the peer takes for running.
+    one_sided: BTreeMap<(usize, usize, u16), u64>,
     /// By node: since when it sees a majority and has no quorum.
     deprived: BTreeMap<usize, u64>,
     /// By volume: what the node that is being told of the end of a disk operation knew before, counted in
@@ -101,6 +108,7 @@ impl Seen {
             differing: BTreeMap::new(),
             unknown: BTreeMap::new(),
             changes: BTreeMap::new(),
+            one_sided: BTreeMap::new(),
             deprived: BTreeMap::new(),
             known: [None; MAX_VOLUMES],
             copies: 0,
@@ -175,6 +183,7 @@ pub(crate) fn states_changed(w: &mut World) {
         }
         w.seen.relied[node].is_primary = view.role == Role::Primary;
         w.seen.relied[node].suspended = view.suspended;
+        w.seen.relied[node].lacking = view.lacking;
     }
 }
 
@@ -578,6 +587,12 @@ fn outdated(snapshot: &Snapshot, storage: usize) -> u32 {
     away.fold(0, |all, c| all | 1 << c.peer.0)
 }
 
+/// Volumes without quorum, a bit each.
+fn lacking(snapshot: &Snapshot) -> u32 {
+    let without = snapshot.devices.iter().filter(|d| !d.quorum);
+    without.fold(0, |all, d| all | 1 << d.volume.0)
+}
+
 /// Peers with which each volume's resync is paused.
 fn paused(snapshot: &Snapshot) -> [u32; MAX_VOLUMES] {
     let mut paused = [0; MAX_VOLUMES];
@@ -611,6 +626,45 @@ pub(crate) fn changes_end(w: &mut World, timeout_tenths: u32) {
                 name(usize::from(change.1.0)),
                 took / SECOND
             ));
+        }
+    }
+}
+
+/// What one node has paused is paused on the other one soon.
+pub(crate) fn pauses_are_known(w: &mut World) {
+    let before = std::mem::take(&mut w.seen.one_sided);
+    if w.stands_still() || w.config.slow.is_some() {
+        return;
+    }
+    let nodes = w.nodes.len();
+    for (node, peer) in (0..nodes * nodes).map(|pair| (pair / nodes, pair % nodes)) {
+        let waits = w.view(node).map_or([0; MAX_VOLUMES], |view| view.paused);
+        let waits = |volume: u16| waits[usize::from(volume)] & 1 << peer != 0;
+        if node == peer || !(0..w.config.volumes).any(waits) || !linked(w, node, peer) {
+            continue;
+        }
+        let connections = w.snapshot(peer).map(|s| s.connections).unwrap_or_default();
+        let to_node = connections
+            .into_iter()
+            .find(|c| usize::from(c.peer.0) == node);
+        for p in to_node.into_iter().flat_map(|c| c.peer_devices) {
+            let runs = matches!(p.repl_state, ReplState::SyncTarget | ReplState::SyncSource);
+            if !runs || !waits(p.volume.0) {
+                continue;
+            }
+            let key = (node, peer, p.volume.0);
+            let since = before.get(&key).copied().unwrap_or(w.now);
+            w.seen.one_sided.insert(key, since);
+            if w.now >= since + STALE_MOST {
+                w.fail(format!(
+                    "{} has paused the resync of volume {} with {}, where it has gone on for {} s",
+                    name(node),
+                    p.volume.0,
+                    name(peer),
+                    STALE_MOST / SECOND
+                ));
+                return;
+            }
         }
     }
 }
@@ -721,6 +775,15 @@ fn majority_is_behind(w: &mut World, node: usize, volume: usize) -> bool {
 /// peer, if whoever is behind it knows that its data are not current.
 pub(crate) fn majority_is_there(w: &mut World, node: usize, asked: &Asked) {
     copies_are_there(w, node, asked);
+    let before = w.seen.relied[node].lacking;
+    let lacking = w.view(node).map_or(0, |view| view.lacking) & before;
+    if lacking & 1 << asked.volume != 0 {
+        w.fail(format!(
+            "{} acknowledges a write of volume {}, which has no quorum",
+            name(node),
+            asked.volume
+        ));
+    }
     let outnumbered = w.wants_majority && w.view(node).is_some_and(|v| v.outnumbered);
     if outnumbered && !majority_is_behind(w, node, usize::from(asked.volume)) {
         w.fail(format!(

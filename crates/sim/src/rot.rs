@@ -17,6 +17,9 @@ use crate::sometimes;
 use crate::swarm::{rest, wait_for};
 use crate::world::{MS, SECOND, Weather, World, id, name};
 
+/// Versions from here on are those that a disk has made up.
+pub(crate) const BY_ITSELF: u64 = 1 << 52;
+
 /// Blocks at a device's end among which some change.
 const REACH: u64 = 200;
 
@@ -76,7 +79,7 @@ pub(crate) fn is_found(w: &mut World, o: &mut Operator, seed: u64) {
                 w.trace(node, || {
                     format!("== block {block} of volume {volume} changes on its disk")
                 });
-                w.nodes[node].disks[volume].content[block as usize] = (1 << 52) + block;
+                w.nodes[node].disks[volume].content[block as usize] = BY_ITSELF + block;
                 changed.push((volume, block));
             }
         }
