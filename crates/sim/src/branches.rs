@@ -9,6 +9,7 @@ use lockstep_core::event::RequestKind;
 use lockstep_core::options::{AfterSplitBrain, Fencing, Quorum};
 use lockstep_core::state::ConnState;
 
+use crate::faults::Fault;
 use crate::operator::{Operator, peer_id};
 use crate::plan::Plan;
 use crate::rng::{Rng, mixed};
@@ -34,7 +35,7 @@ enum Verdict {
 /// Two nodes that are whole and at rest write apart and come together again.
 pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
     let mut rng = Rng::new(mixed(&[plan.seed, 0x6272_616e_6368]));
-    if !rng.permille(SHARE_PERMILLE) || !is_possible(w, o) {
+    if !rng.permille(SHARE_PERMILLE) || !is_possible(w, o) || may_grow(plan) {
         return;
     }
     w.trace(0, || "== from here on each node writes apart".into());
@@ -173,6 +174,12 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && settings.turns.is_none()
         && settings.net.fencing == Fencing::DontCare
         && settings.resource.quorum == Quorum::Off
+}
+
+/// Nodes may agree on another size when they meet.
+fn may_grow(plan: &Plan) -> bool {
+    let sizes = [Fault::Resize, Fault::CutResize, Fault::GrowOne];
+    plan.faults.iter().any(|f| sizes.contains(&f.fault))
 }
 
 fn set_policies(w: &mut World, o: &mut Operator, zero: AfterSplitBrain, one: AfterSplitBrain) {
