@@ -10,6 +10,7 @@
 //! `settle_data`.
 
 mod ack_times;
+mod answer_age;
 mod audit;
 mod balance;
 mod before_detach;

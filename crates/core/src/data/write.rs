@@ -11,18 +11,16 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
     Barrier, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, Trim,
 };
-use lockstep_format::wire::{ConnState, DataFlags, DiskState, Features, Packet, ReplState};
+use lockstep_format::wire::{DataFlags, DiskState, Features, Packet, ReplState};
 
 use super::slab::Key;
 use super::{DataOp, DiskFault, Owner};
-use crate::disk_timeout::SECOND_LOOK;
 use crate::event::{DiskError, Payload, RequestError, RequestId, RequestKind, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::options::{OnLoss, Protocol};
 use crate::resource::Resource;
 use crate::state::ReplSets;
-use crate::time::{Duration, Instant};
-use crate::timers::Timer;
+use crate::time::Instant;
 
 /// First protocol version whose writes say which acks they want.
 const FIRST_WITH_ACK_FLAGS: u32 = 100;
@@ -1141,63 +1139,6 @@ impl Resource {
             .collect();
         for (sector, size_bytes) in ranges {
             self.mark_towards(volume, peer, sector, size_bytes);
-        }
-    }
-
-    /// How long a write or a barrier may be without an answer; none if for ever.
-    pub(crate) fn answer_limit(&self, peer: NodeId) -> Option<Duration> {
-        let ko = if planted!(self, KoCountIsOne) {
-            1
-        } else {
-            u64::MAX
-        };
-        let net = &self.connections.get(&peer)?.net;
-        let limit = Duration::from_tenths(u64::from(net.timeout_tenths))
-            .times(u64::from(net.ko_count).min(ko));
-        (limit.0 > 0).then_some(limit)
-    }
-
-    fn watch_age(&mut self, peer: NodeId) {
-        if let Some(limit) = self.answer_limit(peer)
-            && !self.timers.is_set(Timer::RequestAge(peer))
-        {
-            self.timers.set(Timer::RequestAge(peer), self.now + limit);
-        }
-    }
-
-    /// `Timer::RequestAge`: drops a connection whose oldest write or barrier is without an answer for
-    /// `ko-count` × `timeout`. A `late` timer looks once more.
-    pub(crate) fn check_request_age(&mut self, peer: NodeId, late: bool) {
-        let (Some(limit), Some(conn)) = (self.answer_limit(peer), self.connections.get(&peer))
-        else {
-            return;
-        };
-        if conn.link.is_none() || planted!(self, KoCountIgnored) {
-            return;
-        }
-        let io = &conn.io;
-        let Some(oldest) = io.sent.front().and_then(|key| self.io.requests.get(*key)) else {
-            return;
-        };
-        let (what, since) = if oldest.pending.contains(peer) {
-            ("write", oldest.submitted_at.max(io.resent_at))
-        } else if !io.unacked.is_empty() {
-            ("barrier", io.barrier_since)
-        } else {
-            // An epoch that is still open, for instance because another peer has not answered, is
-            // not this one's fault.
-            return;
-        };
-        let due = since + limit;
-        if due <= self.now && late {
-            self.timers
-                .set(Timer::RequestAge(peer), self.now + SECOND_LOOK);
-        } else if due <= self.now {
-            let text = format!("a {what} is without an answer for {} ms", limit.as_millis());
-            self.log(crate::report::Level::Error, Some(peer), None, text);
-            self.drop_connection(peer, ConnState::Timeout);
-        } else if !planted!(self, AgeTimerStops) {
-            self.timers.set(Timer::RequestAge(peer), due);
         }
     }
 }
