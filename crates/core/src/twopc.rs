@@ -689,6 +689,8 @@ impl Resource {
             return;
         };
         self.timers.clear(Timer::Twopc);
+        // Of a link that broke, or stood still, before they were asked.
+        self.twopc.legacy.clear();
         let Some(wish) = t.wish.take() else { return };
         if t.retry {
             self.abort(&t);
@@ -1004,6 +1006,7 @@ impl Resource {
         let Some(mut t) = self.twopc.current.take() else {
             return;
         };
+        self.twopc.legacy.clear();
         if let Some(wish) = t.wish.take() {
             self.abort(&t);
             self.try_again(wish, t.attempt, t.handshake);

@@ -222,3 +222,11 @@ fn an_attach_is_compared_by_what_both_were_told() {
     planned_holds(None, 121_000_047, old(), "8-10,16", "none");
     planned_holds(None, 121_000_047, old(), "0-99", "0-999");
 }
+
+/// In the dialect of 8.4 a link broke when not all volumes of a promotion had been asked for. The questions that were left were
+/// kept until the next change.
+#[test]
+fn questions_of_a_broken_link_are_not_kept() {
+    planned_holds(Some(2), 910_001_984, (None, vec![]), "7,13", "2,4,6");
+    planned_holds(Some(2), 910_001_984, (None, vec![]), "0-99", "0-999");
+}
