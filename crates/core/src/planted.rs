@@ -461,6 +461,8 @@ registry! {
         "With protocol A a write that failed here completes before the peer has it.";
     DiskTimeoutHasty "disk-timeout-hasty"
         "A disk is given up without a second look after the process stood still.";
+    OlderClearsFailed "older-clears-failed"
+        "An older write of the same block clears the mark of one that has failed here.";
     StoodStillGivesUp "stood-still-gives-up"
         "A peer is given up without a second look after the process stood still.";
     FlushEndsFrozen "flush-ends-frozen"

@@ -142,6 +142,7 @@ fn shows(bug: Planted) -> Shows {
         | P::TargetMarksNotMerged
         | P::FlushWaitsForOnePeer
         | P::DurablePiecesNotFlushed
+        | P::OlderClearsFailed
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -756,6 +757,8 @@ const RARE: &[Planted] = &[
     Planted::SourceErrorUnmarked,
     Planted::OnlyCopiesNotAwaited,
     Planted::DiskTimeoutHasty,
+    Planted::StoodStillGivesUp,
+    Planted::OlderClearsFailed,
     Planted::FlushEndsFrozen,
     Planted::ThawForgotten,
     Planted::ThawWithoutUuid,

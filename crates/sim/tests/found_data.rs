@@ -96,3 +96,17 @@ fn nobody_vouches_for_a_neighbour_that_may_live_another_life() {
     holds(648_844_000_047, KINDS, "3-4", "3-4");
     holds(648_844_000_047, KINDS, "0-99", "0-999");
 }
+
+/// A write that failed on its Primary's disk was marked, and then an older one of the same block, which its peer had cleared the
+/// mark for, took that mark away. The resync ended, and what failed counted as copied.
+#[test]
+fn an_older_write_does_not_clear_the_mark_of_one_that_has_failed() {
+    planned_holds(
+        Some(2),
+        3_203_443_703,
+        (None, vec![]),
+        "1-2,5",
+        "9,11,22-24,27",
+    );
+    planned_holds(Some(2), 3_203_443_703, (None, vec![]), "0-99", "0-999");
+}

@@ -679,6 +679,30 @@ impl Resource {
         self.settle_flush_requests();
     }
 
+    /// A newer write of the same blocks, not settled yet, has failed here: what is marked is marked for it.
+    fn newer_has_failed(&mut self, req: &AppRequest) -> bool {
+        let (volume, from, size) = (req.volume, req.sector, req.size_bytes);
+        let slots = self
+            .disk_io(volume)
+            .map_or(0, |io| io.slot_mask(req.in_sync));
+        let marked = slots != 0
+            && self.disk_io(volume).is_some_and(|io| {
+                let bits = io.bitmap.shape().touched_bits(from, u64::from(size));
+                (0..io.bitmap.shape().slots())
+                    .any(|slot| slots >> slot & 1 == 1 && io.bitmap.any_set(slot, bits.clone()))
+            });
+        let end = |sector: Sector, size: u32| sector.0 + u64::from(size) / Sector::SIZE;
+        marked
+            && self.io.log.iter().any(|key| {
+                self.io.requests.get(*key).is_some_and(|newer| {
+                    newer.volume == volume
+                        && newer.local == Local::Failed
+                        && newer.sector.0 < end(from, size)
+                        && from.0 < end(newer.sector, newer.size_bytes)
+                })
+            })
+    }
+
     fn settle_write(&mut self, key: Key) {
         let Some(req) = self.io.requests.get_mut(key) else {
             return;
@@ -700,6 +724,9 @@ impl Resource {
             }
             // It was on a disk that went. What is marked now is copied, and marked at the peer as well.
             _ if gone => (req.ok, NodeMask::EMPTY),
+            _ if self.newer_has_failed(&req) && !planted!(self, OlderClearsFailed) => {
+                (req.ok, NodeMask::EMPTY)
+            }
             _ => (req.ok, req.in_sync),
         };
         let discards = planted!(self, DiscardsNotMarked) && req.kind == RequestKind::Discard;
