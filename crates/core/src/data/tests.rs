@@ -198,6 +198,9 @@ struct World {
     next_link: u64,
     next_id: u64,
     cut: bool,
+    /// Looks at the disks are not answered for now: these.
+    hold_looks: bool,
+    held_looks: Vec<Todo>,
     /// Nodes that do not reach each other.
     apart: Vec<(usize, usize)>,
     /// What is sent to this node on data streams waits.
@@ -308,6 +311,8 @@ impl World {
             next_link: 1,
             next_id: 1,
             cut: false,
+            hold_looks: false,
+            held_looks: Vec::new(),
             apart: Vec::new(),
             stalled: None,
             stalled_acks: false,
@@ -495,7 +500,9 @@ impl World {
                 };
                 let result = Ok(info);
                 let input = Input::DiskOpened { tag, result };
-                if looks && unchanged {
+                if looks && self.hold_looks {
+                    self.held_looks.push(Todo::Input(index, input));
+                } else if looks && unchanged {
                     // What every connect asks for takes no turn of the dice.
                     self.nodes[index].resource.handle(self.now, input);
                 } else {

@@ -536,6 +536,38 @@ fn disks_that_have_grown_are_seen_at_a_connect() {
 }
 
 #[test]
+fn a_handshake_waits_for_the_look_at_the_disks_but_not_for_ever() {
+    for (seed, answered) in [(7, true), (8, false)] {
+        let mut w = pair(seed, MetaIndex::FlexExternal);
+        let before = size(&w, 0);
+        w.cut_links();
+        w.cut = true;
+        w.pass(Duration::from_secs(1));
+        grow_disk(&mut w, 0, SIZE + 4 * MIB);
+        grow_disk(&mut w, 1, SIZE + 4 * MIB);
+        w.hold_looks = true;
+        w.cut = false;
+        w.pass_until("a look on each node", 60, |w| w.held_looks.len() >= 2);
+        w.pass(Duration::from_millis(300));
+        let connected = |w: &World| w.repl(0, 1) >= ReplState::Established;
+        assert!(!connected(&w), "{:#?}", w.log);
+        if answered {
+            w.hold_looks = false;
+            let looks = core::mem::take(&mut w.held_looks);
+            w.todo.extend(looks);
+            w.pass_until("both in sync again", 60, World::in_sync);
+            w.pass(Duration::from_secs(3));
+            let anew = w.log.iter().filter(|line| line.contains("connecting anew"));
+            assert_eq!(anew.count(), 0, "{:#?}", w.log);
+            assert_eq!([size(&w, 0), size(&w, 1)], [before + 4 * MIB; 2]);
+            w.check_idle();
+        } else {
+            w.pass_until("a connection without an answer", 5, |w| connected(w));
+        }
+    }
+}
+
+#[test]
 fn one_disk_that_has_grown_changes_nothing_at_a_connect() {
     let mut w = pair(5, MetaIndex::Internal);
     let before = size(&w, 0);
