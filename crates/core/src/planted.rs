@@ -179,6 +179,8 @@ registry! {
         "A write completes with its only copy on a disk that has failed meanwhile.";
     LocalFailureNotMarked "local-failure-not-marked"
         "A write that failed here and reached the peer is not marked.";
+    ParkedCountAsSent "parked-count-as-sent"
+        "A peer hears that it has all writes, while some that were parked are still to be sent again.";
     ParkedNotResent "parked-not-resent"
         "A write that waited for a lost peer is not sent again when the peer is back.";
     UnsentNotMarked "unsent-not-marked"

@@ -9,7 +9,7 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, Sector, VolumeNr};
 use lockstep_format::wire::Packet;
 
 use crate::event::Stream;
@@ -45,9 +45,10 @@ impl Resource {
     /// A peer that gets writes from now on hears how far they have come, even if none follows:
     /// others wait for what was written before (semantics.md, 5.1 point 1), and a kernel also before it answers
     /// this node's own requests of a verify or a resync. Without earlier writes nobody does, and the first
-    /// write says it.
+    /// write says it. Writes that were parked are sent again, or given up, soon: until then the peer has only
+    /// what was before them.
     pub(crate) fn send_dagtag(&mut self, peer: NodeId) {
-        let dagtag = self.io.dagtag;
+        let dagtag = self.before_parked().unwrap_or(self.io.dagtag);
         if dagtag == Dagtag(0) || !self.is_established(peer) || self.is_legacy(peer) {
             return;
         }
@@ -60,20 +61,55 @@ impl Resource {
         }
     }
 
+    /// Where the first write begins that is parked.
+    fn before_parked(&self) -> Option<Dagtag> {
+        if self.io.parked == 0 || planted!(self, ParkedCountAsSent) {
+            return None;
+        }
+        let log = self
+            .io
+            .log
+            .iter()
+            .filter_map(|key| self.io.requests.get(*key));
+        let first = log.into_iter().find(|req| !req.parked.is_empty())?;
+        let sectors = u64::from(first.size_bytes) / Sector::SIZE;
+        Some(Dagtag(first.dagtag.0.wrapping_sub(sectors)))
+    }
+
+    /// Nothing is parked any more: who was told of less, and did not get the last write, hears the rest.
+    pub(super) fn tell_after_parked(&mut self) {
+        if self.io.parked > 0 {
+            return;
+        }
+        let told = |io: &super::ConnIo| io.mirror.is_some_and(|told| told != self.io.dagtag);
+        let peers = self.connections.iter();
+        let behind: Vec<NodeId> = peers
+            .filter(|(_, conn)| told(&conn.io))
+            .map(|(peer, _)| *peer)
+            .collect();
+        for peer in behind {
+            self.tell_dagtag_to(peer);
+        }
+    }
+
     /// This node's dagtag has jumped: all who get its writes hear that at once. Otherwise a peer
     /// that hears of it elsewhere would wait here for a write that may never come.
     pub(crate) fn tell_dagtag(&mut self) {
         let peers: Vec<NodeId> = self.connections.keys().copied().collect();
         for peer in peers {
-            let mut devices = self.state.devices.values();
-            if !devices.any(|d| d.peers.get(&peer).is_some_and(|p| p.replicates())) {
-                continue;
-            }
-            if let Some(conn) = self.connections.get_mut(&peer) {
-                conn.io.mirror = None;
-            }
-            self.send_dagtag(peer);
+            self.tell_dagtag_to(peer);
         }
+    }
+
+    fn tell_dagtag_to(&mut self, peer: NodeId) {
+        let mut devices = self.state.devices.values();
+        if !devices.any(|d| d.peers.get(&peer).is_some_and(|p| p.replicates())) {
+            return;
+        }
+        if let Some(conn) = self.connections.get_mut(&peer) {
+            conn.io.mirror = None;
+        }
+        self.send_dagtag(peer);
     }
 
     /// Something waits from now on for a write of a node.

@@ -1141,6 +1141,7 @@ impl Resource {
             }
             self.try_complete(key);
         }
+        self.tell_after_parked();
         self.settle_log();
     }
 
