@@ -662,18 +662,17 @@ impl Resource {
         theirs: PeerState,
         verdict: &mut ConnectVerdict,
     ) {
-        let own = self.state.disk(volume);
-        if own >= DiskState::Inconsistent || theirs.disk != DiskState::UpToDate {
-            return;
-        }
-        let Some(device) = self.devices.get(&volume) else {
+        let without_disk = self.state.disk(volume) < DiskState::Inconsistent;
+        let of_interest = without_disk && theirs.disk == DiskState::UpToDate;
+        let Some(device) = self.devices.get(&volume).filter(|_| of_interest) else {
             return;
         };
-        let exposed = device.exposed_uuid;
-        let Some(uuids) = device.peers.get(&peer).and_then(|pd| pd.uuids.clone()) else {
+        let (exposed, pd) = (device.exposed_uuid, device.peers.get(&peer));
+        let Some(uuids) = pd.and_then(|pd| pd.uuids.clone()) else {
             return;
         };
         if exposed.is_zero() || exposed.same_generation(uuids.current) {
+            verdict.peer_disk = self.disk_without_held(volume, peer);
             return;
         }
         let newer = uuids.history_has(exposed)
@@ -729,7 +728,7 @@ impl Resource {
 
     /// The first thing that speaks against the connect.
     pub(crate) fn handshake_verdict(&self, peer: NodeId) -> Result<(), Refusal> {
-        self.third_disk(peer)?;
+        self.may_be_joined(peer)?;
         let mut retry = None;
         for device in self.devices.values() {
             let Some(pd) = device.peers.get(&peer) else {

@@ -15,6 +15,7 @@ pub mod al;
 pub mod attach;
 pub mod auth;
 mod before_resync;
+mod between;
 pub mod bitmap;
 mod block_sizes;
 pub mod change;

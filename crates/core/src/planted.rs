@@ -179,6 +179,8 @@ registry! {
         "A write completes with its only copy on a disk that has failed meanwhile.";
     LocalFailureNotMarked "local-failure-not-marked"
         "A write that failed here and reached the peer is not marked.";
+    HeldWritesForgotten "held-writes-forgotten"
+        "A frozen Primary without a disk takes a peer for whole that has no part in its frozen writes.";
     ParkedCountAsSent "parked-count-as-sent"
         "A peer hears that it has all writes, while some that were parked are still to be sent again.";
     ParkedNotResent "parked-not-resent"
@@ -197,6 +199,8 @@ registry! {
         "A source clears the mark of a resync write that failed at its target.";
     VerifyForgetsDifference "verify-forgets-difference"
         "The driver of a verify does not mark what differs.";
+    AncestorsTrusted "ancestors-trusted"
+        "A node without a disk takes a disk for whole of which another one shows that it is older.";
     CrashedPrimaryForgotten "crashed-primary-forgotten"
         "A node that crashed as Primary does not say so.";
     SilentPeerKept "silent-peer-kept"

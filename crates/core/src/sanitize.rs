@@ -146,7 +146,8 @@ impl Resource {
                 }
             } else if own <= DiskState::Failed
                 && p.disk == DiskState::UpToDate
-                && self.is_left_behind(volume, *peer)
+                && (self.is_left_behind(volume, *peer)
+                    || before.disk == DiskState::Outdated && self.lacks_held(volume, *peer))
             {
                 // Rule 13 of 4.3: applications have seen newer data than the peer's.
                 p.disk = DiskState::Outdated;

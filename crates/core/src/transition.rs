@@ -589,6 +589,7 @@ impl Resource {
         self.after_fencing(old, new);
         self.watch_unequal(new);
         self.relabel_targets(old, new);
+        self.look_at_ancestors(old, new);
         self.note_votes(new);
     }
 

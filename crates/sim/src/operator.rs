@@ -710,15 +710,12 @@ impl Operator {
         forgets
     }
 
-    /// The node's own disks are UpToDate, or those of peers that have all data. A node without
-    /// disks sees no others, which it would be left with if the heir died during its promotion.
+    /// The node's own disks are UpToDate, or those of peers that have all data. Beside these it takes no
+    /// others for UpToDate, and does not become Primary with them when it is left alone with them.
     fn sees_heir_data(&self, w: &mut World, node: usize) -> bool {
-        let others = w.has_disk(node);
         w.view(node).is_some_and(|view| {
             let mut volumes = view.holders.iter().zip(&self.heirs);
-            volumes.all(|(holders, heirs)| {
-                holders & (1 << node | heirs) != 0 && (others || holders & !heirs == 0)
-            })
+            volumes.all(|(holders, heirs)| holders & (1 << node | heirs) != 0)
         })
     }
 

@@ -711,13 +711,21 @@ pub(crate) fn copies(options: &ResourceOptions) -> u32 {
     }
 }
 
+/// As far as the node knows.
+fn takes_for_connected(w: &World, node: usize, peer: usize) -> bool {
+    w.snapshot(node).is_some_and(|snapshot| {
+        let mut connections = snapshot.connections.iter();
+        connections.any(|c| usize::from(c.peer.0) == peer && c.state == ConnState::Connected)
+    })
+}
+
 /// Where so many copies are asked for, a node that counts on fewer acknowledges nothing. One without a
 /// disk goes by its peers.
 fn copies_are_there(w: &mut World, node: usize, asked: &Asked) {
     let copies = w.seen.copies;
-    // With a tie-breaker one copy may be enough.
+    // With a tie-breaker one copy may be enough, also if the node has not heard yet that it is gone.
     let mut clients = w.storage().end..w.nodes.len();
-    if copies == 0 || clients.any(|client| linked(w, node, client)) {
+    if copies == 0 || clients.any(|client| takes_for_connected(w, node, client)) {
         return;
     }
     let holders = w

@@ -62,7 +62,7 @@ use resync_source::SourceRead;
 pub(crate) use resync_source::Wanted;
 use resync_target::TargetSync;
 use slab::{Key, Slab};
-use write::AppRequest;
+pub(crate) use write::AppRequest;
 
 /// What an output of the data path is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

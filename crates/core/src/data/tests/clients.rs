@@ -318,3 +318,80 @@ fn who_joins_far_from_the_primary_is_outdated_with_the_connect() {
     let (_, first) = connected.next().expect("it is connected");
     assert_eq!(first.devices[0].disk_state, DiskState::Outdated);
 }
+
+/// A client was demoted, with one disk away from its last writes, and starts again. It meets the older disk
+/// first, or the newer one, or both at once; the two never meet.
+#[test]
+fn a_client_that_starts_again_between_two_disks_outdates_the_older_one() {
+    for (first, second) in [(2, 1), (1, 2), (0, 0)] {
+        let mut w = with_diskless_primary();
+        w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        w.apart = vec![(0, 2), (1, 2)];
+        w.cut_links_between(0, 2);
+        w.cut_links_between(1, 2);
+        w.pass(Duration::from_secs(1));
+        let newer = w.write(0, 0, 4096, 2);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, newer), "{:#?}", w.log);
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        w.crash(0);
+        w.apart = vec![(0, second), (1, 2)];
+        w.restart(0);
+        w.pass(Duration::from_secs(2));
+        w.apart = vec![(1, 2)];
+        w.pass(Duration::from_secs(2));
+        assert_eq!(w.disk_state(1), DiskState::UpToDate, "{first} {:#?}", w.log);
+        assert_eq!(w.disk_state(2), DiskState::Outdated, "{first} {:#?}", w.log);
+        let seen = |w: &World, peer| {
+            let state = &w.nodes[0].resource.state;
+            state.peer_device(VOLUME, node_id(peer)).disk
+        };
+        assert_eq!(seen(&w, 1), DiskState::UpToDate);
+        assert_eq!(seen(&w, 2), DiskState::Outdated);
+        let promotion = w.command(0, Command::Primary { force: false });
+        w.pass(Duration::from_secs(2));
+        assert_eq!(w.answers.get(&promotion), Some(&Ok(Answer::Done)));
+        assert_eq!(w.read(0, 0, 4096), vec![2; 4096]);
+        w.apart = Vec::new();
+        w.pass_until("the resync", 30, |w| seen(w, 2) == DiskState::UpToDate);
+        w.check_same_data_of(0);
+    }
+}
+
+/// Two disks were written apart from each other. A client between them has one of the two, never both.
+#[test]
+fn a_client_does_not_join_two_disks_that_have_parted() {
+    let mut w = with_client(3);
+    w.apart = vec![(0, 1), (0, 2), (1, 2)];
+    w.cut_links();
+    w.pass(Duration::from_secs(1));
+    w.write(0, 0, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    w.command(0, Command::Secondary { force: false });
+    let promotion = w.command(1, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    assert_eq!(
+        w.answers.get(&promotion),
+        Some(&Ok(Answer::Done)),
+        "{:#?}",
+        w.log
+    );
+    w.write(1, 0, 4096, 2);
+    w.pass(Duration::from_secs(1));
+    w.command(1, Command::Secondary { force: false });
+    w.pass(Duration::from_secs(1));
+    w.crash(2);
+    w.apart = vec![(0, 1), (1, 2)];
+    w.restart(2);
+    w.pass(Duration::from_secs(2));
+    w.apart = vec![(0, 1)];
+    w.pass(Duration::from_secs(5));
+    let state = &w.nodes[2].resource.state;
+    let seen = |peer| state.peer_device(VOLUME, node_id(peer)).disk;
+    let good = (0..2)
+        .filter(|peer| seen(*peer) == DiskState::UpToDate)
+        .count();
+    assert_eq!(good, 1, "{:#?}", w.log);
+}
