@@ -25,6 +25,7 @@ use crate::interval::WatchId;
 use crate::rate::{Pace, STEP};
 use crate::report::{Level, VerifyReport};
 use crate::resource::{Pending, Resource};
+use crate::state::ReplSets;
 use crate::time::Instant;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -57,7 +58,20 @@ pub(crate) struct Verify {
     next: Span,
     /// Blocks were found different since the last resync with this peer.
     pub(crate) found: bool,
+    listed: Listed,
 }
+
+/// What is told of the differences one by one.
+#[derive(Debug, Default)]
+struct Listed {
+    /// Adjacent blocks that are told of together, when another one follows.
+    run: Option<(Sector, u64)>,
+    /// Runs that were told of since this verify began.
+    runs: u32,
+}
+
+/// Runs that one verify tells of; a disk that differs everywhere does not fill the log.
+const LISTED_MAX: u32 = 1000;
 
 /// Sectors to verify; the end of the volume if there is no stop.
 #[derive(Clone, Copy, Debug, Default)]
@@ -225,6 +239,7 @@ impl Resource {
         {
             self.verify_forget(volume, peer, key);
         }
+        self.verify_list(volume, peer, None);
         // What was found is on disk soon after the log has told it.
         if self.verify(volume, peer).is_some_and(|v| v.found) {
             let now = self.now;
@@ -769,6 +784,10 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
         } else if different && !planted!(self, VerifyNotTold) {
             self.verify_mark(volume, peer, sector, size_bytes);
+            if !self.state.peer_device(volume, peer).repl.is_verify() {
+                // The last results may be behind the end of the verify.
+                self.verify_list(volume, peer, None);
+            }
         }
     }
 
@@ -791,6 +810,38 @@ impl Resource {
             verify.found = true;
         }
         self.bits_cleared(volume);
+        self.verify_list(volume, peer, Some((sector, size_bytes)));
+    }
+
+    /// Tells which blocks differ, as a kernel does in its log; without one: there are no more.
+    fn verify_list(&mut self, volume: VolumeNr, peer: NodeId, next: Option<(Sector, u32)>) {
+        let Some(verify) = self.verify(volume, peer) else {
+            return;
+        };
+        let listed = &mut verify.listed;
+        let next = next.map(|(start, size_bytes)| (start, u64::from(size_bytes) / Sector::SIZE));
+        if let (Some((start, len)), Some((more, sectors))) = (&mut listed.run, next)
+            && start.0 + *len == more.0
+        {
+            *len += sectors;
+            return;
+        }
+        let ended = core::mem::replace(&mut listed.run, next);
+        let runs = listed.runs;
+        if ended.is_some() {
+            listed.runs = runs.saturating_add(1);
+        }
+        if next.is_none() {
+            listed.runs = 0;
+        }
+        let Some((start, sectors)) = ended.filter(|_| runs <= LISTED_MAX) else {
+            return;
+        };
+        let text = match runs {
+            LISTED_MAX => "Out of sync: more blocks than are listed".into(),
+            _ => format!("Out of sync: start={start}, size={sectors} (sectors)"),
+        };
+        self.log(Level::Info, Some(peer), Some(volume), text);
     }
 
     fn verify_cancel(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {

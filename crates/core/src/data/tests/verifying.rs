@@ -1,5 +1,7 @@
 //! Online verify (semantics.md, 20).
 
+use alloc::format;
+
 use super::*;
 
 const BLOCKS: u64 = SIZE / 4096;
@@ -67,6 +69,13 @@ fn planted_differences_are_marked_on_both_nodes_and_the_next_connect_copies_them
     verify(&mut w, 1, 0, None, None);
     ends(&mut w);
     assert!(said(&w, "16 KiB out of sync"), "{:#?}", w.log);
+    // Both tell which blocks, adjacent ones together.
+    let last = format!("start={}, size=8", (BLOCKS - 1) * 8);
+    for range in ["start=0, size=16", "start=616, size=8", &last] {
+        let text = format!("Out of sync: {range} (sectors)");
+        let lines = w.log.iter().filter(|line| line.contains(&text));
+        assert_eq!(lines.count(), 2, "{text}: {:#?}", w.log);
+    }
     assert_eq!((w.bits(0, 1), w.bits(1, 0)), (4, 4));
     w.cut_links();
     w.pass_until("resync", 60, |w| w.in_sync() && w.bits(0, 1) == 0);
