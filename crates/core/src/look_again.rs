@@ -157,7 +157,7 @@ impl Resource {
             .into_iter()
             .filter(|peer| !(early && self.may_follow_yet(volume, *peer)))
             .filter(|peer| !self.waits_for_stable(volume, *peer))
-            .filter(|peer| !(weak && self.same_current(volume, *peer)))
+            .filter(|peer| !weak && !self.is_for_peer(volume, *peer))
             .collect();
         // Where a Primary is near, it is asked first: it has everything.
         let primary = peers.iter().copied().find(|peer| {
@@ -170,6 +170,18 @@ impl Resource {
             }
             self.tell_and_compare(volume, peer);
         }
+    }
+
+    /// Beside a Primary it is for the Outdated node to ask, which alone knows whether it reaches that
+    /// one, too. The resync of a node that does not would end only with the Primary, and until then whole
+    /// old data are better than a mixture.
+    fn is_for_peer(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let primary = |node: NodeId| self.peer_role(node) == Role::Primary;
+        self.state.role == Role::Secondary
+            && self.established_peers().iter().any(primary)
+            && self.state.disk(volume) == DiskState::UpToDate
+            && self.state.peer_device(volume, peer).disk == DiskState::Outdated
+            && self.is_lockstep(peer)
     }
 
     /// The target has copied what a source has that is not stable, or would have: another resync from

@@ -153,3 +153,36 @@ fn two_disks_that_are_not_whole_wait_for_a_source() {
         w.check_same_data();
     }
 }
+
+/// Node 2 lost the Primary, a client, which goes on with node 1. A resync from node 1 could not end, and would
+/// have made a mixture of old data that are whole.
+#[test]
+fn an_outdated_disk_stays_whole_while_its_neighbour_has_a_primary_that_it_does_not_reach() {
+    for seed in 9130..9136 {
+        let setup = Setup {
+            diskless: Some(0),
+            client: true,
+            ..Setup::default()
+        };
+        let mut w = clean(seed, 3, setup);
+        w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        reaches(&mut w, &[(0, 2)]);
+        write_all(&mut w, 0, 7);
+        w.packets.clear();
+        w.pass(Duration::from_secs(20));
+        assert_eq!(w.disk_state(2), DiskState::Outdated, "{:#?}", w.log);
+        assert_eq!(w.repl(2, 1), ReplState::Established, "{:#?}", w.log);
+        assert_eq!(w.packets.get("rs data reply"), None, "{:#?}", w.log);
+        // Without the Primary it follows at once.
+        reaches(&mut w, &[(0, 1), (0, 2)]);
+        w.pass_until("a copy", 5, |w| w.disk_state(2) == DiskState::UpToDate);
+        w.apart.clear();
+        w.pass_until("in sync", 60, World::in_sync);
+        w.pass(Duration::from_secs(5));
+        let (a, b) = (&w.nodes[1].data, &w.nodes[2].data);
+        for block in 0..SIZE / 4096 {
+            assert_eq!(a.block(block), b.block(block), "block {block}");
+        }
+    }
+}
