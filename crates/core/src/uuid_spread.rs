@@ -839,6 +839,11 @@ impl Resource {
             && mine.repl == ReplState::Established
             && self.state.stable()
         {
+            if self.is_asking(volume, peer) {
+                // What is still marked when the answers are there is compared.
+                self.watch_marks(volume, peer);
+                return;
+            }
             self.send_uuids(peer, volume, UuidFlags::RESYNC);
             self.compare_now(peer, volume);
         } else if flags.contains(UuidFlags::RESYNC) {

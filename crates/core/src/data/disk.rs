@@ -16,6 +16,7 @@ use crate::al::{ActivityLog, AlMode, AlPriority, Extents, Prepared};
 use crate::bitmap::Bitmap;
 use crate::event::{DiskError, DiskOp, MetaOp};
 use crate::resource::{Pending, Resource};
+use crate::time::Instant;
 
 /// Where activity log and bitmap lie, and their shapes.
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +75,8 @@ pub struct DiskIo {
     pub(crate) left_marks_cursor: u64,
     /// The next such search compares nothing.
     pub(crate) asks_only: bool,
+    /// A resync has ended, and until then third nodes are asked about what it left marked.
+    pub(crate) asks_until: Option<Instant>,
     pub(crate) unsettled: Unsettled,
 }
 
@@ -141,6 +144,7 @@ impl DiskIo {
             prepared: None,
             left_marks_cursor: 0,
             asks_only: false,
+            asks_until: None,
             unsettled: Unsettled::default(),
             jobs: Vec::new(),
             hold_pages: false,

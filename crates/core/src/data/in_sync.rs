@@ -279,11 +279,27 @@ impl Resource {
         if self.connections.len() < 2 {
             return;
         }
-        let at = self.now + ENDED_DELAY;
+        let (at, until) = (self.now + ENDED_DELAY, self.now + LEFT_MARKS_DELAY);
         if let Some(io) = self.disk_io(volume) {
             io.asks_only = true;
+            io.asks_until = Some(until);
             self.timers.set_earliest(Timer::LeftMarks(volume), at);
         }
+    }
+
+    /// Both are whole and of one generation, a resync has just ended at this node, and another whole node
+    /// can say whether what is marked between the two differs at all.
+    pub(crate) fn is_asking(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let until = disk.and_then(|disk| disk.io.asks_until);
+        let others = self.established_peers().without(peer);
+        until.is_some_and(|until| self.now < until)
+            && self.is_lockstep(peer)
+            && self.both_are_whole(volume, peer)
+            && self.same_current(volume, peer)
+            && others
+                .iter()
+                .any(|other| self.both_are_whole(volume, other))
     }
 
     /// A node that is not connected here, and of which another one has told that it lacks nothing.

@@ -186,3 +186,47 @@ fn an_outdated_disk_stays_whole_while_its_neighbour_has_a_primary_that_it_does_n
         }
     }
 }
+
+/// Two targets of one source have marks towards each other, which it settles when both are through. It is demoted
+/// at that moment, so that they are stable news to each other.
+#[test]
+fn two_targets_that_have_just_ended_do_not_compare_what_their_source_is_asked_about() {
+    for seed in 9140..9180 {
+        let mut w = World::new(seed, 3, Setup::default());
+        w.pass(Duration::from_secs(3));
+        w.command(0, Command::Primary { force: true });
+        let through = |w: &World| {
+            w.nodes[0].resource.state.devices[&VOLUME]
+                .peers
+                .values()
+                .all(|p| (p.repl, p.disk) == (ReplState::Established, DiskState::UpToDate))
+        };
+        for _ in 0..1_000_000 {
+            if through(&w) {
+                break;
+            }
+            if !w.step() {
+                let end = Instant(w.now.0 + 1_000_000_000);
+                w.next_timer(end);
+            }
+        }
+        assert!(through(&w), "seed {seed} {:#?}", w.log);
+        w.command(0, Command::Secondary { force: false });
+        w.log.clear();
+        w.packets.clear();
+        w.pass(Duration::from_secs(20));
+        assert!(
+            !w.log.iter().any(|line| line.contains("marked-blocks")),
+            "seed {seed} {:#?}",
+            w.log
+        );
+        assert_eq!(
+            (w.bits(1, 2), w.bits(2, 1)),
+            (0, 0),
+            "seed {seed} {:#?}",
+            w.log
+        );
+        assert!(w.in_sync(), "seed {seed} {:#?}", w.log);
+        w.check_same_data();
+    }
+}
