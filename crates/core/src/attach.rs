@@ -798,7 +798,7 @@ impl Resource {
             .map(|slot| slot.bitmap_dagtag)
             .max_by_key(|d| d.0)
             .unwrap_or(Dagtag(0));
-        let jumps = highest.is_newer_than(self.io.dagtag);
+        let jumps = highest.is_newer_than(self.io.dagtag) && !planted!(self, AttachKeepsDagtag);
         if jumps {
             self.io.dagtag = highest;
         }

@@ -103,6 +103,7 @@ impl Resource {
         theirs: ReplState,
     ) -> Option<ReplState> {
         let follows = mine == ReplState::Established || mine.is_verify() || mine.is_sync_target();
+        let follows = follows && (!mine.is_sync_target() || !planted!(self, TargetNotBehind));
         match theirs {
             ReplState::Ahead if follows => Some(ReplState::Behind),
             ReplState::SyncSource | ReplState::PausedSyncS
@@ -132,7 +133,7 @@ impl Resource {
             .connections
             .get(&peer)
             .is_none_or(|c| c.io.ap_in_flight_sectors > 0);
-        if in_flight {
+        if in_flight && !planted!(self, AheadEndsEarly) {
             // The last answer starts the time again.
             return;
         }
@@ -156,7 +157,9 @@ impl Resource {
 
     /// From here on writes are sent again; a resync brings what was marked.
     pub(crate) fn end_ahead(&mut self, volume: VolumeNr, peer: NodeId) {
-        self.tell_marks(volume, peer);
+        if !planted!(self, AheadMarksUntold) {
+            self.tell_marks(volume, peer);
+        }
         let change = Change::new()
             .repl(volume, peer, ReplState::SyncSource)
             .peer_disk(volume, peer, DiskState::Inconsistent);

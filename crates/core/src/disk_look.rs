@@ -107,10 +107,11 @@ impl Resource {
     /// A handshake has ended in which a peer may have been told of less room than there is.
     pub(crate) fn tell_room(&mut self, peer: NodeId) {
         let lockstep = self.is_lockstep(peer);
+        let silent = planted!(self, RoomUntold);
         let untold = self.devices.iter_mut().filter_map(|(volume, device)| {
             let untold = device.growth.untold.contains(peer);
             device.growth.untold = device.growth.untold.without(peer);
-            (untold && lockstep).then_some(*volume)
+            (untold && lockstep && !silent).then_some(*volume)
         });
         for volume in untold.collect::<Vec<_>>() {
             self.send_sizes(peer, volume);

@@ -16,7 +16,9 @@ impl Resource {
     /// A new generation was announced.
     pub(crate) fn watch_followers(&mut self) {
         for peer in self.late_followers() {
-            if let Some(limit) = self.answer_limit(peer) {
+            if let Some(limit) = self.answer_limit(peer)
+                && !planted!(self, FollowersNeverLate)
+            {
                 self.timers.set(Timer::Follower(peer), self.now + limit);
             }
         }

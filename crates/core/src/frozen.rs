@@ -81,7 +81,7 @@ impl Resource {
     /// data are the newer ones, this frozen Primary gives way to that one (semantics.md, 9.2).
     fn give_way_to_another(&mut self, peer: NodeId, code: ErrorCode) {
         let conflict = [ErrorCode::TWO_PRIMARIES, ErrorCode::CW_FAILED_BY_PEER].contains(&code);
-        if !conflict || !self.would_give_way() {
+        if !conflict || !self.would_give_way() || planted!(self, WaysToPeersOnly) {
             return;
         }
         let newer: BTreeSet<VolumeNr> = (self.devices.iter())
@@ -137,6 +137,7 @@ impl Resource {
         // Who has a volume open sees errors until it is closed (7.4).
         let open = self.has_openers(Access::Read) || self.has_openers(Access::Write);
         if self.state.fail_io
+            && !planted!(self, FailuresNeverEnd)
             && self.state.role == Role::Secondary
             && !open
             && self.requests_are_answered()

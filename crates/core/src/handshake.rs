@@ -547,7 +547,7 @@ impl Resource {
         for handler in &result.handlers {
             self.run_handler(handler.name(), Some(volume), Some(peer));
         }
-        if result.demote_first {
+        if result.demote_first && !planted!(self, LoserNotDemoted) {
             verdict
                 .refusal
                 .get_or_insert(self.give_role_up(peer, volume));

@@ -48,7 +48,7 @@ impl Resource {
                     && diskful(p.disk)
                     && (device.disk, p.disk) != (DiskState::UpToDate, DiskState::UpToDate)
             });
-            if unequal {
+            if unequal && !planted!(self, UnequalNotWatched) {
                 let patience = match self.was_outdated_in_vain(*volume, device) {
                     true => PATIENCE_OUTDATED,
                     false => PATIENCE,
@@ -72,7 +72,10 @@ impl Resource {
     /// A transaction has shown all Primaries there are.
     pub(crate) fn note_primaries(&mut self, primary_nodes: NodeMask) {
         let near = self.state.connected().with(self.node_id);
-        let far = primary_nodes.difference(near);
+        let mut far = primary_nodes.difference(near);
+        if planted!(self, FarPrimaryKept) {
+            far = far.union(self.far_primaries);
+        }
         let before = core::mem::replace(&mut self.far_primaries, far);
         if before.is_empty() || !far.is_empty() {
             return;
@@ -137,7 +140,9 @@ impl Resource {
         let doublings = device.looked_again.min(MOST_DOUBLINGS);
         device.looked_again += 1;
         let at = self.now + PATIENCE.times(1 << doublings);
-        self.timers.set_earliest(Timer::LookAgain(volume), at);
+        if !planted!(self, LookedAgainOnce) {
+            self.timers.set_earliest(Timer::LookAgain(volume), at);
+        }
         if self.is_busy(volume) {
             self.compare_with_consistent(volume);
             self.compare_while_paused(volume, &peers);

@@ -103,6 +103,9 @@ impl Resource {
             return;
         };
         let packet = Packet::ProtocolUpdate(protocol_packet(conn));
+        if planted!(self, OptionsNotMirrored) {
+            return;
+        }
         self.send(peer, Stream::Data, VolumeNr::NONE, packet);
         self.announce_integrity(peer);
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();

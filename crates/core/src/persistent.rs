@@ -72,7 +72,8 @@ impl Resource {
             } => {
                 let superblock = disk.layout.as_ref().map(|l| l.superblock_byte());
                 let whole: Option<&[u8; BLOCK_BYTES]> = bytes.as_slice().try_into().ok();
-                let steps = match whole.filter(|_| superblock == Some(offset)) {
+                let in_order = !planted!(self, SuperblockInOneGo);
+                let steps = match whole.filter(|_| superblock == Some(offset) && in_order) {
                     Some(block) => pmem::superblock_steps(block, offset),
                     None => vec![WordStore { offset, bytes }],
                 };

@@ -733,6 +733,116 @@ registry! {
         "The buffer of a block that a verify read is never released.";
     GatedAcksLost "gated-acks-lost"
         "Of the acks that waited for metadata only the first is sent.";
+    WritesDuringDemotion "writes-during-demotion"
+        "Writes that come while a demotion runs begin.";
+    HeldForgottenByDemotion "held-forgotten-by-demotion"
+        "Requests that were held during a demotion are not looked at again.";
+    ThirdMarksNotAwaited "third-marks-not-awaited"
+        "Resync data are acked before the marks towards third nodes are durable.";
+    AwayNotMarkedBefore "away-not-marked-before"
+        "What a resync will copy is not marked towards nodes that are away before it begins.";
+    StartNotHeld "start-not-held"
+        "A resync asks for blocks before the marks towards nodes that are away are durable.";
+    EndNotFlushed "end-not-flushed"
+        "A resync ends without a flush of the writes that have cleared its marks.";
+    FlushAskedOnce "flush-asked-once"
+        "The question before the end of a resync is not asked again.";
+    OldFlushAnswerCounts "old-flush-answer-counts"
+        "An answer to an earlier question before the end of a resync counts.";
+    FirstFlushAnswerEnds "first-flush-answer-ends"
+        "A resync ends when the first of several nodes has answered its question.";
+    LatePrimaryNotAsked "late-primary-not-asked"
+        "A Primary that comes while resyncs run is not asked before they end.";
+    WritesNotAskedFor "writes-not-asked-for"
+        "A resync that gets marks instead of writes does not ask for writes at its end.";
+    ZeroedShort "zeroed-short"
+        "Of a block that the source calls zero the last part is not written.";
+    LookedAgainOnce "looked-again-once"
+        "Nodes whose disks are not equal are compared again once.";
+    UnequalNotWatched "unequal-not-watched"
+        "Nodes whose disks are not equal after a change are not compared again.";
+    FarPrimaryKept "far-primary-kept"
+        "A Primary that is out of reach is never forgotten.";
+    ShrinksInUse "shrinks-in-use"
+        "A volume in use becomes as small as a peer that connects.";
+    AbsentRoomStale "absent-room-stale"
+        "A disk that was seen last before it grew limits what others have come to.";
+    WishNotPassedOn "wish-not-passed-on"
+        "The size that an operator asked for at a neighbour is not told to others.";
+    RoomUntold "room-untold"
+        "A peer does not hear that a disk has grown during its handshake.";
+    FollowersNeverLate "followers-never-late"
+        "A peer may take as long as it likes for a new generation.";
+    FailuresNeverEnd "failures-never-end"
+        "A demoted node goes on failing requests.";
+    WaysToPeersOnly "ways-to-peers-only"
+        "A frozen Primary gives way to a neighbour only.";
+    PromotesUnsettled "promotes-unsettled"
+        "A promotion does not wait until the loss of another Primary is settled.";
+    LearnsWhileBusy "learns-while-busy"
+        "What a set says about third nodes is learnt while they are resynced.";
+    LearnsFromTargets "learns-from-targets"
+        "A node that is being resynced says who has caught up.";
+    NotesNotAdopted "notes-not-adopted"
+        "Generations that a peer has noted and given up are not noted here.";
+    RemainingCopyNotFlushed "remaining-copy-not-flushed"
+        "When a peer's disk is lost what both have acknowledged stays in the cache of the other.";
+    SpreadsEarly "spreads-early"
+        "A generation that was taken over is told to others before it is durable.";
+    LaterChangesUnwritten "later-changes-unwritten"
+        "What changes in the metadata during their write is not written.";
+    TargetNotBehind "target-not-behind"
+        "A node that is being resynced does not follow when its source pulls ahead.";
+    AheadMarksUntold "ahead-marks-untold"
+        "The end of Ahead does not tell the marks of what was not sent.";
+    AheadEndsEarly "ahead-ends-early"
+        "A Primary ends Ahead while writes are on their way.";
+    MaxBuffersIgnored "max-buffers-ignored"
+        "A resync asks for more than max-buffers.";
+    SuperblockInOneGo "superblock-in-one-go"
+        "On persistent memory the superblock is changed in any order of its words.";
+    LateWordsCount "late-words-count"
+        "What a peer says may clear marks that are newer than its words.";
+    LateMarksForgotten "late-marks-forgotten"
+        "That a mark is newer than what a peer says is forgotten with any answer to a ping.";
+    DoubtsForgotten "doubts-forgotten"
+        "What would be said of a peer that has to answer first is never said.";
+    FailedNotRecopied "failed-not-recopied"
+        "A resync does not copy what had failed before it began.";
+    UnackedNotApplied "unacked-not-applied"
+        "Received writes whose peer ack is missing are not marked when a resync with a third node begins.";
+    ReadsStayAtPeers "reads-stay-at-peers"
+        "A disk that has just become UpToDate is read before writes that peers have shown.";
+    ReadsAnyUpToDate "reads-any-up-to-date"
+        "A target reads what it lacks from any UpToDate peer, not from its source.";
+    TriedPeersAgain "tried-peers-again"
+        "A read that a peer refused goes to that peer again.";
+    FlushFailureHidden "flush-failure-hidden"
+        "A flush that fails on the own disk ends well.";
+    OptionsNotMirrored "options-not-mirrored"
+        "A change of options of a connection is not told to the peer.";
+    VoteUnnoted "vote-unnoted"
+        "An Inconsistent disk does not note for which Primary it counts.";
+    QuorumLossUnnoted "quorum-loss-unnoted"
+        "A Primary does not note that it lost quorum.";
+    ReconciledNotTold "reconciled-not-told"
+        "Survivors of a Primary that have become equal do not ask whether they are UpToDate.";
+    OldWordsKept "old-words-kept"
+        "What a node said of a lost Primary holds although the two have met again.";
+    LoserNotDemoted "loser-not-demoted"
+        "A Primary that loses a split brain becomes a target as a Primary.";
+    SizeDuringExchange "size-during-exchange"
+        "Bitmaps that were exchanged while the size changed count.";
+    AttachKeepsDagtag "attach-keeps-dagtag"
+        "The dagtag of a node that starts anew begins before what its metadata name.";
+    OutdatedStaysAtConnect "outdated-stays-at-connect"
+        "An Outdated disk stays so beside an UpToDate one of its generation.";
+    ConsistentTrustsAny "consistent-trusts-any"
+        "A Consistent disk becomes UpToDate beside an UpToDate one of another generation.";
+    TurnsLost "turns-lost"
+        "What waits for acks among two Primaries is forgotten when they come.";
+    ForwardsUnasked "forwards-unasked"
+        "A source does not ask whether a peer's earlier writes are settled before it answers a flush.";
 }
 
 #[cfg(feature = "planted")]

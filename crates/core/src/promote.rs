@@ -67,7 +67,8 @@ impl Resource {
                 })
                 || self.reconcile_hold(*volume)
         });
-        !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
+        planted!(self, PromotesUnsettled)
+            || !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
     }
 
     pub(crate) fn ping_everybody(&mut self) {

@@ -209,7 +209,7 @@ impl Resource {
             .devices
             .keys()
             .any(|v| self.state.disk(*v) == DiskState::Consistent && !self.reconcile_hold(*v));
-        if open {
+        if open && !planted!(self, ReconciledNotTold) {
             self.schedule_empty_twopc();
         }
     }
@@ -247,7 +247,8 @@ impl Resource {
     pub(crate) fn forget_words_of_pair(&mut self, t: &Transaction) {
         let connects =
             t.change.mask.has(StateWord::CONN) && t.change.val.conn() == Some(ConnState::Connected);
-        let Some(target) = t.target.filter(|_| connects) else {
+        let keeps = planted!(self, OldWordsKept);
+        let Some(target) = t.target.filter(|_| connects && !keeps) else {
             return;
         };
         for (teller, about) in [(t.initiator, target), (target, t.initiator)] {

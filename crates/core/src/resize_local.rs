@@ -201,7 +201,8 @@ impl Resource {
     fn end_bitmap_exchanges(&mut self, volume: VolumeNr) {
         for peer in self.established_peers().iter() {
             let repl = self.state.peer_device(volume, peer).repl;
-            if matches!(repl, ReplState::WfBitmapS | ReplState::WfBitmapT) {
+            let exchanges = matches!(repl, ReplState::WfBitmapS | ReplState::WfBitmapT);
+            if exchanges && !planted!(self, SizeDuringExchange) {
                 let text = "the size has changed while bitmaps were exchanged: connecting anew";
                 self.log(Level::Info, Some(peer), Some(volume), text.into());
                 self.drop_connection(peer, ConnState::NetworkFailure);

@@ -372,6 +372,7 @@ impl Resource {
                     || before.disk == DiskState::Outdated)
                 && self.same_current(volume, *peer)
                 && !weak
+                && !planted!(self, OutdatedStaysAtConnect)
             {
                 next = p.disk;
             }
@@ -406,7 +407,7 @@ impl Resource {
                 && p.disk == DiskState::UpToDate
                 && p.repl >= ReplState::Established
                 && peer_stable
-                && self.same_current(volume, *peer)
+                && (self.same_current(volume, *peer) || planted!(self, ConsistentTrustsAny))
             {
                 next = DiskState::UpToDate;
             }

@@ -40,6 +40,7 @@ impl Resource {
             match pd.sizes {
                 Some(sizes) => {
                     let room = match sizes.disk_sectors {
+                        known if planted!(self, AbsentRoomStale) => known,
                         known if known != 0 && !near(*peer) => known.max(come_to),
                         known => known,
                     };
@@ -69,7 +70,10 @@ impl Resource {
         };
         let own = device.attached().and_then(|d| d.options.size_sectors);
         let neighbours = device.peers.iter().filter(|(node, _)| {
-            **node != peer && self.is_established(**node) && device.attached().is_some()
+            **node != peer
+                && self.is_established(**node)
+                && device.attached().is_some()
+                && !planted!(self, WishNotPassedOn)
         });
         neighbours
             .filter_map(|(_, pd)| pd.sizes)
@@ -108,7 +112,7 @@ impl Resource {
         let usable = own >= DiskState::Outdated && own != DiskState::DUnknown;
         // A target would shrink, but not the neighbour that it is copied from.
         let held = self.is_in_use(device) || self.neighbour_has_data(volume);
-        if size < current && (usable || held) {
+        if size < current && (usable || held) && !planted!(self, ShrinksInUse) {
             let text = format!(
                 "volume {volume}: node {peer} allows only {size} sectors, but {current} are in \
                  use here; enlarge its disk, or make the volume smaller here"

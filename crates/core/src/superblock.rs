@@ -32,7 +32,8 @@ impl Resource {
     ) {
         let lost = before == DiskState::UpToDate
             && (after < DiskState::Negotiating || after == DiskState::Inconsistent);
-        if !lost || self.state.disk(volume) != DiskState::UpToDate {
+        let unflushed = planted!(self, RemainingCopyNotFlushed);
+        if !lost || unflushed || self.state.disk(volume) != DiskState::UpToDate {
             return;
         }
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
@@ -129,7 +130,9 @@ impl Resource {
                 due.push(then);
             }
         }
-        self.push_superblock(volume);
+        if !planted!(self, LaterChangesUnwritten) {
+            self.push_superblock(volume);
+        }
         for then in due {
             self.meta_durable(volume, then);
         }
@@ -169,6 +172,7 @@ impl Resource {
         let disk = self.devices.get(&volume).and_then(|d| d.disk.as_ref());
         let mut waiting = disk.into_iter().flat_map(|d| &d.writer.waiting);
         waiting.any(|(_, then)| matches!(then, AfterMeta::SpreadUuids))
+            && !planted!(self, SpreadsEarly)
     }
 
     /// All metadata changes of the volume up to now are durable.

@@ -441,6 +441,7 @@ impl Resource {
         let keeps_current = planted!(self, OutdatedNotNoted);
         let unnoted = planted!(self, PeerOutdatedUnnoted);
         let never_clean = planted!(self, CrashedFlagStays);
+        let forgets_quorum = planted!(self, QuorumLossUnnoted);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -489,7 +490,7 @@ impl Resource {
             flags.remove(DeviceFlags::PRIMARY_IND);
         }
         flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
-        if new.role == Role::Primary && !after.have_quorum {
+        if new.role == Role::Primary && !after.have_quorum && !forgets_quorum {
             disk.primary_lost_quorum = true;
         } else if after.have_quorum && (new.role == Role::Primary || own == DiskState::UpToDate) {
             // A Secondary has been compared with the others and has what they have: a later comparison with one

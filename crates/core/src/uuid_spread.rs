@@ -1016,12 +1016,15 @@ impl Resource {
             busy: state
                 .peers
                 .iter()
-                .filter(|(_, p)| p.repl > ReplState::Established)
+                .filter(|(_, p)| {
+                    p.repl > ReplState::Established && !planted!(self, LearnsWhileBusy)
+                })
                 .map(|(n, _)| *n)
                 .collect(),
             connected: self.state.connected(),
-            any_sync_target: state.peers.values().any(|p| p.repl.becomes_target())
-                || set.flags.contains(UuidFlags::SYNC_TARGET),
+            any_sync_target: (state.peers.values().any(|p| p.repl.becomes_target())
+                || set.flags.contains(UuidFlags::SYNC_TARGET))
+                && !planted!(self, LearnsFromTargets),
         };
         let lockstep = self.is_lockstep(peer);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
@@ -1029,6 +1032,7 @@ impl Resource {
         };
         let equal = is_real(set.current) && set.current.same_generation(disk.generations.current);
         let follows = equal && lockstep && !set.flags.contains(UuidFlags::SYNC_TARGET);
+        let follows = follows && !planted!(self, NotesNotAdopted);
         let adopted = follows && disk.generations.adopt_notes(set);
         let learned = disk.generations.learn(set, &context);
         if learned.is_empty() {

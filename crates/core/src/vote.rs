@@ -45,6 +45,9 @@ impl Resource {
     /// After a state change.
     pub(crate) fn note_votes(&mut self, state: &State) {
         for volume in state.devices.keys() {
+            if planted!(self, VoteUnnoted) {
+                continue;
+            }
             self.note_vote(*volume);
         }
     }

@@ -143,6 +143,13 @@ fn shows(bug: Planted) -> Shows {
         | P::FlushWaitsForOnePeer
         | P::DurablePiecesNotFlushed
         | P::OlderClearsFailed
+        | P::ThirdMarksNotAwaited
+        | P::AwayNotMarkedBefore
+        | P::StartNotHeld
+        | P::EndNotFlushed
+        | P::ZeroedShort
+        | P::RemainingCopyNotFlushed
+        | P::AheadMarksUntold
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -386,6 +393,54 @@ fn shows(bug: Planted) -> Shows {
         | P::FarNodesNotTold
         | P::CopyHidesLaterMark
         | P::WordHidesLaterMark
+        | P::FlushAskedOnce
+        | P::OldFlushAnswerCounts
+        | P::FirstFlushAnswerEnds
+        | P::LatePrimaryNotAsked
+        | P::WritesNotAskedFor
+        | P::LookedAgainOnce
+        | P::UnequalNotWatched
+        | P::FarPrimaryKept
+        | P::ShrinksInUse
+        | P::AbsentRoomStale
+        | P::WishNotPassedOn
+        | P::RoomUntold
+        | P::FollowersNeverLate
+        | P::FailuresNeverEnd
+        | P::WaysToPeersOnly
+        | P::PromotesUnsettled
+        | P::LearnsWhileBusy
+        | P::LearnsFromTargets
+        | P::NotesNotAdopted
+        | P::SpreadsEarly
+        | P::LaterChangesUnwritten
+        | P::TargetNotBehind
+        | P::AheadEndsEarly
+        | P::MaxBuffersIgnored
+        | P::SuperblockInOneGo
+        | P::LateWordsCount
+        | P::LateMarksForgotten
+        | P::DoubtsForgotten
+        | P::FailedNotRecopied
+        | P::UnackedNotApplied
+        | P::ReadsStayAtPeers
+        | P::ReadsAnyUpToDate
+        | P::TriedPeersAgain
+        | P::FlushFailureHidden
+        | P::OptionsNotMirrored
+        | P::VoteUnnoted
+        | P::QuorumLossUnnoted
+        | P::ReconciledNotTold
+        | P::OldWordsKept
+        | P::LoserNotDemoted
+        | P::SizeDuringExchange
+        | P::AttachKeepsDagtag
+        | P::OutdatedStaysAtConnect
+        | P::ConsistentTrustsAny
+        | P::TurnsLost
+        | P::ForwardsUnasked
+        | P::WritesDuringDemotion
+        | P::HeldForgottenByDemotion
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -870,6 +925,58 @@ const RARE: &[Planted] = &[
     Planted::LateReplyLeaked,
     Planted::VerifyBufferLeaked,
     Planted::GatedAcksLost,
+    Planted::ThirdMarksNotAwaited,
+    Planted::AwayNotMarkedBefore,
+    Planted::StartNotHeld,
+    Planted::EndNotFlushed,
+    Planted::FlushAskedOnce,
+    Planted::OldFlushAnswerCounts,
+    Planted::FirstFlushAnswerEnds,
+    Planted::LatePrimaryNotAsked,
+    Planted::ZeroedShort,
+    Planted::LookedAgainOnce,
+    Planted::UnequalNotWatched,
+    Planted::ShrinksInUse,
+    Planted::AbsentRoomStale,
+    Planted::WishNotPassedOn,
+    Planted::RoomUntold,
+    Planted::FollowersNeverLate,
+    Planted::FailuresNeverEnd,
+    Planted::WaysToPeersOnly,
+    Planted::PromotesUnsettled,
+    Planted::LearnsWhileBusy,
+    Planted::LearnsFromTargets,
+    Planted::NotesNotAdopted,
+    Planted::RemainingCopyNotFlushed,
+    Planted::SpreadsEarly,
+    Planted::TargetNotBehind,
+    Planted::AheadMarksUntold,
+    Planted::AheadEndsEarly,
+    Planted::MaxBuffersIgnored,
+    Planted::SuperblockInOneGo,
+    Planted::LateWordsCount,
+    Planted::LateMarksForgotten,
+    Planted::DoubtsForgotten,
+    Planted::FailedNotRecopied,
+    Planted::UnackedNotApplied,
+    Planted::ReadsStayAtPeers,
+    Planted::ReadsAnyUpToDate,
+    Planted::TriedPeersAgain,
+    Planted::FlushFailureHidden,
+    Planted::OptionsNotMirrored,
+    Planted::VoteUnnoted,
+    Planted::QuorumLossUnnoted,
+    Planted::ReconciledNotTold,
+    Planted::OldWordsKept,
+    Planted::LoserNotDemoted,
+    Planted::SizeDuringExchange,
+    Planted::AttachKeepsDagtag,
+    Planted::OutdatedStaysAtConnect,
+    Planted::ConsistentTrustsAny,
+    Planted::TurnsLost,
+    Planted::ForwardsUnasked,
+    Planted::WritesDuringDemotion,
+    Planted::HeldForgottenByDemotion,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

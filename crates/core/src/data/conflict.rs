@@ -122,6 +122,7 @@ impl Resource {
             .connections
             .get(&peer)
             .and_then(|c| c.io.conflicts.held.front())
+            .filter(|_| !planted!(self, TurnsLost))
         {
             if self.link(peer).is_none() || self.comes_early(peer, front.volume, &front.packet) {
                 return;

@@ -102,6 +102,9 @@ impl Resource {
             Stage::Pinged => {
                 let doubt = core::mem::take(&mut link.doubt);
                 for (volume, part, from) in doubt.held {
+                    if planted!(self, DoubtsForgotten) {
+                        continue;
+                    }
                     self.tell_in_sync(volume, &[part], NodeMask::EMPTY, from);
                 }
             }

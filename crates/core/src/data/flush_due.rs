@@ -58,7 +58,7 @@ impl Resource {
                     let first = first.and_then(|c| Some(c.io.writes.front()?.dagtag()));
                     first.is_some_and(|first| !first.is_newer_than(*dagtag))
                 };
-                if !early && due.received.iter().any(owes) {
+                if !early && due.received.iter().any(owes) && !planted!(self, ForwardsUnasked) {
                     break;
                 }
                 let Some(conn) = self.connections.get_mut(&peer) else {

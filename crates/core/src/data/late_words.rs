@@ -88,8 +88,10 @@ impl Resource {
         sector: Sector,
         size_bytes: u32,
     ) -> bool {
+        let fresh = planted!(self, LateWordsCount);
         let late = self.peer_io(volume, peer).map(|io| &mut io.late_marks);
-        let Some(late) = late.filter(|late| late.has(Extents::of(sector, size_bytes))) else {
+        let Some(late) = late.filter(|late| late.has(Extents::of(sector, size_bytes)) && !fresh)
+        else {
             return false;
         };
         late.wanted = true;
@@ -100,9 +102,13 @@ impl Resource {
 
     /// The answer to a ping is behind all that the peer had said before it got the ping.
     pub(crate) fn late_marks_answered(&mut self, peer: NodeId) {
+        let forgets = planted!(self, LateMarksForgotten);
         for device in self.devices.values_mut() {
             if let Some(pd) = device.peers.get_mut(&peer) {
                 pd.io.late_marks.pinged.clear();
+                if forgets {
+                    pd.io.late_marks.noted.clear();
+                }
             }
         }
         self.ping_about_late_marks(peer);

@@ -1007,7 +1007,7 @@ impl Resource {
                 .io
                 .writes
                 .iter()
-                .filter(|w| w.volume == volume)
+                .filter(|w| w.volume == volume && !planted!(self, UnackedNotApplied))
                 .map(|w| (w.sector, w.size_bytes))
                 .collect();
             for (sector, size) in ranges {
@@ -1019,13 +1019,14 @@ impl Resource {
     /// A resync from this node begins. What it sent before, and what failed here, is part of that: marked now, since its
     /// peer ack may come when the blocks are copied already, and would have them copied once more.
     pub(crate) fn recopy_failed_writes(&mut self, volume: VolumeNr, source: NodeId) {
+        let skips = planted!(self, FailedNotRecopied);
         let Some(conn) = self.connections.get_mut(&source) else {
             return;
         };
         let failed =
             |w: &&mut PeerWrite| w.volume == volume && w.stage == Stage::Failed && !w.recopied;
         let mut ranges = Vec::new();
-        for write in conn.io.writes.iter_mut().filter(failed) {
+        for write in conn.io.writes.iter_mut().filter(|w| failed(w) && !skips) {
             write.recopied = true;
             ranges.push((write.sector, write.size_bytes));
         }

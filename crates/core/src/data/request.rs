@@ -117,7 +117,7 @@ impl Resource {
         self.state.suspended() && !planted!(self, FrozenWritesGoOn)
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
-            || self.is_demoting()
+            || self.is_demoting() && !planted!(self, WritesDuringDemotion)
             || self.waits_for_detach(volume)
             || self.waits_for_old_target(volume)
             || self.awaits_first_state(volume)
@@ -160,6 +160,11 @@ impl Resource {
 
     /// What keeps requests waiting may have changed.
     pub(crate) fn admission_changed(&mut self) {
+        if planted!(self, HeldForgottenByDemotion)
+            && self.state.role == lockstep_format::wire::Role::Secondary
+        {
+            return;
+        }
         self.io.parked_due |= self.io.parked > 0;
         self.want_held_uuids();
     }
@@ -330,11 +335,13 @@ impl Resource {
     /// The disk became UpToDate a moment ago: writes that are on their way to it may have been read
     /// already, where a peer has them. Local reads queue until no read of a peer and no range is left.
     fn was_read_at_peer(&mut self, volume: VolumeNr) -> bool {
+        let hasty = planted!(self, ReadsStayAtPeers);
         let Some(device) = self.devices.get_mut(&volume) else {
             return false;
         };
         let io = &mut device.io;
         io.read_at_peer = io.read_at_peer
+            && !hasty
             && !(io.ranges.is_empty() && io.read_paths.values().all(ReadPath::is_idle));
         io.read_at_peer
     }
@@ -427,11 +434,12 @@ impl Resource {
                 && p.repl > ReplState::Off
                 && !matches!(p.repl, ReplState::Ahead | ReplState::Behind)
                 && conn.net.allow_remote_read
-                && !tried.contains(*peer);
+                && (!tried.contains(*peer) || planted!(self, TriedPeersAgain));
             if !usable {
                 continue;
             }
             let source = match p.repl {
+                ReplState::SyncTarget if planted!(self, ReadsAnyUpToDate) => 3,
                 ReplState::SyncTarget => 0,
                 ReplState::PausedSyncT => 1,
                 _ => 2,
@@ -797,7 +805,8 @@ impl Resource {
         });
         // Where it would have to wait and fails instead (io-error), what a lost peer did not make durable
         // may be lost: this disk alone can be the target of that peer.
-        let ok = !waits && (req.local == Local::Ok || peer_has_data);
+        let hides = planted!(self, FlushFailureHidden);
+        let ok = !waits && (req.local == Local::Ok || peer_has_data || hides);
         let Some(req) = self.io.requests.remove(key) else {
             return;
         };

@@ -361,7 +361,10 @@ impl Resource {
     /// `max-buffers` in 4 KiB pages.
     fn max_buffers(&self, peer: NodeId) -> u32 {
         let conn = self.connections.get(&peer);
-        conn.map_or(NetOptions::default().max_buffers, |c| c.net.max_buffers)
+        match planted!(self, MaxBuffersIgnored) {
+            true => NetOptions::default().max_buffers * 8,
+            false => conn.map_or(NetOptions::default().max_buffers, |c| c.net.max_buffers),
+        }
     }
 
     /// Something came back or was marked: go on if the pipe runs dry.
@@ -740,6 +743,10 @@ impl Resource {
             return;
         }
         request.stage = Stage::Writing;
+        let size_bytes = match zero && planted!(self, ZeroedShort) {
+            true => size_bytes - 4096,
+            false => size_bytes,
+        };
         let kind = match zero {
             true => RequestKind::Discard,
             false => RequestKind::Write { fua: false },
@@ -876,7 +883,8 @@ impl Resource {
                 .map(|request| (request.sector, request.size_bytes))
                 .collect();
             sync.marking = done;
-            if !self.write_replaced(volume, peer, &replaced) {
+            if !self.write_replaced(volume, peer, &replaced) || planted!(self, ThirdMarksNotAwaited)
+            {
                 self.replaced_marks_written(volume, peer);
             }
             return;

@@ -129,7 +129,8 @@ impl Resource {
             return false;
         }
         // A node that was not connected to the Primary then never hears of the question.
-        if now - sync.flush_asked >= FLUSH_PATIENCE {
+        let once = now - sync.flush_asked < FLUSH_PATIENCE;
+        if !once && !planted!(self, FlushAskedOnce) {
             self.request_flushes(volume, peer);
         }
         true
@@ -139,10 +140,11 @@ impl Resource {
     /// already. Metadata that call the disk UpToDate must not outlive that write.
     pub(super) fn flush_before_end(&mut self, volume: VolumeNr, peer: NodeId) -> bool {
         let serial = self.io.flush_sequence + 1;
+        let skips = planted!(self, EndNotFlushed);
         let Some(sync) = self.target(volume, peer) else {
             return false;
         };
-        if sync.overwritten && sync.end_flush.is_none() {
+        if sync.overwritten && sync.end_flush.is_none() && !skips {
             sync.overwritten = false;
             sync.end_flush = Some(serial);
             self.io.flush_sequence = serial;
@@ -172,7 +174,8 @@ impl Resource {
     /// since, and must not end before those are here.
     pub(super) fn request_flushes_of_others(&mut self, volume: VolumeNr, primary: NodeId) {
         let connection = self.state.connections.get(&primary);
-        if connection.is_none_or(|c| c.peer_role != Role::Primary) {
+        let is_primary = connection.is_some_and(|c| c.peer_role == Role::Primary);
+        if !is_primary || planted!(self, LatePrimaryNotAsked) {
             return;
         }
         let Some(device) = self.devices.get(&volume) else {
@@ -193,12 +196,14 @@ impl Resource {
     /// A node has passed on everything that the Primary had for it.
     pub(crate) fn flush_acked(&mut self, peer: NodeId, sequence: u64, primary: NodeId) {
         let mut kicked = Vec::new();
+        let any = planted!(self, OldFlushAnswerCounts);
+        let first = planted!(self, FirstFlushAnswerEnds);
         for (volume, device) in &mut self.devices {
             for (source, pd) in &mut device.peers {
                 let Some(sync) = pd.io.target.as_mut() else {
                     continue;
                 };
-                if sync.flush_sequence != sequence {
+                if sync.flush_sequence != sequence && !any {
                     continue;
                 }
                 for (node, waits) in &mut sync.flush_waits {
@@ -206,7 +211,8 @@ impl Resource {
                         waits.remove(peer);
                     }
                 }
-                sync.flush_waits.retain(|(_, waits)| !waits.is_empty());
+                sync.flush_waits
+                    .retain(|(_, waits)| !waits.is_empty() && !first);
                 kicked.push((*volume, *source));
             }
         }

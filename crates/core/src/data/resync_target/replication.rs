@@ -76,7 +76,9 @@ impl Resource {
         sync.pass_failed = 0;
         if !again {
             sync.replicating = true;
-            self.ask_for_writes(volume);
+            if !planted!(self, WritesNotAskedFor) {
+                self.ask_for_writes(volume);
+            }
             if !planted!(self, WritesAskedForWithoutFlush) {
                 self.request_flushes(volume, source);
             }

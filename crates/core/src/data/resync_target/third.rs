@@ -29,7 +29,9 @@ impl Resource {
             .copied()
             .filter(|n| *n != peer)
             .collect();
-        let away = |node: &NodeId| self.state.conn(*node) != ConnState::Connected;
+        let away = |node: &NodeId| {
+            self.state.conn(*node) != ConnState::Connected && !planted!(self, AwayNotMarkedBefore)
+        };
         let away: Vec<NodeId> = thirds.iter().copied().filter(away).collect();
         let Some(io) = self.disk_io(volume) else {
             return;
@@ -45,7 +47,8 @@ impl Resource {
         for slot in slots {
             io.bitmap.merge_slot(from, slot);
         }
-        if let Some(sync) = self.target(volume, peer) {
+        let early = planted!(self, StartNotHeld);
+        if let Some(sync) = self.target(volume, peer).filter(|_| !early) {
             sync.held += 1;
         }
         self.write_bitmap(volume, BitmapThen::Started(peer));
