@@ -733,6 +733,8 @@ registry! {
         "The buffer of a block that a verify read is never released.";
     GatedAcksLost "gated-acks-lost"
         "Of the acks that waited for metadata only the first is sent.";
+    NewMarksNotAwaited "new-marks-not-awaited"
+        "What is marked during a resync is asked for before the mark is durable.";
     WritesDuringDemotion "writes-during-demotion"
         "Writes that come while a demotion runs begin.";
     HeldForgottenByDemotion "held-forgotten-by-demotion"

@@ -150,6 +150,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
         | P::AheadMarksUntold
+        | P::NewMarksNotAwaited
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -977,6 +978,7 @@ const RARE: &[Planted] = &[
     Planted::ForwardsUnasked,
     Planted::WritesDuringDemotion,
     Planted::HeldForgottenByDemotion,
+    Planted::NewMarksNotAwaited,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

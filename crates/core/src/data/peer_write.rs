@@ -1160,7 +1160,11 @@ impl Resource {
         if planted!(self, OutOfSyncNotMarked) {
             return;
         }
+        let before = self.out_of_sync_blocks(volume, peer);
         self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
+        if self.out_of_sync_blocks(volume, peer) > before {
+            self.hold_for_new_marks(volume, peer);
+        }
         self.target_kick(volume, peer);
     }
 }

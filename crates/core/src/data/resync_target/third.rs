@@ -4,7 +4,8 @@
 //! loses its power, and the source is gone for good, only its own marks can tell the third one;
 //! so they are durable before the first block is written, not only before the source may forget
 //! it. A third node that is connected hears of the resync itself, and gets its marks with the data; for it
-//! the marks towards the source are durable, from which an attach after a crash makes them.
+//! the marks towards the source are durable, from which an attach after a crash makes them. What the source
+//! marks while the resync runs is durable, too, before it is asked for.
 
 use alloc::vec::Vec;
 
@@ -51,6 +52,24 @@ impl Resource {
         if let Some(sync) = self.target(volume, peer).filter(|_| !early) {
             sync.held += 1;
         }
+        self.write_bitmap(volume, BitmapThen::Started(peer));
+    }
+
+    /// The source has marked blocks while the resync runs: as at its start, none of them is replaced before the mark is
+    /// durable.
+    pub(crate) fn hold_for_new_marks(&mut self, volume: VolumeNr, peer: NodeId) {
+        let device = self.devices.get(&volume);
+        let third = device.and_then(|d| d.attached()).is_some_and(|disk| {
+            let mut others = self.connections.keys().filter(|node| **node != peer);
+            others.any(|node| disk.io.slot(*node).is_some())
+        });
+        if !third || planted!(self, NewMarksNotAwaited) {
+            return;
+        }
+        let Some(sync) = self.target(volume, peer).filter(|sync| !sync.over) else {
+            return;
+        };
+        sync.held += 1;
         self.write_bitmap(volume, BitmapThen::Started(peer));
     }
 
