@@ -735,6 +735,8 @@ registry! {
         "Of the acks that waited for metadata only the first is sent.";
     NewMarksNotAwaited "new-marks-not-awaited"
         "What is marked during a resync is asked for before the mark is durable.";
+    OldWordsCount "old-words-count"
+        "What a peer told in an attempt to connect that came to nothing counts in the next one.";
     WritesDuringDemotion "writes-during-demotion"
         "Writes that come while a demotion runs begin.";
     HeldForgottenByDemotion "held-forgotten-by-demotion"

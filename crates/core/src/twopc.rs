@@ -404,6 +404,7 @@ impl Resource {
             self.ping(peer);
         }
         if let Some(peer) = handshake {
+            self.forget_words(peer);
             self.send_handshake(peer);
         }
         self.twopc_progress();

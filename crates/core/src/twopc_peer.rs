@@ -41,6 +41,15 @@ impl Resource {
         {
             return;
         }
+        self.forget_words(peer);
+    }
+
+    /// What the peer told in an attempt to connect does not count in the next one, in which it tells all of it once more. The
+    /// answer to an attempt of this node that came to nothing may have arrived after its end.
+    pub(crate) fn forget_words(&mut self, peer: NodeId) {
+        if planted!(self, OldWordsCount) {
+            return;
+        }
         for device in self.devices.values_mut() {
             if let Some(pd) = device.peers.get_mut(&peer) {
                 pd.verdict = None;

@@ -442,6 +442,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ForwardsUnasked
         | P::WritesDuringDemotion
         | P::HeldForgottenByDemotion
+        | P::OldWordsCount
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -979,6 +980,7 @@ const RARE: &[Planted] = &[
     Planted::WritesDuringDemotion,
     Planted::HeldForgottenByDemotion,
     Planted::NewMarksNotAwaited,
+    Planted::OldWordsCount,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
