@@ -443,6 +443,7 @@ fn shows(bug: Planted) -> Shows {
         | P::WritesDuringDemotion
         | P::HeldForgottenByDemotion
         | P::OldWordsCount
+        | P::UnackedNotCounted
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -981,6 +982,7 @@ const RARE: &[Planted] = &[
     Planted::HeldForgottenByDemotion,
     Planted::NewMarksNotAwaited,
     Planted::OldWordsCount,
+    Planted::UnackedNotCounted,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

@@ -878,9 +878,26 @@ impl Resource {
             .filter(|_| !planted!(self, UnsentNotMarked))
             .map(|req| (req.sector, req.size_bytes))
             .collect();
-        for (sector, size_bytes) in unsent {
+        for (sector, size_bytes) in unsent
+            .into_iter()
+            .chain(self.without_peer_ack(volume, peer))
+        {
             self.mark_towards(volume, peer, sector, size_bytes);
         }
+    }
+
+    /// Received writes whose peer ack is still on its way. One who has left this generation has none of them; without
+    /// them a split brain would look as if nothing had changed here.
+    fn without_peer_ack(&self, volume: VolumeNr, peer: NodeId) -> Vec<(Sector, u32)> {
+        if self.slot_uuid(volume, peer).is_zero() || planted!(self, UnackedNotCounted) {
+            return Vec::new();
+        }
+        let others = self.connections.iter().filter(|(node, _)| **node != peer);
+        let writes = others.flat_map(|(_, conn)| &conn.io.writes);
+        let writes = writes.filter(|write| write.volume == volume);
+        writes
+            .map(|write| (write.sector, write.size_bytes))
+            .collect()
     }
 
     // Epochs (semantics.md, 15.8).
