@@ -733,6 +733,8 @@ registry! {
         "The buffer of a block that a verify read is never released.";
     GatedAcksLost "gated-acks-lost"
         "Of the acks that waited for metadata only the first is sent.";
+    DemotionPausesOpen "demotion-pauses-open"
+        "Writes begin while a demotion waits to ask its peers again.";
     UnackedNotCounted "unacked-not-counted"
         "Received writes whose peer ack is on its way are no changes towards one who has left their generation.";
     NewMarksNotAwaited "new-marks-not-awaited"

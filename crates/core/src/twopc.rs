@@ -225,17 +225,20 @@ impl Resource {
 
     /// This node wants it, now or later.
     pub(crate) fn has_wish(&self, kind: &WishKind) -> bool {
-        let current = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
-        let retry = self.twopc.retry.as_ref().map(|(wish, _)| wish);
-        let mut queued = self.twopc.queue.iter().map(|(wish, _)| wish);
-        let running = current.into_iter().chain(retry).any(|w| w.kind == *kind);
-        running || queued.any(|w| w.kind == *kind)
+        self.wants(|wish| wish == kind)
     }
 
-    /// The peers are being asked whether this node may become Secondary.
+    /// This node asks its peers whether it may become Secondary, or is about to: what began now would outlive that.
     pub(crate) fn is_demoting(&self) -> bool {
-        let wish = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
-        wish.is_some_and(|w| matches!(w.kind, WishKind::Demote { .. }))
+        let only_asks = planted!(self, DemotionPausesOpen) && self.twopc.current.is_none();
+        !only_asks && self.wants(|wish| matches!(wish, WishKind::Demote { .. }))
+    }
+
+    fn wants(&self, is_it: impl Fn(&WishKind) -> bool) -> bool {
+        let current = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
+        let later = self.twopc.retry.iter().chain(&self.twopc.queue);
+        let mut wishes = current.into_iter().chain(later.map(|(wish, _)| wish));
+        wishes.any(|wish| is_it(&wish.kind))
     }
 
     /// Starts what waits, if nothing runs.

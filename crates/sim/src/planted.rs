@@ -444,6 +444,7 @@ fn shows(bug: Planted) -> Shows {
         | P::HeldForgottenByDemotion
         | P::OldWordsCount
         | P::UnackedNotCounted
+        | P::DemotionPausesOpen
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -983,6 +984,7 @@ const RARE: &[Planted] = &[
     Planted::NewMarksNotAwaited,
     Planted::OldWordsCount,
     Planted::UnackedNotCounted,
+    Planted::DemotionPausesOpen,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
