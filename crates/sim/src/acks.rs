@@ -12,7 +12,7 @@ use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::{BlockAck, ConfirmStable, PeerAck};
 
-use crate::check::is_whole;
+use crate::check::{is_consistent, is_whole};
 use crate::world::{Asked, Weather, World, id, name};
 
 /// What a node has received on a link and may still say something about, oldest first.
@@ -379,7 +379,7 @@ fn third_is_marked(w: &mut World, node: usize, source: NodeId, volume: VolumeNr,
         return;
     }
     for third in w.storage() {
-        if third == node || third == usize::from(source.0) || !is_whole(w, third, v) {
+        if third == node || third == usize::from(source.0) || !is_consistent(w, third, v) {
             continue;
         }
         let (here, there) = (&w.nodes[node].disks[v], &w.nodes[third].disks[v]);

@@ -1,6 +1,6 @@
-//! The last thing in some worlds of two nodes: the operator lets each of them write apart from the other, and what
-//! `after-sb-0pri`, `after-sb-1pri` and `--discard-my-data` say decides whose changes stay. Everywhere else in the
-//! simulator two generations of data are an error; here they are made on purpose, when all else was checked.
+//! The last thing in some worlds of two or three nodes: the operator lets two sides write apart from each other, and what
+//! `after-sb-0pri`, `after-sb-1pri`, `after-sb-2pri` and `--discard-my-data` say decides whose changes stay. Everywhere else in
+//! the simulator two generations of data are an error; here they are made on purpose, when all else was checked.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,6 @@ use lockstep_core::event::RequestKind;
 use lockstep_core::options::{AfterSplitBrain, Fencing, Quorum};
 use lockstep_core::state::ConnState;
 
-use crate::faults::Fault;
 use crate::operator::{Operator, peer_id};
 use crate::plan::Plan;
 use crate::rng::{Rng, mixed};
@@ -21,10 +20,10 @@ const SOON: u64 = 60 * SECOND;
 /// How long nodes stay apart that nothing brings together.
 const APART: u64 = 8 * SECOND;
 
-/// What the policies have to make of two branches.
+/// What the policies have to make of two branches of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// This node's data stay.
+    /// The data of this side stay.
     Wins(usize),
     /// One of them wins, whichever.
     Either,
@@ -32,91 +31,67 @@ enum Verdict {
     Apart,
 }
 
-/// Two nodes that are whole and at rest write apart and come together again.
+/// What every node has of every volume.
+type Contents = Vec<Vec<Vec<u64>>>;
+
+/// Two sides that write apart: the first node of each is promoted, and a third node follows one of them.
+#[derive(Clone, Debug)]
+struct Sides {
+    /// The nodes of each.
+    nodes: [Vec<usize>; 2],
+    /// Who wrote last, and who before.
+    first: usize,
+    /// Sides whose node stays Primary.
+    stay: [bool; 2],
+    policies: Policies,
+    /// Blocks that each has changed, of every volume.
+    changed: [Vec<u64>; 2],
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Policies {
+    zero: AfterSplitBrain,
+    one: AfterSplitBrain,
+    two: AfterSplitBrain,
+}
+
+/// Nodes that are whole and at rest write apart and come together again.
 pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
     let mut rng = Rng::new(mixed(&[plan.seed, 0x6272_616e_6368]));
-    if !rng.permille(SHARE_PERMILLE) || !is_possible(w, o) || may_grow(plan) {
+    if !rng.permille(SHARE_PERMILLE) || !is_possible(w, o) {
         return;
     }
-    w.trace(0, || "== from here on each node writes apart".into());
+    w.trace(0, || "== from here on two sides write apart".into());
     w.branches = true;
     w.watches = false;
     w.history.several_writers = true;
-    let zero = rng.pick(&[
-        AfterSplitBrain::Disconnect,
-        AfterSplitBrain::DiscardZeroChanges,
-        AfterSplitBrain::DiscardLeastChanges,
-        AfterSplitBrain::DiscardLeastChanges,
-        AfterSplitBrain::DiscardYoungerPrimary,
-        AfterSplitBrain::DiscardOlderPrimary,
-    ]);
-    let one = rng.pick(&[
-        AfterSplitBrain::Disconnect,
-        AfterSplitBrain::Consensus,
-        AfterSplitBrain::DiscardSecondary,
-        AfterSplitBrain::ViolentlyAs0p,
-    ]);
     if o.primary.is_some() {
         o.demote(w);
     }
     wait_for(w, o, SOON, "the last demotion ends", |_, o| {
         (o.primary.is_some() || o.is_changing()).then(|| "it runs".into())
     });
-    set_policies(w, o, zero, one);
-    let first = rng.below(2) as usize;
-    o.disconnect(w, first, 1 - first, rng.permille(300));
-    wait_for(w, o, SOON, "two nodes part", |w, _| {
-        let parted = (0..2).all(|n| !is_connected(w, n) && w.nodes[n].commands.is_empty());
-        (!parted).then(|| "they are connected".into())
-    });
-    let second_stays = rng.permille(500);
-    let mut changed = [0, 0];
-    for node in [first, 1 - first] {
-        let last = node != first;
-        // A Primary that has changed nothing is no branch, and cannot give way either.
-        let least = u64::from(last && second_stays);
-        let writes = rng.range(least, 7);
-        changed[node] = writes_alone(w, o, &mut rng, node, writes, !(last && second_stays));
+    let mut sides = Sides::choose(w, &mut rng);
+    set_policies(w, o, sides.policies);
+    part(w, o, &sides, rng.permille(300));
+    for side in [sides.first, 1 - sides.first] {
+        sides.write(w, o, &mut rng, side);
     }
-    // Of as many changes the conflict resolver's are given up, which this does not know.
-    if w.violation.is_some() || second_stays && changed[0] == changed[1] {
+    let verdicts = sides.verdicts(w);
+    // What else decides, the conflict resolver of two nodes or several volumes in turn, this does not know.
+    if w.violation.is_some() || sides.is_open(&verdicts) {
         return;
     }
-    let primary = second_stays.then_some(1 - first);
-    let verdict = decide(changed, primary, zero, one);
-    let before = [content(w, 0), content(w, 1)];
-    let what = format!(
-        "{zero:?}, {one:?}, {} and {} changed blocks, {}",
-        changed[0],
-        changed[1],
-        primary.map_or("no Primary".into(), |n| format!("{} is Primary", name(n)))
-    );
-    w.trace(0, || format!("== {what}: {verdict:?}"));
-    o.reconnect(w);
-    let verdict = match verdict {
-        Verdict::Apart => {
-            stay_apart(w, o, &before, &what);
-            if let Some(primary) = primary {
-                command(w, o, primary, Command::Secondary { force: false });
-            }
-            let loser = rng.below(2) as usize;
-            for node in [1 - loser, loser] {
-                if is_standalone(w, node) {
-                    let connect = Command::Connect {
-                        peer: peer_id(1 - node),
-                        discard_my_data: node == loser,
-                        tentative: false,
-                    };
-                    command(w, o, node, connect);
-                }
-            }
-            // Without a Primary another policy counts, and it goes before the operator's word.
-            match decide(changed, None, zero, one) {
-                Verdict::Apart => Verdict::Wins(1 - loser),
-                decided => decided,
-            }
+    let before = contents(w);
+    let what = sides.describe();
+    w.trace(0, || format!("== {what}: {verdicts:?}"));
+    while o.reconnect(w) {}
+    let verdicts = match verdicts.contains(&Verdict::Apart) {
+        true => {
+            stay_apart(w, o, &sides, &before, &what);
+            sides.operator_decides(w, o, &mut rng)
         }
-        other => other,
+        false => verdicts,
     };
     let mut since = None;
     let end = format!("two branches ({what}) become one");
@@ -131,37 +106,23 @@ pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
             (!stays).then(|| "it does not stay so".into())
         })
     });
-    if w.violation.is_some() {
-        return;
-    }
-    let after = [content(w, 0), content(w, 1)];
-    let of = |winner: usize| after.iter().all(|content| *content == before[winner]);
-    let is_right = match verdict {
-        Verdict::Wins(winner) => of(winner),
-        Verdict::Either | Verdict::Apart => of(0) || of(1),
-    };
-    if !is_right {
-        let is = match (of(0), of(1)) {
-            (true, _) => "A's data stayed",
-            (_, true) => "B's data stayed",
-            _ => "the data are of neither, or differ",
-        };
-        w.fail(format!(
-            "of two branches ({what}) the wrong data stayed: {verdict:?} was due, and {is}"
-        ));
+    let after = contents(w);
+    for (volume, verdict) in verdicts.iter().enumerate() {
+        if w.violation.is_none() {
+            sides.are_right(w, volume, *verdict, (&before, &after));
+        }
     }
 }
 
-/// Worlds of two nodes that end so, where it is possible.
+/// Worlds that end so, where it is possible.
 const SHARE_PERMILLE: u32 = 350;
 
 /// Nothing but the policies decides: no quorum, no fencing, nothing that still disturbs.
 fn is_possible(w: &World, o: &Operator) -> bool {
     let settings = &o.settings;
     w.violation.is_none()
-        && w.nodes.len() == 2
-        && w.storage().len() == 2
-        && w.config.volumes == 1
+        && w.nodes.len() <= 3
+        && w.storage().len() == w.nodes.len()
         && w.config.weather == Weather::ByPlace
         && w.config.slow.is_none()
         && w.config.bitmap_shifts.is_empty()
@@ -176,96 +137,297 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && settings.resource.quorum == Quorum::Off
 }
 
-/// Nodes may agree on another size when they meet.
-fn may_grow(plan: &Plan) -> bool {
-    let sizes = [Fault::Resize, Fault::CutResize, Fault::GrowOne];
-    plan.faults.iter().any(|f| sizes.contains(&f.fault))
-}
+impl Sides {
+    fn choose(w: &World, rng: &mut Rng) -> Sides {
+        let three = w.nodes.len() > 2;
+        let zero = rng.pick(&[
+            AfterSplitBrain::Disconnect,
+            AfterSplitBrain::DiscardZeroChanges,
+            AfterSplitBrain::DiscardLeastChanges,
+            AfterSplitBrain::DiscardLeastChanges,
+            AfterSplitBrain::DiscardYoungerPrimary,
+            AfterSplitBrain::DiscardOlderPrimary,
+        ]);
+        // Whether a Primary wrote, a node that followed one does not know.
+        let zero = match zero {
+            AfterSplitBrain::DiscardYoungerPrimary | AfterSplitBrain::DiscardOlderPrimary
+                if three =>
+            {
+                AfterSplitBrain::DiscardLeastChanges
+            }
+            zero => zero,
+        };
+        let one = rng.pick(&[
+            AfterSplitBrain::Disconnect,
+            AfterSplitBrain::Consensus,
+            AfterSplitBrain::DiscardSecondary,
+            AfterSplitBrain::ViolentlyAs0p,
+        ]);
+        let two = rng.pick(&[
+            AfterSplitBrain::Disconnect,
+            AfterSplitBrain::ViolentlyAs0p,
+            AfterSplitBrain::CallPriLostAfterSb,
+            AfterSplitBrain::CallPriLostAfterSb,
+        ]);
+        let mut nodes: Vec<usize> = (0..w.nodes.len()).collect();
+        let first = rng.below(2) as usize;
+        if three {
+            nodes.rotate_left(rng.below(3) as usize);
+        }
+        let mut sides = [vec![nodes[0]], vec![nodes[1]]];
+        if let Some(third) = nodes.get(2) {
+            sides[rng.below(2) as usize].push(*third);
+        }
+        let mut stay = [false; 2];
+        // A follower of a Primary is compared by another policy than that one.
+        if !three {
+            stay[1 - first] = rng.permille(500);
+            stay[first] = stay[1 - first] && rng.permille(500);
+        }
+        Sides {
+            nodes: sides,
+            first,
+            stay,
+            policies: Policies { zero, one, two },
+            changed: [Vec::new(), Vec::new()],
+        }
+    }
 
-fn set_policies(w: &mut World, o: &mut Operator, zero: AfterSplitBrain, one: AfterSplitBrain) {
-    let net = &mut o.settings.net;
-    (net.after_sb_0pri, net.after_sb_1pri) = (zero, one);
-    for node in 0..2 {
-        let mut net = o.settings.net.clone();
-        net.peer_name = name(1 - node).to_string();
-        let peer = peer_id(1 - node);
-        command(w, o, node, Command::NetOptions { peer, net });
+    fn primaries(&self) -> Vec<usize> {
+        (0..2).filter(|side| self.stay[*side]).collect()
     }
-}
 
-/// Promotes a node, lets it write, and demotes it again. Gives how many blocks it has changed.
-fn writes_alone(
-    w: &mut World,
-    o: &mut Operator,
-    rng: &mut Rng,
-    node: usize,
-    writes: u64,
-    demotes: bool,
-) -> u64 {
-    command(w, o, node, Command::Primary { force: false });
-    let mut changed = BTreeSet::new();
-    for _ in 0..writes {
-        let (block, count) = (rng.pick(&[100, 5000]) + rng.below(24), rng.range(1, 9));
-        w.request(node, 0, RequestKind::Write { fua: false }, block, count);
-        changed.extend(block..block + count);
+    fn of(&self, node: usize) -> usize {
+        usize::from(self.nodes[1].contains(&node))
     }
-    wait_for(w, o, SOON, "a node writes alone", |w, _| {
-        (!w.nodes[node].requests.is_empty()).then(|| "some requests wait".into())
-    });
-    if demotes {
-        command(w, o, node, Command::Secondary { force: false });
-    }
-    changed.len() as u64
-}
 
-/// semantics.md, 13.6, and what nodes of this project do about one that has changed nothing.
-fn decide(
-    changed: [u64; 2],
-    primary: Option<usize>,
-    zero: AfterSplitBrain,
-    one: AfterSplitBrain,
-) -> Verdict {
-    let more = match changed[0].cmp(&changed[1]) {
-        std::cmp::Ordering::Greater => Verdict::Wins(0),
-        std::cmp::Ordering::Less => Verdict::Wins(1),
-        std::cmp::Ordering::Equal => Verdict::Either,
-    };
-    if changed.contains(&0) {
-        return more;
+    /// Pairs of nodes that write apart.
+    fn pairs(&self) -> Vec<(usize, usize)> {
+        let of = |a: &usize| self.nodes[1].iter().map(|b| (*a, *b)).collect::<Vec<_>>();
+        self.nodes[0].iter().flat_map(of).collect()
     }
-    let as_zero = match zero {
-        AfterSplitBrain::DiscardLeastChanges => more,
-        // Both were Primary: then the number of changes decides.
-        AfterSplitBrain::DiscardYoungerPrimary | AfterSplitBrain::DiscardOlderPrimary => more,
-        _ => Verdict::Apart,
-    };
-    let Some(primary) = primary else {
-        return as_zero;
-    };
-    match one {
-        AfterSplitBrain::DiscardSecondary => Verdict::Wins(primary),
-        AfterSplitBrain::Consensus | AfterSplitBrain::ViolentlyAs0p => match as_zero {
-            // The resolver's choice may be the Primary, which does not give way.
-            Verdict::Wins(winner) if winner == primary => as_zero,
+
+    /// Promotes a side's node, lets it write, and demotes it again, or not.
+    fn write(&mut self, w: &mut World, o: &mut Operator, rng: &mut Rng, side: usize) {
+        let node = self.nodes[side][0];
+        let volumes = u64::from(w.config.volumes);
+        command(w, o, node, Command::Primary { force: false });
+        let mut changed = vec![BTreeSet::new(); volumes as usize];
+        // A Primary that has changed nothing is no branch, and cannot give way either; nor is a volume that has not
+        // changed beside one that has.
+        let mut writes = rng.range(u64::from(self.stay[side]), 7);
+        if writes > 0 {
+            writes = writes.max(volumes);
+        }
+        for i in 0..writes {
+            let volume = i % volumes;
+            let (block, count) = (rng.pick(&[100, 5000]) + rng.below(24), rng.range(1, 9));
+            let kind = RequestKind::Write { fua: false };
+            w.request(node, volume as u16, kind, block, count);
+            changed[volume as usize].extend(block..block + count);
+        }
+        let group = self.nodes[side].clone();
+        wait_for(w, o, SOON, "a side writes alone", |w, _| {
+            let waits = !w.nodes[node].requests.is_empty();
+            let differs = group.iter().any(|n| content(w, *n) != content(w, node));
+            (waits || differs).then(|| "some requests wait".into())
+        });
+        if !self.stay[side] {
+            command(w, o, node, Command::Secondary { force: false });
+        }
+        self.changed[side] = changed.iter().map(|blocks| blocks.len() as u64).collect();
+    }
+
+    fn verdicts(&self, w: &World) -> Vec<Verdict> {
+        let volumes = 0..usize::from(w.config.volumes);
+        volumes
+            .map(|v| self.decide([self.changed[0][v], self.changed[1][v]], &self.primaries()))
+            .collect()
+    }
+
+    /// The end depends on more than the policies.
+    fn is_open(&self, verdicts: &[Verdict]) -> bool {
+        let mut wins = verdicts.iter().filter(|v| matches!(v, Verdict::Wins(_)));
+        let one = wins.next();
+        let mixed =
+            wins.any(|v| Some(v) != one) || verdicts.contains(&Verdict::Either) && one.is_some();
+        let equal = (0..self.changed[0].len()).any(|v| self.changed[0][v] == self.changed[1][v]);
+        let written = |side: usize| self.changed[side].iter().any(|count| *count > 0);
+        let three = self.nodes.iter().any(|side| side.len() > 1);
+        (equal && (three || !self.primaries().is_empty()) && (written(0) || written(1)))
+            || (mixed && (three || !self.primaries().is_empty()))
+    }
+
+    /// semantics.md, 13.6, and what nodes of this project do about one that has changed nothing.
+    fn decide(&self, changed: [u64; 2], primaries: &[usize]) -> Verdict {
+        let more = match changed[0].cmp(&changed[1]) {
+            std::cmp::Ordering::Greater => Verdict::Wins(0),
+            std::cmp::Ordering::Less => Verdict::Wins(1),
+            std::cmp::Ordering::Equal => Verdict::Either,
+        };
+        if changed.contains(&0) {
+            return more;
+        }
+        let as_zero = match self.policies.zero {
+            AfterSplitBrain::DiscardLeastChanges => more,
+            // Both were Primary: then the number of changes decides.
+            AfterSplitBrain::DiscardYoungerPrimary | AfterSplitBrain::DiscardOlderPrimary => more,
             _ => Verdict::Apart,
-        },
-        _ => Verdict::Apart,
+        };
+        match primaries {
+            [] => as_zero,
+            [primary] => match self.policies.one {
+                AfterSplitBrain::DiscardSecondary => Verdict::Wins(*primary),
+                AfterSplitBrain::Consensus | AfterSplitBrain::ViolentlyAs0p => match as_zero {
+                    // The resolver's choice may be the Primary, which does not give way.
+                    Verdict::Wins(winner) if winner == *primary => as_zero,
+                    _ => Verdict::Apart,
+                },
+                _ => Verdict::Apart,
+            },
+            // The loser demotes itself. Nobody becomes a target as a Primary (`rr-conflict`).
+            _ => match self.policies.two {
+                AfterSplitBrain::CallPriLostAfterSb => as_zero,
+                _ => Verdict::Apart,
+            },
+        }
+    }
+
+    fn describe(&self) -> String {
+        let Policies { zero, one, two } = self.policies;
+        let primaries: Vec<char> = self
+            .primaries()
+            .iter()
+            .map(|s| name(self.nodes[*s][0]))
+            .collect();
+        let side = |side: usize| -> String { self.nodes[side].iter().map(|n| name(*n)).collect() };
+        format!(
+            "{zero:?}, {one:?}, {two:?}, {} with {:?} and {} with {:?} changed blocks, Primary: {primaries:?}",
+            side(0),
+            self.changed[0],
+            side(1),
+            self.changed[1],
+        )
+    }
+
+    /// No policy did: one side gives its changes up on the operator's word.
+    fn operator_decides(&self, w: &mut World, o: &mut Operator, rng: &mut Rng) -> Vec<Verdict> {
+        let loser = rng.below(2) as usize;
+        for (a, b) in self.pairs() {
+            for (node, peer) in [(a, b), (b, a)] {
+                if !is_standalone(w, node, peer) {
+                    let peer = peer_id(peer);
+                    command(w, o, node, Command::Disconnect { peer, force: false });
+                }
+            }
+        }
+        for side in self.primaries() {
+            command(
+                w,
+                o,
+                self.nodes[side][0],
+                Command::Secondary { force: false },
+            );
+        }
+        for (a, b) in self.pairs() {
+            let (winner, loser_node) = if self.of(a) == loser { (b, a) } else { (a, b) };
+            for (node, peer) in [(winner, loser_node), (loser_node, winner)] {
+                let connect = Command::Connect {
+                    peer: peer_id(peer),
+                    discard_my_data: node == loser_node,
+                    tentative: false,
+                };
+                command(w, o, node, connect);
+            }
+        }
+        // Without a Primary another policy counts, and it goes before the operator's word.
+        let volumes = 0..self.changed[0].len();
+        volumes
+            .map(
+                |v| match self.decide([self.changed[0][v], self.changed[1][v]], &[]) {
+                    Verdict::Apart => Verdict::Wins(1 - loser),
+                    decided => decided,
+                },
+            )
+            .collect()
+    }
+
+    fn are_right(
+        &self,
+        w: &mut World,
+        volume: usize,
+        verdict: Verdict,
+        (before, after): (&Contents, &Contents),
+    ) {
+        // Nodes that meet may have agreed on a larger size.
+        let same = |a: &[u64], b: &[u64]| a.len() >= b.len() && a[..b.len()] == *b;
+        let of = |side: usize| {
+            let winner = &before[self.nodes[side][0]][volume];
+            after.iter().all(|node| same(&node[volume], winner))
+        };
+        let is_right = match verdict {
+            Verdict::Wins(winner) => of(winner),
+            Verdict::Either | Verdict::Apart => of(0) || of(1),
+        };
+        if !is_right {
+            let is = match (of(0), of(1)) {
+                (true, _) => format!("the data of {} stayed", name(self.nodes[0][0])),
+                (_, true) => format!("the data of {} stayed", name(self.nodes[1][0])),
+                _ => "the data are of neither, or differ".into(),
+            };
+            let what = self.describe();
+            w.fail(format!(
+                "of two branches ({what}) the wrong data of volume {volume} stayed: {verdict:?} was due, and {is}"
+            ));
+        }
     }
 }
 
-/// Nobody gives way: both keep what they have until the operator says who does.
-fn stay_apart(w: &mut World, o: &mut Operator, before: &[Vec<u64>; 2], what: &str) {
+/// The two sides do not reach each other any more.
+fn part(w: &mut World, o: &mut Operator, sides: &Sides, force: bool) {
+    for (a, b) in sides.pairs() {
+        let (node, peer) = if sides.first == 0 { (a, b) } else { (b, a) };
+        o.disconnect(w, node, peer, force);
+        wait_for(w, o, SOON, "two nodes part", |w, _| {
+            let connected = is_connected(w, a, b) || is_connected(w, b, a);
+            let busy = (0..w.nodes.len()).any(|n| !w.nodes[n].commands.is_empty());
+            (connected || busy).then(|| "they are connected".into())
+        });
+    }
+}
+
+fn set_policies(w: &mut World, o: &mut Operator, policies: Policies) {
+    let net = &mut o.settings.net;
+    net.after_sb_0pri = policies.zero;
+    net.after_sb_1pri = policies.one;
+    net.after_sb_2pri = policies.two;
+    for node in 0..w.nodes.len() {
+        for peer in (0..w.nodes.len()).filter(|peer| *peer != node) {
+            let mut net = o.settings.net.clone();
+            net.peer_name = name(peer).to_string();
+            let peer = peer_id(peer);
+            command(w, o, node, Command::NetOptions { peer, net });
+        }
+    }
+}
+
+/// Nobody gives way: all keep what they have until the operator says who does.
+fn stay_apart(w: &mut World, o: &mut Operator, sides: &Sides, before: &Contents, what: &str) {
     let until = w.now + APART;
     wait_for(w, o, APART * 2, "nodes stay apart", |w, _| {
         (w.now < until).then(|| "the time is not over".into())
     });
-    for (node, before) in before.iter().enumerate() {
-        if is_connected(w, node) && w.violation.is_none() {
+    for (a, b) in sides.pairs() {
+        let met = is_connected(w, a, b) || is_connected(w, b, a);
+        if met && w.violation.is_none() {
             w.fail(format!(
-                "{} connects although no policy decides between two branches ({what})",
-                name(node)
+                "{} and {} connect although no policy decides between two branches ({what})",
+                name(a),
+                name(b)
             ));
         }
+    }
+    for (node, before) in before.iter().enumerate() {
         if content(w, node) != *before && w.violation.is_none() {
             w.fail(format!(
                 "{} lost data although no policy decides between two branches ({what})",
@@ -275,12 +437,21 @@ fn stay_apart(w: &mut World, o: &mut Operator, before: &[Vec<u64>; 2], what: &st
     }
 }
 
-/// What is on a node's disk, as far as the volume reaches.
-fn content(w: &World, node: usize) -> Vec<u64> {
+fn contents(w: &World) -> Contents {
+    (0..w.nodes.len()).map(|node| content(w, node)).collect()
+}
+
+/// What is on a node's disks, as far as the volumes reach.
+fn content(w: &World, node: usize) -> Vec<Vec<u64>> {
     let devices = w.snapshot(node).map(|s| s.devices).unwrap_or_default();
-    let blocks = devices.first().map_or(0, |d| d.size_sectors as usize / 8);
-    let on_disk = w.nodes[node].disks[0].content.iter();
-    on_disk.take(blocks).copied().collect()
+    let blocks = devices
+        .iter()
+        .map(|d| (usize::from(d.volume.0), d.size_sectors as usize / 8));
+    let on_disk = |(volume, blocks): (usize, usize)| {
+        let content = w.nodes[node].disks[volume].content.iter();
+        content.take(blocks).copied().collect()
+    };
+    blocks.map(on_disk).collect()
 }
 
 /// A command that has to go well.
@@ -300,15 +471,17 @@ fn command(w: &mut World, o: &mut Operator, node: usize, command: Command) {
     }
 }
 
-fn connection(w: &World, node: usize) -> Option<ConnState> {
+fn connection(w: &World, node: usize, peer: usize) -> Option<ConnState> {
     let snapshot = w.snapshot(node)?;
-    snapshot.connections.first().map(|c| c.state)
+    let mut connections = snapshot.connections.iter();
+    let to_peer = connections.find(|c| usize::from(c.peer.0) == peer);
+    to_peer.map(|c| c.state)
 }
 
-fn is_connected(w: &World, node: usize) -> bool {
-    connection(w, node) == Some(ConnState::Connected)
+fn is_connected(w: &World, node: usize, peer: usize) -> bool {
+    connection(w, node, peer) == Some(ConnState::Connected)
 }
 
-fn is_standalone(w: &World, node: usize) -> bool {
-    connection(w, node) == Some(ConnState::StandAlone)
+fn is_standalone(w: &World, node: usize, peer: usize) -> bool {
+    connection(w, node, peer) == Some(ConnState::StandAlone)
 }

@@ -34,8 +34,10 @@ pub(crate) fn goes_on(w: &mut World, o: &mut Operator, plan: &Plan) {
     requests(w, o, plan, &mut rng);
     is_at_rest(w, o, "requests were answered");
     if rng.permille(500) {
-        let is_asked = o.primary.is_some() && o.demote(w);
+        let primary = o.primary;
+        let is_asked = primary.is_some() && o.demote(w);
         if is_asked {
+            write_in_demotion(w, plan, primary);
             changes_roles(w, o, &mut rng);
             requests(w, o, plan, &mut rng);
             is_at_rest(w, o, "a role was handed over");
@@ -48,6 +50,19 @@ pub(crate) fn goes_on(w: &mut World, o: &mut Operator, plan: &Plan) {
     let two = w.nodes.len() == 2 && w.storage().len() == 2;
     if rng.permille(700) && two && w.violation.is_none() {
         is_away(w, o, plan, &mut rng);
+    }
+}
+
+/// Applications begin writes while their node is demoted: each is served, or fails, and is answered in any case.
+fn write_in_demotion(w: &mut World, plan: &Plan, primary: Option<usize>) {
+    let mut rng = Rng::new(mixed(&[plan.seed, 0x6465_6d6f_7465]));
+    let Some(node) = primary.filter(|_| rng.permille(500)) else {
+        return;
+    };
+    for _ in 0..rng.range(1, 6) {
+        w.run_for(rng.delay(MS / 2));
+        let kind = RequestKind::Write { fua: false };
+        w.request(node, 0, kind, 5000 + rng.below(24), rng.range(1, 4));
     }
 }
 

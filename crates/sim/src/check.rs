@@ -236,6 +236,40 @@ pub(crate) fn is_whole(w: &World, node: usize, volume: usize) -> bool {
     flags.is_some_and(|f| f.contains(DeviceFlags::CONSISTENT | DeviceFlags::WAS_UP_TO_DATE))
 }
 
+/// A resync has ended, and the metadata call the disk current from now on: what a power cut could take back must
+/// not be what a flush has made safe, or another node would have to be asked.
+pub(crate) fn current_is_durable(w: &mut World, node: usize, volume: usize) {
+    // With protocols A and B, and in 8.4's dialect, a flush does not wait for what is on its way.
+    let is_sharp = w.config.weather == Weather::ByPlace
+        && w.config.protocol == Protocol::C
+        && w.flushes_peers
+        && !w.history.several_writers;
+    let disk = &w.nodes[node].disks[volume];
+    if !is_sharp || disk.had_errors || !is_whole(w, node, volume) {
+        return;
+    }
+    let volatile = disk.volatile().into_iter();
+    let mut volatile =
+        volatile.filter(|(block, _)| !w.spoiled.contains_key(&(volume as u16, *block)));
+    let lost =
+        volatile.find(|(block, old)| !w.history.may_come_back(volume as u16, *block, *old, w.now));
+    if let Some((block, old)) = lost {
+        let text = format!(
+            "the metadata of {} call volume {volume} current, but with its power it would lose block {block} and have \
+             version {old} there, which a flush has made impossible; {}",
+            name(node),
+            w.history.describe(volume as u16, block)
+        );
+        w.fail(text);
+    }
+}
+
+/// The same of some generation, however old.
+pub(crate) fn is_consistent(w: &World, node: usize, volume: usize) -> bool {
+    let flags = w.nodes[node].disks[volume].flags();
+    flags.is_some_and(|f| f.contains(DeviceFlags::CONSISTENT))
+}
+
 /// The generations on a node's disks follow the rules: it opens, and the history neither repeats
 /// itself nor names the present generation.
 pub fn generations_are_sound(w: &mut World, node: usize) {

@@ -5,7 +5,7 @@
 use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::{Sector, VolumeNr};
 
-use crate::disk::DataOp;
+use crate::disk::{DataOp, Disk};
 use crate::world::{SECOND, World, id, name};
 
 /// A write goes to a node's disk, and from now on any part of it may be there: where it differs
@@ -17,8 +17,10 @@ pub(crate) fn write_is_marked(w: &mut World, node: usize, volume: usize, op: &Da
     if w.nodes[node].disks[volume].is_hot(*block..*block + content.len() as u64) {
         return;
     }
+    let among = w.storage().len() > 2;
+    let is_target = among && is_partial(w, node, volume);
     for peer in w.storage().filter(|peer| *peer != node) {
-        if w.storage().len() > 2 && (is_partial(w, node, volume) || is_partial(w, peer, volume)) {
+        if among && is_partial(w, peer, volume) {
             // A disk that is being resynced is marked by its source.
             continue;
         }
@@ -33,7 +35,12 @@ pub(crate) fn write_is_marked(w: &mut World, node: usize, volume: usize, op: &Da
         }
         let marks =
             |of: usize, towards: usize| w.nodes[of].disks[volume].marks(towards, &differing);
-        let (Ok(own), Ok(theirs)) = (marks(node, peer), marks(peer, node)) else {
+        // What it marks towards anybody an attach makes marks towards all.
+        let own = match is_target {
+            true => marks_of_target(w, node, volume, &differing),
+            false => marks(node, peer),
+        };
+        let (Ok(own), Ok(theirs)) = (own, marks(peer, node)) else {
             continue;
         };
         if let Some(i) = (0..differing.len()).find(|i| !own[*i] && !theirs[*i]) {
@@ -49,6 +56,23 @@ pub(crate) fn write_is_marked(w: &mut World, node: usize, volume: usize, op: &Da
             return;
         }
     }
+}
+
+/// What a disk that is being resynced marks towards any other one.
+fn marks_of_target(
+    w: &World,
+    node: usize,
+    volume: usize,
+    blocks: &[u64],
+) -> Result<Vec<bool>, String> {
+    let mut all = vec![false; blocks.len()];
+    for peer in w.storage().filter(|peer| *peer != node) {
+        let marks = w.nodes[node].disks[volume].marks(peer, blocks)?;
+        for (all, mark) in all.iter_mut().zip(marks) {
+            *all |= mark;
+        }
+    }
+    Ok(all)
 }
 
 /// Nodes that are up know in memory what differs between them. One that is down, or has no disk
@@ -159,6 +183,10 @@ pub(crate) fn is_known_bad(w: &World, volume: usize, x: usize, y: usize, block: 
 
 /// According to its metadata the disk does not have all data of a generation.
 fn is_partial(w: &World, node: usize, volume: usize) -> bool {
-    let flags = w.nodes[node].disks[volume].flags();
+    is_partial_disk(&w.nodes[node].disks[volume])
+}
+
+pub(crate) fn is_partial_disk(disk: &Disk) -> bool {
+    let flags = disk.flags();
     flags.is_some_and(|f| !f.contains(DeviceFlags::CONSISTENT))
 }

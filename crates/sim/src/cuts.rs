@@ -474,6 +474,7 @@ pub(crate) fn mend(s: &mut Scenario) {
     }
     s.world.run_for(2 * SECOND);
     s.operator.tick(&mut s.world);
+    crate::swarm::settle_marks(&mut s.world, &mut s.operator);
     if let Some(text) = check::not_converged(&s.world) {
         s.world.fail(format!("it does not stay in sync: {text}"));
     }

@@ -68,10 +68,12 @@ pub enum Extra {
     Turns,
     /// A third disk, in worlds of two Primaries of DRBD 9's dialect.
     ThirdDisk,
+    /// Applications go on writing while their node is demoted.
+    Hasty,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 25] = [
+pub const EXTRAS: [(Extra, &str); 26] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -97,6 +99,7 @@ pub const EXTRAS: [(Extra, &str); 25] = [
     (Extra::LongLog, "long-log"),
     (Extra::Turns, "turns"),
     (Extra::ThirdDisk, "third-disk"),
+    (Extra::Hasty, "hasty"),
 ];
 
 /// The word of one.
@@ -190,6 +193,7 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             settings.net.shared_secret = Some("a secret of the world".into());
         }
         Extra::Openers => settings.openers = true,
+        Extra::Hasty => settings.hasty = true,
         Extra::Turns => {
             config.volumes = 3;
             let turns = settings.turns.insert(Turns::default());

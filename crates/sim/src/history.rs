@@ -379,6 +379,14 @@ impl History {
         })
     }
 
+    /// Whether a disk may lose what is newer than this value: none of that is known to be durable.
+    pub fn may_come_back(&self, volume: u16, block: u64, value: u64, now: u64) -> bool {
+        self.known(volume, block).is_none_or(|r| {
+            let mut versions = r.versions.iter();
+            versions.any(|v| v.value == value && v.superseded_hard >= now)
+        })
+    }
+
     /// Checks a read and learns from it.
     pub fn read(
         &mut self,

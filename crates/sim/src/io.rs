@@ -418,11 +418,15 @@ impl World {
                 if let Some(upto) = flush_upto {
                     disk.flushed(upto);
                 }
+                let was_partial = crate::cover::is_partial_disk(disk);
                 disk.store_meta(offset, &bytes);
                 let log = disk.layout.al_byte();
                 let is_log = offset >= log && offset < log + disk.layout.geometry().al.bytes();
                 if offset == disk.layout.superblock_byte() {
                     promises::superblock_written(self, node, v);
+                    if was_partial {
+                        check::current_is_durable(self, node, v);
+                    }
                     rot::comes_to_light(self, node, v);
                 }
                 if self.watches {

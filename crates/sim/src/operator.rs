@@ -35,6 +35,8 @@ pub struct Settings {
     pub connect_first: bool,
     /// Front ends that open and close volumes change roles.
     pub openers: bool,
+    /// Applications go on writing while their node is demoted.
+    pub hasty: bool,
     /// The order of resyncs of every node.
     pub turns: Option<Turns>,
 }
@@ -59,6 +61,7 @@ impl Settings {
             },
             connect_first: false,
             openers: false,
+            hasty: false,
             turns: None,
         }
     }
@@ -635,10 +638,9 @@ impl Operator {
 
     /// The Primary may get new requests.
     pub fn accepts_io(&self) -> Option<usize> {
-        if self.demoting.is_some() {
-            None
-        } else {
-            self.primary
+        match self.demoting {
+            Some((node, _)) => self.settings.hasty.then_some(node),
+            None => self.primary,
         }
     }
 

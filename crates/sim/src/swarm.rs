@@ -444,7 +444,7 @@ fn trouble(
 
 /// Marks between nodes that a third one has brought together count as rest, and nodes ask each other about them
 /// for some seconds; what then nobody can vouch for is copied. That ends, too.
-fn settle_marks(w: &mut World, o: &mut Operator) {
+pub(crate) fn settle_marks(w: &mut World, o: &mut Operator) {
     let until = w.now + 15 * SECOND;
     while w.storage().len() > 2 && check::marks_are_left(w) && w.now < until {
         w.run_for(SECOND / 10);

@@ -31,6 +31,7 @@ pub fn orders(seed: u64) -> Orders {
         12 if turn.is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
         12 => of(Some(4), MEETINGS, &[Extra::Every, Extra::Hot]),
         16 if turn % 3 != 2 => of(None, &[], &[Extra::KeptDiscards]),
+        13 if turn.is_multiple_of(3) => of(Some(2), META_ERRORS, &[Extra::Every]),
         13 => of(Some(2), ERRORS, &[]),
         14 if turn % 3 == 2 => of(Some(3), LATE_VERIFIES, &[Extra::Every, Extra::Hot]),
         14 => of(Some(2), VERIFIES, &[Extra::Csums, Extra::Thin]),
@@ -44,6 +45,11 @@ pub fn orders(seed: u64) -> Orders {
         ),
         20 => of(Some(3), MEETINGS, &[Extra::Every, Extra::Bursts]),
         21 if !turn.is_multiple_of(2) => of(Some(2), HANGING, &[Extra::Every, Extra::Impatient]),
+        22 if turn.is_multiple_of(2) => of(
+            Some(3),
+            HANDOVERS,
+            &[Extra::Every, Extra::Hot, Extra::Hasty],
+        ),
         22 => of(Some(3), HANDOVERS, &[Extra::Every, Extra::Hot]),
         23 => of(Some(3), NUMB, &[Extra::Every, Extra::Numb]),
         24 => of(Some(4), MOVING_CLIENTS, &[Extra::Every, Extra::Hot]),
@@ -374,6 +380,16 @@ const VERIFIES: &[Fault] = &[
     Fault::Isolate,
     Fault::Reset,
     Fault::PowerCut,
+    Fault::Handover,
+];
+
+/// Metadata cannot be written, and the node loses its power.
+const META_ERRORS: &[Fault] = &[
+    Fault::MetaError,
+    Fault::MetaError,
+    Fault::PowerCut,
+    Fault::Crash,
+    Fault::Reset,
     Fault::Handover,
 ];
 

@@ -1,0 +1,39 @@
+//! Worlds that failed when two sides were made to write apart, or a target's metadata were looked at before each write.
+
+mod common;
+
+use common::planned_holds;
+use lockstep_sim::extras::Extra;
+
+/// The loser of a split brain of two Primaries had demoted itself for the next attempt to connect. What it had told in the
+/// first one arrived when that was over, and counted in the next one: it was refused as a Primary.
+#[test]
+fn words_of_an_attempt_that_is_over_do_not_count_in_the_next_one() {
+    planned_holds(Some(2), 400027, (None, vec![]), "0", "none");
+}
+
+/// The source of a resync marked blocks while it ran. They were asked for and written at once, and neither the target's
+/// metadata nor those of a third node that was away would have told of the difference after a power cut.
+#[test]
+fn what_is_marked_during_a_resync_is_durable_before_it_is_copied() {
+    planned_holds(Some(3), 79100017, (None, vec![]), "1-2", "470,476");
+    planned_holds(Some(3), 79100019, (None, vec![]), "0-999", "0-9999");
+    planned_holds(Some(3), 79100065, (None, vec![]), "0-999", "0-9999");
+}
+
+/// A follower of a Primary heard late that its writes were everywhere, and told another branch meanwhile that nothing had
+/// changed here: by `discard-zero-changes` it became the target of that, and its Primary's changes were dropped with it.
+#[test]
+fn received_writes_count_as_changes_before_their_peer_ack() {
+    let faults = "1-2,5,8,11-12,14-15,17,20";
+    planned_holds(Some(3), 79100076, (None, vec![]), faults, "0");
+}
+
+/// A demotion lost a peer that it had asked, and waited to ask again. A write that came meanwhile began, and was acknowledged when the node
+/// was Secondary, and was only in its disk's cache.
+#[test]
+fn no_write_begins_while_a_demotion_waits_to_ask_again() {
+    let kinds = Some("handover,handover,stall,slowdisk");
+    let extras = vec![Extra::Every, Extra::Hot, Extra::Hasty];
+    planned_holds(Some(2), 18, (kinds, extras), "0,2-3,9", "0-4");
+}
