@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use lockstep_core::command::Command;
 use lockstep_core::event::RequestKind;
-use lockstep_core::options::{AfterSplitBrain, Fencing, Quorum};
+use lockstep_core::options::{AfterSplitBrain, Fencing, OnCongestion, Quorum};
 use lockstep_core::state::ConnState;
 
 use crate::operator::{Operator, peer_id};
@@ -134,6 +134,7 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && !settings.openers
         && settings.turns.is_none()
         && settings.net.fencing == Fencing::DontCare
+        && settings.net.on_congestion == OnCongestion::Block
         && settings.resource.quorum == Quorum::Off
 }
 
