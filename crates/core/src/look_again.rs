@@ -179,10 +179,11 @@ impl Resource {
 
     /// Beside a Primary it is for the Outdated node to ask, which alone knows whether it reaches that
     /// one, too. The resync of a node that does not would end only with the Primary, and until then whole
-    /// old data are better than a mixture.
+    /// old data are better than a mixture. (A Primary that is called Outdated here was only one generation ahead.)
     fn is_for_peer(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let primary = |node: NodeId| self.peer_role(node) == Role::Primary;
         self.state.role == Role::Secondary
+            && !primary(peer)
             && self.established_peers().iter().any(primary)
             && self.state.disk(volume) == DiskState::UpToDate
             && self.state.peer_device(volume, peer).disk == DiskState::Outdated
