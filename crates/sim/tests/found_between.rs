@@ -42,3 +42,16 @@ fn a_tie_breaker_counts_until_its_loss_is_noticed() {
     let kinds = (Some("diskless,quorum,crash,partition,reset"), Vec::new());
     planned_holds(Some(3), 30748, kinds, "0-99", "0-999");
 }
+
+/// A Primary without a disk of its own attached one. What it marked towards an absent disk, as its last writes
+/// were settled, was not durable when the resync took the same blocks.
+#[test]
+fn a_resync_waits_for_marks_that_were_made_before_its_reply() {
+    planned_holds(Some(4), 8_300_222, (None, Vec::new()), "0,2-3", "0-99");
+}
+
+/// A node without a Primary of its own left the comparison with the Primary to that one, which it took for Outdated.
+#[test]
+fn a_primary_that_seems_outdated_is_compared_with() {
+    planned_holds(Some(4), 33, (None, Vec::new()), "6,13-19", "none");
+}

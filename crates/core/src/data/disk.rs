@@ -192,14 +192,28 @@ impl DiskIo {
         for slot in 0..self.bitmap.shape().slots() {
             let news = self.bitmap.set_range(slot, sector, size_bytes);
             if news > 0 && third >> slot & 1 == 1 {
-                for extent in Extents::of(sector, size_bytes).iter() {
-                    self.fresh_pages.extend(self.bitmap.extent_pages(extent));
-                }
+                self.note_fresh(sector, size_bytes);
             }
         }
     }
 
-    /// Pages of a range with marks of [`DiskIo::mark_replaced`] that are not durable.
+    /// Marks a range in a slot. A resync that replaces it may find it marked already, and has to wait for
+    /// the mark all the same.
+    pub(crate) fn mark(&mut self, slot: u8, sector: Sector, size_bytes: u32) -> u64 {
+        let news = self.bitmap.set_range(slot, sector, size_bytes);
+        if news > 0 && self.has_third_slots() {
+            self.note_fresh(sector, size_bytes);
+        }
+        news
+    }
+
+    fn note_fresh(&mut self, sector: Sector, size_bytes: u32) {
+        for extent in Extents::of(sector, size_bytes).iter() {
+            self.fresh_pages.extend(self.bitmap.extent_pages(extent));
+        }
+    }
+
+    /// Pages of a range with such marks that are not durable.
     fn fresh_pages_of(&self, sector: Sector, size_bytes: u32) -> Vec<Range<u64>> {
         let pages = Extents::of(sector, size_bytes).iter();
         pages

@@ -457,8 +457,7 @@ impl Resource {
         if let Some(io) = self.disk_io(volume)
             && let Some(slot) = io.slot(peer)
         {
-            io.bitmap
-                .set_range(wrong.unwrap_or(slot), sector, size_bytes);
+            io.mark(wrong.unwrap_or(slot), sector, size_bytes);
         }
     }
 
@@ -932,7 +931,7 @@ impl Resource {
                         io.bitmap.clear_range(slot, sector, size);
                     }
                 } else {
-                    io.bitmap.set_range(slot, sector, size);
+                    io.mark(slot, sector, size);
                 }
             }
         }

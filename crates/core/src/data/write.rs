@@ -508,7 +508,7 @@ impl Resource {
                 if let Some(io) = self.disk_io(volume)
                     && let Some(slot) = io.slot(peer)
                 {
-                    io.bitmap.set_range(slot, ack.sector, ack.size_bytes);
+                    io.mark(slot, ack.sector, ack.size_bytes);
                 }
             } else {
                 let text = format!("ack of an unknown write at sector {}", ack.sector);
@@ -749,9 +749,7 @@ impl Resource {
                     io.bitmap.clear_bits(slot, bits);
                 } else if in_sync >> slot & 1 == 1 {
                     io.bitmap.clear_range(slot, sector, size);
-                } else if (ok | accounted) >> slot & 1 == 0
-                    && io.bitmap.set_range(slot, sector, marked) > 0
-                {
+                } else if (ok | accounted) >> slot & 1 == 0 && io.mark(slot, sector, marked) > 0 {
                     for node in req.mark.iter().filter(|n| io.slot(*n) == Some(slot)) {
                         news.insert(node);
                     }
@@ -799,7 +797,7 @@ impl Resource {
             let (sector, size) = (req.sector, req.size_bytes);
             self.clear_in_sync(volume, peer, sector, size);
             if let (Some(slot), Some(io)) = (slot, self.disk_io(volume)) {
-                io.bitmap.set_range(slot, sector, size);
+                io.mark(slot, sector, size);
             }
             self.try_complete(key);
         }
@@ -827,7 +825,7 @@ impl Resource {
             let io = self.disk_io(volume);
             let news = io.is_some_and(|io| {
                 io.slot(peer)
-                    .is_some_and(|slot| io.bitmap.set_range(slot, sector, size_bytes) > 0)
+                    .is_some_and(|slot| io.mark(slot, sector, size_bytes) > 0)
             });
             if news {
                 self.barrier_before(peer, self.io.epoch);
