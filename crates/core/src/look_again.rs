@@ -179,14 +179,15 @@ impl Resource {
 
     /// Beside a Primary it is for the Outdated node to ask, which alone knows whether it reaches that
     /// one, too. The resync of a node that does not would end only with the Primary, and until then whole
-    /// old data are better than a mixture. (A Primary that is called Outdated here was only one generation ahead.)
+    /// old data are better than a mixture. One that this node alone calls Outdated does not ask.
     fn is_for_peer(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let primary = |node: NodeId| self.peer_role(node) == Role::Primary;
+        let device = self.devices.get(&volume);
+        let said = device.and_then(|d| d.peers.get(&peer)?.last_state);
         self.state.role == Role::Secondary
-            && !primary(peer)
             && self.established_peers().iter().any(primary)
             && self.state.disk(volume) == DiskState::UpToDate
-            && self.state.peer_device(volume, peer).disk == DiskState::Outdated
+            && said.is_some_and(|state| state.disk == DiskState::Outdated)
             && self.is_lockstep(peer)
     }
 
