@@ -98,6 +98,9 @@ fn shows(bug: Planted) -> Shows {
         | P::CopyOnFailedDiskCounts
         | P::LocalFailureNotMarked
         | P::ParkedNotResent
+        | P::ParkedCountAsSent
+        | P::HeldWritesForgotten
+        | P::AncestorsTrusted
         | P::UnsentNotMarked
         | P::FlushJoinsRunningOne
         | P::MarkedAgainForgotten
@@ -689,6 +692,9 @@ const RARE: &[Planted] = &[
     Planted::CopyOnFailedDiskCounts,
     Planted::LocalFailureNotMarked,
     Planted::ParkedNotResent,
+    Planted::ParkedCountAsSent,
+    Planted::HeldWritesForgotten,
+    Planted::AncestorsTrusted,
     Planted::UnsentNotMarked,
     Planted::PeerDiskLossForgetsSent,
     Planted::MarkedAgainForgotten,
