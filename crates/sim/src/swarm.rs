@@ -446,7 +446,12 @@ fn trouble(
 /// for some seconds; what then nobody can vouch for is copied. That ends, too.
 pub(crate) fn settle_marks(w: &mut World, o: &mut Operator) {
     let until = w.now + 15 * SECOND;
-    while w.storage().len() > 2 && check::marks_are_left(w) && w.now < until {
+    // After a violation time stands still.
+    while w.violation.is_none()
+        && w.storage().len() > 2
+        && check::marks_are_left(w)
+        && w.now < until
+    {
         w.run_for(SECOND / 10);
         o.tick(w);
     }
