@@ -469,6 +469,7 @@ pub fn compare(handshake: &Handshake<'_>) -> Verdict {
     apply_followers(handshake, &mut verdict);
     marks::apply_marks(handshake, &mut verdict);
     apply_inconsistent(handshake, &mut verdict);
+    marks::apply_announced(handshake, &mut verdict);
     apply_split_brain(handshake, &mut verdict);
     apply_discard_my_data(handshake, &mut verdict);
     apply_primary_conflict(handshake, &mut verdict);

@@ -301,6 +301,24 @@ fn a_primary_that_lost_the_follower_of_its_announcement_is_no_target() {
     }
 }
 
+/// The follower was thrown away meanwhile, and its resync cut short.
+#[test]
+fn a_disk_that_is_not_whole_is_no_source_for_who_announced_its_generation() {
+    let announced = || {
+        Case::new(0x10, 0x20).with(|c| {
+            c.features = Features::LOCKSTEP;
+            c.a.uuids.history[0] = Uuid(0x21);
+            c.b.uuids.history[0] = Uuid(0x10);
+            slot(&mut c.b, A, 0x10);
+            c.b.disk = DiskState::Inconsistent;
+        })
+    };
+    announced().expect(Strategy::SourceUseBitmap, Rule::BitmapPeer);
+    // It was made: what was written under it is nowhere else.
+    let made = announced().with(|c| c.a.uuids.history[0] = Uuid(0x20));
+    assert_ne!(made.decide().strategy, Strategy::SourceUseBitmap);
+}
+
 /// The follower was brought up to date at an older generation, and took the next two in one.
 #[test]
 fn who_took_two_generations_at_once_is_known_as_a_follower() {

@@ -67,3 +67,11 @@ fn a_failed_write_that_was_copied_before_it_is_settled_is_not_marked_again() {
 fn a_verify_on_a_slow_line_ends_in_the_end() {
     holds(1_256_346_081, None, vec![], "6", "none");
 }
+
+/// A follower took a generation that its Primary had announced, and was invalidated. The Primary lost its power before it made
+/// that generation: it became the target of a disk that was not whole, and no disk was.
+#[test]
+fn a_disk_that_is_not_whole_is_no_source_of_the_one_that_is() {
+    holds(2_113_603_669, None, vec![], "0-1,3", "0");
+    holds(2_113_603_669, None, vec![], ALL.0, ALL.1);
+}
