@@ -19,6 +19,7 @@ pub mod extras;
 pub mod faults;
 mod front;
 pub mod handlers;
+mod heirs;
 pub mod history;
 mod io;
 mod limits;

@@ -91,7 +91,7 @@ pub struct Operator {
     /// Of each volume the nodes that have all its data, a bit each. Who has all of every volume
     /// may become Primary; that may be nobody, if a Primary without some disk served the other
     /// volumes alone.
-    heirs: Vec<u32>,
+    pub(crate) heirs: Vec<u32>,
     holders: Vec<u32>,
     /// Nodes that lost power with data that were not flushed, until they are in sync again. Only
     /// who lives on knows that they may lack something: if all others restart before that, what
@@ -712,15 +712,6 @@ impl Operator {
         forgets
     }
 
-    /// The node's own disks are UpToDate, or those of peers that have all data. Beside these it takes no
-    /// others for UpToDate, and does not become Primary with them when it is left alone with them.
-    fn sees_heir_data(&self, w: &mut World, node: usize) -> bool {
-        w.view(node).is_some_and(|view| {
-            let mut volumes = view.holders.iter().zip(&self.heirs);
-            volumes.all(|(holders, heirs)| holders & (1 << node | heirs) != 0)
-        })
-    }
-
     /// Makes the Primary Secondary.
     pub fn demote(&mut self, w: &mut World) -> bool {
         self.demote_with(w, false)
@@ -1093,7 +1084,7 @@ fn same_generation(w: &World, a: usize, b: usize, volume: usize) -> bool {
 }
 
 /// The generation of each volume of a node that is up.
-fn generations(w: &World, node: usize) -> Option<BTreeMap<u16, Uuid>> {
+pub(crate) fn generations(w: &World, node: usize) -> Option<BTreeMap<u16, Uuid>> {
     let snapshot = w.nodes[node].resource.as_ref()?.snapshot();
     let devices = snapshot.devices.iter();
     Some(
@@ -1143,7 +1134,7 @@ fn mark_crash(w: &mut World, snapshot: &Snapshot, is_starting: bool) {
 }
 
 /// The members of a mask of nodes.
-fn members(mask: u32) -> Vec<usize> {
+pub(crate) fn members(mask: u32) -> Vec<usize> {
     (0..32).filter(|n| mask & 1 << n != 0).collect()
 }
 
