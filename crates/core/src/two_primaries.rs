@@ -7,8 +7,10 @@ use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, Role, UuidFlags};
 
 use crate::command::ErrorCode;
-use crate::compare::{Rule, Strategy, Verdict};
-use crate::device::PeerDevice;
+use crate::compare::{Direction, Rule, Strategy, Verdict};
+use crate::connection::Connection;
+use crate::device::{Device, PeerDevice};
+use crate::options::AfterSplitBrain;
 use crate::resource::Resource;
 use crate::state::DeviceState;
 use crate::twopc::Transaction;
@@ -189,6 +191,24 @@ impl Resource {
                 .established_peers()
                 .iter()
                 .any(|peer| self.both_may_write(peer) && self.peer_role(peer) == Role::Primary)
+    }
+
+    /// The policies demote the peer, a Primary that has lost after a split brain. What it said in this handshake may be of
+    /// before that: the connection is tried again.
+    pub(crate) fn wait_for_loser(&self, peer: NodeId, refusal: &mut Refusal) {
+        let demoted = |c: &Connection| c.net.after_sb_2pri == AfterSplitBrain::CallPriLostAfterSb;
+        let won = |device: &Device| {
+            let verdict = device.peers.get(&peer).and_then(|pd| pd.verdict.as_ref());
+            let direction = verdict.and_then(|verdict| verdict.strategy?.direction());
+            direction == Some(Direction::Source)
+        };
+        if refusal.code == ErrorCode::TWO_PRIMARIES
+            && self.state.role == Role::Primary
+            && self.connections.get(&peer).is_some_and(demoted)
+            && self.devices.values().any(won)
+        {
+            refusal.code = ErrorCode::HANDSHAKE_RETRY;
+        }
     }
 
     /// The configuration gives the peer no bitmap, so it never has a disk.

@@ -707,7 +707,7 @@ impl Resource {
                 WishKind::Connect(peer) => self.handshake_verdict(peer),
                 _ => Ok(()),
             };
-            let refusal = own.err().unwrap_or_else(|| Refusal {
+            let mut refusal = own.err().unwrap_or_else(|| Refusal {
                 code: ErrorCode::CW_FAILED_BY_PEER,
                 text: match wish.kind {
                     WishKind::Attach(volume) => format!(
@@ -717,7 +717,7 @@ impl Resource {
                     _ => "a peer refused the state change; its log says why".into(),
                 },
             });
-            self.learn_from_refusal(&wish, &refusal);
+            self.learn_from_refusal(&wish, &mut refusal);
             self.abort(&t);
             self.wish_failed(&wish, refusal);
             self.next_wish();
@@ -752,9 +752,8 @@ impl Resource {
             t.reachable = t.reachable.union(t.target_reachable);
             t.target_reachable = t.reachable;
         }
-        let verdict = self.initiator_verdict(&t, &wish);
-        if let Err(refusal) = verdict {
-            self.learn_from_refusal(&wish, &refusal);
+        if let Err(mut refusal) = self.initiator_verdict(&t, &wish) {
+            self.learn_from_refusal(&wish, &mut refusal);
             self.abort(&t);
             self.wish_failed(&wish, refusal);
             self.next_wish();
@@ -959,9 +958,10 @@ impl Resource {
     }
 
     /// What a failed connect has taught; the abort drops what the handshake found.
-    fn learn_from_refusal(&mut self, wish: &Wish, refusal: &Refusal) {
+    fn learn_from_refusal(&mut self, wish: &Wish, refusal: &mut Refusal) {
         if let WishKind::Connect(peer) = wish.kind {
             self.learn_from_handshake(peer, refusal.code);
+            self.wait_for_loser(peer, refusal);
         }
     }
 

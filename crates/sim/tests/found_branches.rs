@@ -37,3 +37,12 @@ fn no_write_begins_while_a_demotion_waits_to_ask_again() {
     let extras = vec![Extra::Every, Extra::Hot, Extra::Hasty];
     planned_holds(Some(2), 18, (kinds, extras), "0,2-3,9", "0-4");
 }
+
+/// The winner of a split brain of two Primaries heard of the loser's demotion late, and refused it once more as a second
+/// Primary: both stayed alone.
+#[test]
+fn the_winner_waits_for_the_losers_demotion() {
+    for seed in [1_320_131_934, 3_486_036_134] {
+        planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
+    }
+}
