@@ -640,7 +640,12 @@ pub(crate) fn pauses_are_known(w: &mut World) {
     for (node, peer) in (0..nodes * nodes).map(|pair| (pair / nodes, pair % nodes)) {
         let waits = w.view(node).map_or([0; MAX_VOLUMES], |view| view.paused);
         let waits = |volume: u16| waits[usize::from(volume)] & 1 << peer != 0;
-        if node == peer || !(0..w.config.volumes).any(waits) || !linked(w, node, peer) {
+        // What is said while nothing passes comes later, or with the next connection.
+        let hears = linked(w, node, peer)
+            && ![(node, peer), (peer, node)]
+                .iter()
+                .any(|way| w.blocked.contains(way));
+        if node == peer || !(0..w.config.volumes).any(waits) || !hears {
             continue;
         }
         let connections = w.snapshot(peer).map(|s| s.connections).unwrap_or_default();

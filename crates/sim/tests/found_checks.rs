@@ -172,3 +172,11 @@ fn a_verify_that_has_ended_is_not_begun_again_with_the_others() {
 fn a_calm_world_waits_for_no_long_copy() {
     planned_holds(Some(2), 902_738_069, (None, Vec::new()), "none", "none");
 }
+
+/// A node said that a resync goes on while nothing passed between the two, and the check wanted the other one to know.
+#[test]
+fn what_is_said_while_nothing_passes_is_not_known() {
+    for seed in [2_360_655_817, 3_486_038_309, 961_000_454] {
+        planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
+    }
+}
