@@ -273,6 +273,7 @@ impl Resource {
     pub(crate) fn settle_commands(&mut self) {
         self.settle_give_way();
         self.settle_auto_demote();
+        self.settle_turns();
         if self.waiting.is_empty() {
             return;
         }
@@ -287,6 +288,11 @@ impl Resource {
                     outdate_absent,
                     tries,
                 } if self.settled() || expired => {
+                    if !force && self.may_stand_by() {
+                        self.stand_by(true);
+                        self.answer(item.id, Ok(Answer::Done));
+                        continue;
+                    }
                     let kind = WishKind::Promote {
                         force_up_to_date,
                         outdate_absent,
@@ -953,6 +959,12 @@ impl Resource {
     /// A demotion waits for the writes in flight: acknowledged by a Secondary, they would be
     /// missing at the node that became Primary meanwhile.
     fn command_secondary(&mut self, id: CommandId, force: bool) {
+        if self.waits_for_turn() {
+            let result = self.stop_standing_by(force);
+            self.answer(id, result);
+            return;
+        }
+        self.keep_turn();
         let mut change = Change::new().role(Role::Secondary);
         change.ignore_openers = force;
         let waits = !force && self.check_change(&change).is_ok() && !self.requests_are_through();
@@ -971,15 +983,18 @@ impl Resource {
     // Down.
 
     fn command_down(&mut self, id: CommandId) {
-        if self.state.role == Role::Primary {
-            let open = self.devices.values().any(|d| d.openers.writers > 0);
+        let waits = self.waits_for_turn();
+        if self.state.role == Role::Primary || waits {
+            let open = self.has_openers(crate::open::Access::Write);
             if open {
                 let text = "a volume is held open; unmount it first";
                 self.answer(id, fail(ErrorCode::DEVICE_IN_USE, text));
                 return;
             }
             self.explicit_primary = false;
-            if !self.requests_are_through() {
+            if waits {
+                let _ = self.stop_standing_by(false);
+            } else if !self.requests_are_through() {
                 self.close_epoch();
             }
         }

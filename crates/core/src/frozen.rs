@@ -124,6 +124,7 @@ impl Resource {
                  its waiting requests fail"
                     .into(),
             );
+            self.keep_turn();
             let mut change = Change::new().role(Role::Secondary).fail_io(true);
             change.ignore_openers = true;
             for volume in due.volumes {

@@ -346,6 +346,7 @@ impl Resource {
     /// The node is about to be demoted, and somebody would not know what it lacks.
     pub(crate) fn demotion_wants_uuid(&self) -> bool {
         let demotes = self.opens.demote_at.is_some()
+            || self.turns.yields
             || self
                 .waiting
                 .iter()

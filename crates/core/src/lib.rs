@@ -70,6 +70,7 @@ pub mod tags;
 pub mod time;
 pub mod timers;
 pub mod transition;
+mod turns;
 mod two_primaries;
 pub mod twopc;
 pub mod twopc_peer;

@@ -96,6 +96,11 @@ impl Resource {
             } else {
                 self.opened(item.id, volume, access);
             }
+        } else if self.waits_for_turn() || access == Access::Write && self.may_stand_by() {
+            if !self.waits_for_turn() {
+                self.stand_by(false);
+            }
+            self.opened(item.id, volume, access);
         } else if access == Access::Read {
             match self.reader_refusal(volume) {
                 None => self.opened(item.id, volume, access),
@@ -176,6 +181,7 @@ impl Resource {
         }
         if write && !self.has_openers(Access::Write) && !planted!(self, CloseNeverDemotes) {
             self.opens.demote_at = Some(self.now);
+            self.turn_closed();
         }
         Ok(Answer::Done)
     }
@@ -311,7 +317,10 @@ impl Resource {
                 ErrorCode::DEVICE_IN_USE,
                 "the resource was demoted by force: all openers of before have to close first",
             )
-        } else if self.state.role != Role::Primary && !self.options.auto_promote {
+        } else if self.state.role != Role::Primary
+            && !self.options.auto_promote
+            && !self.waits_for_turn()
+        {
             fail(
                 ErrorCode::ERR_INVALID_REQUEST,
                 "the resource is Secondary and auto-promote is off; run `drbdadm primary` first",

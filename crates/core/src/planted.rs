@@ -851,6 +851,16 @@ registry! {
         "What waits for acks among two Primaries is forgotten when they come.";
     ForwardsUnasked "forwards-unasked"
         "A source does not ask whether a peer's earlier writes are settled before it answers a flush.";
+    OwnOverwriteNotFlushed "own-overwrite-not-flushed"
+        "A Primary that ends its resync as target does not flush what it has written over older data.";
+    TurnKept "turn-kept"
+        "A Primary never gives its turn away.";
+    TurnGivenEarly "turn-given-early"
+        "A Primary gives its turn away before its requests have ended.";
+    TurnIgnored "turn-ignored"
+        "Requests begin while a Primary gives its turn away.";
+    LostHolderReplaced "lost-holder-replaced"
+        "A node that stands by takes the turn of a Primary that is only out of sight.";
 }
 
 #[cfg(feature = "planted")]

@@ -12,6 +12,7 @@ use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::time::Duration;
 use crate::timers::Timer;
+use crate::twopc::WishKind;
 use crate::validity::Refusal;
 
 /// Tries of a promotion (semantics.md, 7.1).
@@ -37,7 +38,7 @@ impl Resource {
         self.waiting.push(Waiting { id, what, until });
     }
 
-    fn settle_patience(&self) -> Duration {
+    pub(crate) fn settle_patience(&self) -> Duration {
         let tenths = u64::from(self.options.auto_promote_timeout_tenths);
         Duration::from_tenths(tenths + self.longest_ping_tenths())
     }
@@ -69,6 +70,24 @@ impl Resource {
         });
         planted!(self, PromotesUnsettled)
             || !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
+    }
+
+    /// This node wants it, now or later.
+    pub(crate) fn has_wish(&self, kind: &WishKind) -> bool {
+        self.wants(|wish| wish == kind)
+    }
+
+    /// This node asks its peers whether it may become Secondary, or is about to: what began now would outlive that.
+    pub(crate) fn is_demoting(&self) -> bool {
+        let only_asks = planted!(self, DemotionPausesOpen) && self.twopc.current.is_none();
+        !only_asks && self.wants(|wish| matches!(wish, WishKind::Demote { .. }))
+    }
+
+    pub(crate) fn wants(&self, is_it: impl Fn(&WishKind) -> bool) -> bool {
+        let current = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
+        let later = self.twopc.retry.iter().chain(&self.twopc.queue);
+        let mut wishes = current.into_iter().chain(later.map(|(wish, _)| wish));
+        wishes.any(|wish| is_it(&wish.kind))
     }
 
     pub(crate) fn ping_everybody(&mut self) {

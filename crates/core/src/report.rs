@@ -87,6 +87,8 @@ pub struct Snapshot {
     pub node_id: NodeId,
     /// Role.
     pub role: Role,
+    /// Users hold this node as a Primary while another one has the role: their requests wait for it (semantics.md, 7.1).
+    pub stands_by: bool,
     /// Why IO is suspended: any of `user`, `no-data`, `fencing`, `quorum`, `uuid`.
     pub suspended: Vec<&'static str>,
     /// A promotion would be tried with a chance of success (config-and-cli.md, 13.3).

@@ -75,6 +75,7 @@ pub struct Resource {
     /// The promotion was explicit: closing the last opener does not demote.
     pub(crate) explicit_primary: bool,
     pub(crate) opens: crate::open::Opens,
+    pub(crate) turns: crate::turns::Turns,
     pub(crate) gives_way: crate::frozen::GivesWay,
     pub(crate) fences: crate::fencing::Fences,
     pub(crate) io: ResourceIo,
@@ -136,6 +137,7 @@ impl Resource {
             new_uuid_wanted: false,
             explicit_primary: false,
             opens: crate::open::Opens::default(),
+            turns: crate::turns::Turns::default(),
             gives_way: crate::frozen::GivesWay::default(),
             fences: crate::fencing::Fences::default(),
             io: ResourceIo::default(),

@@ -615,7 +615,8 @@ impl Resource {
         // What waited for the end of a suspension is not acknowledged by the demotion that ends it.
         let frozen =
             old.suspended() && !self.requests_are_answered() && !planted!(self, FrozenAnsweredWell);
-        if demoted && (frozen || self.devices.values().any(|d| d.openers.writers > 0)) {
+        let yields = self.turns.yields;
+        if demoted && !yields && (frozen || self.devices.values().any(|d| d.openers.writers > 0)) {
             new.fail_io = true;
         }
     }

@@ -38,6 +38,7 @@ impl Resource {
             step: self.steps_told,
             node_id: self.node_id,
             role: state.role,
+            stands_by: self.waits_for_turn(),
             suspended,
             may_promote: self.may_promote(),
             promotion_score: self.promotion_score(),
@@ -85,6 +86,7 @@ impl Resource {
     fn may_promote(&self) -> bool {
         self.promotion_score() > 0
             && self.state.role == Role::Secondary
+            && !self.turns.stands_by
             && self.state.primary_peer().is_none()
             && self.state.devices.iter().all(|(volume, d)| {
                 // A peer that was unstable beside this node alone is not any more: this one is Secondary.

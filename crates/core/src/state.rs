@@ -268,6 +268,13 @@ impl State {
             .map(|(n, _)| *n)
     }
 
+    /// Peers that are Primary.
+    pub fn primaries(&self) -> impl Iterator<Item = NodeId> {
+        let primary = |(_, c): &(&NodeId, &ConnectionState)| c.peer_role == Role::Primary;
+        let all = self.connections.iter();
+        all.filter(primary).map(|(node, _)| *node)
+    }
+
     /// No connected peer is Primary, or this node is: the data cannot change unseen
     /// (semantics.md, 14.2).
     pub fn stable(&self) -> bool {

@@ -746,6 +746,7 @@ impl Resource {
             return;
         }
         conn.draining = false;
+        self.numbers_begin_anew(peer);
         // A request is completed only after the generation that leaves the dead peer out is on
         // disk; `settle_new_uuid` writes it before held completions go.
         let ahead = self.was_ahead(peer);
@@ -1082,6 +1083,7 @@ impl Resource {
 
     fn after_demotion(&mut self, new: &State) {
         self.explicit_primary = false;
+        self.turn_ended();
         self.discard_what_lost();
         let flushes = !planted!(self, DemotionWithoutFlush);
         for device in self.devices.values_mut() {

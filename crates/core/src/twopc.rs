@@ -35,9 +35,9 @@ const ATTEMPT_LIMIT: u32 = 12;
 pub struct Twopc {
     /// The running transaction.
     pub(crate) current: Option<Transaction>,
-    queue: VecDeque<(Wish, u32)>,
+    pub(crate) queue: VecDeque<(Wish, u32)>,
     /// The wish that waits for its next attempt.
-    retry: Option<(Wish, u32)>,
+    pub(crate) retry: Option<(Wish, u32)>,
     /// A PREPARE that waits for the running transaction to end.
     pub(crate) postponed: Option<(NodeId, VolumeNr, PhaseOne, Instant)>,
     /// The last ones of others that were committed here: initiator and number.
@@ -223,24 +223,6 @@ impl Resource {
         self.start(wish, attempt);
     }
 
-    /// This node wants it, now or later.
-    pub(crate) fn has_wish(&self, kind: &WishKind) -> bool {
-        self.wants(|wish| wish == kind)
-    }
-
-    /// This node asks its peers whether it may become Secondary, or is about to: what began now would outlive that.
-    pub(crate) fn is_demoting(&self) -> bool {
-        let only_asks = planted!(self, DemotionPausesOpen) && self.twopc.current.is_none();
-        !only_asks && self.wants(|wish| matches!(wish, WishKind::Demote { .. }))
-    }
-
-    fn wants(&self, is_it: impl Fn(&WishKind) -> bool) -> bool {
-        let current = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
-        let later = self.twopc.retry.iter().chain(&self.twopc.queue);
-        let mut wishes = current.into_iter().chain(later.map(|(wish, _)| wish));
-        wishes.any(|wish| is_it(&wish.kind))
-    }
-
     /// Starts what waits, if nothing runs.
     pub(crate) fn next_wish(&mut self) {
         if self.twopc.current.is_some() {
@@ -309,7 +291,7 @@ impl Resource {
         if !is_connect {
             let local = self.wish_change(&wish.kind, NodeMask::EMPTY);
             match self.check_change(&local) {
-                Err(refusal) => {
+                Err(refusal) if !self.asks_for_turn(&wish.kind, &refusal) => {
                     self.end_wish(&wish, Err(refusal));
                     self.next_wish();
                     return;
@@ -328,7 +310,7 @@ impl Resource {
                     self.next_wish();
                     return;
                 }
-                Ok(_) => {}
+                _ => {}
             }
         }
         let mut asked: NodeMask = self.established_peers();
@@ -992,6 +974,7 @@ impl Resource {
             wish.kind,
             WishKind::Disconnect { .. } | WishKind::Demote { .. }
         );
+        self.turn_answered(wish, &result);
         match wish.command {
             Some(command) => self.wish_answered(command, &wish.kind, result),
             None if steps_down && result.is_err() => {

@@ -252,6 +252,9 @@ impl Resource {
                 t.weak_nodes = reachable.complement();
             }
         }
+        if let Err(refusal) = &check {
+            self.turn_is_asked(&t, refusal);
+        }
         match check {
             Ok(()) => {}
             Err(refusal)

@@ -104,6 +104,7 @@ impl Resource {
                 && !was
                 && !two
                 && !old.fail_io
+                && !self.waits_for_turn()
                 && self.has_openers(Access::Read)
             {
                 return refuse(

@@ -284,7 +284,11 @@ impl ResourceReport {
         ResourceReport {
             name: configured.name.clone(),
             node_id: snapshot.node_id.0,
-            role: snapshot.role,
+            // Who stands by is a Primary for its users, and for whoever asks what is in use here.
+            role: match snapshot.stands_by {
+                true => Role::Primary,
+                false => snapshot.role,
+            },
             suspended,
             force_io_failures: snapshot.force_io_failures,
             may_promote: snapshot.may_promote,

@@ -188,6 +188,7 @@ impl<'a> Drive<'a> {
         if let Some(shares) = self.plan.shares {
             self.pair = Some(Pair::new(self.plan, shares, w, o));
         }
+        w.history.takes_turns = o.settings.migrates;
         self.start = w.now;
         self.look_at = w.now;
         w.watches = self.plan.watches;
@@ -322,7 +323,9 @@ impl<'a> Drive<'a> {
         while let Some(request) = self.plan.requests.get(self.next_request) {
             let placed = match &self.pair {
                 Some(pair) => pair.place(w, request),
-                None => o.accepts_io().map(|node| (node, request.block)),
+                None => o
+                    .accepts_io()
+                    .map(|node| (o.user(node, request.number), request.block)),
             };
             let Some((node, block)) = placed else { return };
             let is_due = self.start + request.at <= w.now;

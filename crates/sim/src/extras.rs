@@ -1,7 +1,7 @@
 //! Options that planned worlds have only where the command line names them. Each draws from
 //! numbers of its own, so the worlds without them stay as they are.
 
-use lockstep_core::options::{Fencing, OnCongestion, Protocol, Quorum};
+use lockstep_core::options::{Fencing, OnCongestion, OnLoss, Protocol, Quorum};
 use lockstep_format::wire::alg::DigestAlg;
 
 use crate::disk::Where;
@@ -70,10 +70,12 @@ pub enum Extra {
     ThirdDisk,
     /// Applications go on writing while their node is demoted.
     Hasty,
+    /// A handover is a live migration.
+    Migrations,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 26] = [
+pub const EXTRAS: [(Extra, &str); 27] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -100,6 +102,7 @@ pub const EXTRAS: [(Extra, &str); 26] = [
     (Extra::Turns, "turns"),
     (Extra::ThirdDisk, "third-disk"),
     (Extra::Hasty, "hasty"),
+    (Extra::Migrations, "migrations"),
 ];
 
 /// The word of one.
@@ -194,6 +197,20 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
         }
         Extra::Openers => settings.openers = true,
         Extra::Hasty => settings.hasty = true,
+        Extra::Migrations => {
+            // Beside clients alone two disks may both be Primary at once.
+            config.diskless = config.diskless.min(1);
+            config.nodes = config.nodes.max(3 + config.diskless);
+            config.protocol = Protocol::C;
+            settings.net.protocol = Protocol::C;
+            settings.net.allow_two_primaries = true;
+            settings.net.fencing = Fencing::DontCare;
+            settings.resource.protocol_max = 124;
+            // Without it a second Primary that has just lost the first one would part from it.
+            settings.resource.quorum = Quorum::Majority;
+            settings.resource.on_no_quorum = OnLoss::SuspendIo;
+            settings.migrates = true;
+        }
         Extra::Turns => {
             config.volumes = 3;
             let turns = settings.turns.insert(Turns::default());

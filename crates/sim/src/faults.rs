@@ -407,6 +407,10 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             }
             Some(Undo::Start(a))
         }
+        Fault::Handover if o.settings.migrates => {
+            o.migrate(w, rng);
+            None
+        }
         Fault::Handover | Fault::Diskless => {
             o.demote(w);
             None

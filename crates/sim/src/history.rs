@@ -71,6 +71,8 @@ pub struct History {
     /// Several nodes write. Each reads its own disk, so that one may see a write before the other
     /// does: what a read returns says nothing about later ones while the write goes on.
     pub several_writers: bool,
+    /// Users of more nodes than the Primary wait for their turn: what they have asked for goes on when that one dies.
+    pub takes_turns: bool,
 }
 
 impl Volume {
@@ -305,8 +307,12 @@ impl History {
 
     /// Writes that were not flushed may be lost.
     pub fn unflushed_may_be_lost(&mut self, now: u64) {
+        let which = match self.takes_turns {
+            true => Which::Acknowledged,
+            false => Which::All,
+        };
         for register in self.volumes.iter_mut().flat_map(|v| &mut v.registers) {
-            register.unflushed_may_be_lost(now, Which::All);
+            register.unflushed_may_be_lost(now, which);
         }
     }
 

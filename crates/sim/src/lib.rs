@@ -24,6 +24,7 @@ pub mod history;
 mod io;
 mod limits;
 pub mod marks;
+mod migrate;
 mod moved;
 mod net;
 mod openers;

@@ -268,6 +268,12 @@ pub const MARKS: &[(&str, &str)] = &[
         "fault-verifyspot",
         "fault: the operator started a verify of a few blocks",
     ),
+    ("stands-by", "a second Primary stood by in a live migration"),
+    ("turn-passed", "a Primary gave its turn to another one"),
+    (
+        "turn-of-a-lost-one",
+        "a node that stood by became the Primary after the other one had gone",
+    ),
     (
         "verify-cut-short",
         "a link was lost under a verify, and the next one went on where it was",

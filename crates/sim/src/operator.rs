@@ -37,6 +37,8 @@ pub struct Settings {
     pub openers: bool,
     /// Applications go on writing while their node is demoted.
     pub hasty: bool,
+    /// A handover is a live migration: both nodes are Primary in turn for a while.
+    pub migrates: bool,
     /// The order of resyncs of every node.
     pub turns: Option<Turns>,
 }
@@ -62,6 +64,7 @@ impl Settings {
             connect_first: false,
             openers: false,
             hasty: false,
+            migrates: false,
             turns: None,
         }
     }
@@ -84,8 +87,8 @@ pub struct Operator {
     stages: Vec<Stage>,
     /// The node that is Primary.
     pub primary: Option<usize>,
-    promoting: Option<(usize, u64)>,
-    demoting: Option<(usize, u64)>,
+    pub(crate) promoting: Option<(usize, u64)>,
+    pub(crate) demoting: Option<(usize, u64)>,
     /// A promotion that has to be refused.
     trying: Option<(usize, u64)>,
     /// Of each volume the nodes that have all its data, a bit each. Who has all of every volume
@@ -115,10 +118,12 @@ pub struct Operator {
     pub calm: bool,
     takeover: Option<Takeover>,
     /// A Primary that stood still when another node took over.
-    frozen: Option<usize>,
+    pub(crate) frozen: Option<usize>,
     /// Promotions since a node had a follower.
     lonely_promotions: u32,
     pub(crate) drivers: Drivers,
+    /// The other one of two Primaries that take turns.
+    pub(crate) guest: Option<crate::migrate::Guest>,
 }
 
 /// Another node is to become Primary as soon as this one is frozen.
@@ -163,6 +168,7 @@ impl Operator {
             frozen: None,
             lonely_promotions: 0,
             drivers: Drivers::default(),
+            guest: None,
         }
     }
 
@@ -485,6 +491,7 @@ impl Operator {
         if self.trying.is_some_and(|(n, _)| n == node) {
             self.trying = None;
         }
+        self.guest = self.guest.filter(|guest| guest.node != node);
     }
 
     /// Nodes that have everything of a volume which this Primary acknowledged.
@@ -545,13 +552,10 @@ impl Operator {
             self.promotion_ended(node, went_well);
             if went_well {
                 sometimes!(w.marks, self.ready, "heir-promoted");
-                self.primary = Some(node);
                 if let Some(frozen) = self.frozen.filter(|frozen| *frozen != node) {
                     w.give_up_writes(frozen);
                 }
-                let loss = std::mem::take(&mut self.pending_loss);
-                self.heir = (loss & !(1 << node) != 0)
-                    .then(|| (node, w.nodes[node].served, loss & !(1 << node)));
+                self.took_role(node, w.nodes[node].served);
             }
         }
         if let Some((node, command)) = self.demoting
@@ -584,7 +588,15 @@ impl Operator {
         self.look_at_frozen(w);
         self.look_at_stranger(w);
         crate::turns::take(self, w);
+        crate::migrate::follow(self, w);
         self.learn(w);
+    }
+
+    /// The node is Primary from now on, and has served so many requests before.
+    pub(crate) fn took_role(&mut self, node: usize, served: u64) {
+        self.primary = Some(node);
+        let others = std::mem::take(&mut self.pending_loss) & !(1 << node);
+        self.heir = (others != 0).then_some((node, served, others));
     }
 
     /// Keeps the sets of nodes with all data up to date.
@@ -633,7 +645,8 @@ impl Operator {
 
     /// A promotion or demotion is under way.
     pub fn is_changing(&self) -> bool {
-        self.promoting.is_some() || self.demoting.is_some() || self.trying.is_some()
+        let asked = [self.promoting, self.demoting, self.trying];
+        asked.iter().any(Option::is_some) || self.is_inviting()
     }
 
     /// The Primary may get new requests.

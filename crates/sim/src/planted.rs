@@ -150,6 +150,7 @@ fn shows(bug: Planted) -> Shows {
         | P::AwayNotMarkedBefore
         | P::StartNotHeld
         | P::EndNotFlushed
+        | P::OwnOverwriteNotFlushed
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
         | P::AheadMarksUntold
@@ -448,6 +449,10 @@ fn shows(bug: Planted) -> Shows {
         | P::OldWordsCount
         | P::UnackedNotCounted
         | P::DemotionPausesOpen
+        | P::TurnKept
+        | P::TurnGivenEarly
+        | P::TurnIgnored
+        | P::LostHolderReplaced
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -939,6 +944,11 @@ const RARE: &[Planted] = &[
     Planted::AwayNotMarkedBefore,
     Planted::StartNotHeld,
     Planted::EndNotFlushed,
+    Planted::OwnOverwriteNotFlushed,
+    Planted::TurnKept,
+    Planted::TurnGivenEarly,
+    Planted::TurnIgnored,
+    Planted::LostHolderReplaced,
     Planted::FlushAskedOnce,
     Planted::OldFlushAnswerCounts,
     Planted::FirstFlushAnswerEnds,

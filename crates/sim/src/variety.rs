@@ -55,6 +55,11 @@ pub fn orders(seed: u64) -> Orders {
         24 => of(Some(4), MOVING_CLIENTS, &[Extra::Every, Extra::Hot]),
         25 => of(None, &[], &[Extra::Secret]),
         26 if turn.is_multiple_of(2) => of(None, &[], &[Extra::TwoPrimaries, Extra::TieBreaker]),
+        26 if turn % 4 == 1 => of(
+            Some(3),
+            MIGRATIONS,
+            &[Extra::Migrations, Extra::Every, Extra::Hot],
+        ),
         26 => of(None, THIRD_DISKS, &[Extra::TwoPrimaries, Extra::ThirdDisk]),
         // Those that read back stay default worlds.
         5..=9 | 25..=32 if seed % 20 == 13 => Orders::default(),
@@ -99,6 +104,18 @@ pub fn is_open(orders: &Orders) -> bool {
         && orders.extras.is_empty()
         && orders.size == Size::Any
 }
+
+/// Users move between nodes that are Primary in turn.
+const MIGRATIONS: &[Fault] = &[
+    Fault::Handover,
+    Fault::Handover,
+    Fault::Handover,
+    Fault::Stall,
+    Fault::Reset,
+    Fault::Partition,
+    Fault::Crash,
+    Fault::PowerCut,
+];
 
 /// Disks cannot read some blocks, again and again.
 const BAD_BLOCKS: &[Fault] = &[Fault::BadBlock, Fault::BadBlock, Fault::Crash, Fault::Reset];

@@ -123,7 +123,6 @@ impl DiskIo {
             ("a hold of the bitmap's pages", self.hold_pages),
             ("a flush", self.flushing.is_some()),
             ("a flush to come", !self.flush_next.is_empty()),
-            ("pages to write", !self.fresh_pages.is_empty()),
         ];
         let mut set = flags.iter().filter(|(_, is_set)| *is_set);
         set.next().map(|(what, _)| *what)

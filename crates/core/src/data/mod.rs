@@ -712,10 +712,13 @@ impl Resource {
 
     /// Every request of this node's applications was answered.
     pub(crate) fn requests_are_answered(&self) -> bool {
+        self.io.held.is_empty() && self.begun_are_answered()
+    }
+
+    /// The same for those that have begun.
+    pub(crate) fn begun_are_answered(&self) -> bool {
         let all = |key: Key| self.io.requests.get(key).is_none_or(|req| req.completed);
-        self.io.held.is_empty()
-            && self.io.flushes.is_empty()
-            && self.io.requests.keys().into_iter().all(all)
+        self.io.flushes.is_empty() && self.io.requests.keys().into_iter().all(all)
     }
 
     /// Every request of this node's applications was answered, and what was written is on stable
@@ -723,6 +726,11 @@ impl Resource {
     /// node demoted before, the peer could be promoted after a common loss of power and serve what
     /// flushed writes have replaced.
     pub(crate) fn requests_are_through(&self) -> bool {
+        self.io.held.is_empty() && self.begun_are_through()
+    }
+
+    /// The same for those that have begun.
+    pub(crate) fn begun_are_through(&self) -> bool {
         // Peers among themselves count as different what they have not heard a peer ack of, and that takes
         // settled writes.
         let alone = self.connections.len() == 1;
@@ -730,7 +738,7 @@ impl Resource {
             let flushed = alone && conn.is_lockstep() && conn.net.protocol == Protocol::C;
             flushed || conn.io.sent_count <= conn.io.settled_count
         };
-        self.requests_are_answered()
+        self.begun_are_answered()
             && self.connections.values().all(stable)
             && !self.is_ahead_of_legacy()
             && !self.leaves_peer_behind()

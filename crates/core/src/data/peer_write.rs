@@ -1052,8 +1052,6 @@ impl Resource {
             self.source_link_lost(volume, peer);
             self.verify_left(volume, peer);
             if let Some(io) = self.peer_io(volume, peer) {
-                io.seq = 0;
-                io.peer_seq = 0;
                 io.bitmap_in = 0;
                 io.acked_in_exchange.clear();
                 io.late_marks = LateMarks::default();
@@ -1105,6 +1103,15 @@ impl Resource {
             return;
         }
         self.drained(peer);
+    }
+
+    /// Answers to what a lost connection has left, which nobody gets, are not counted in the next one.
+    pub(crate) fn numbers_begin_anew(&mut self, peer: NodeId) {
+        let volumes = self.devices.values_mut();
+        for pd in volumes.filter_map(|device| device.peers.get_mut(&peer)) {
+            pd.io.seq = 0;
+            pd.io.peer_seq = 0;
+        }
     }
 
     /// Says `connection_drained` once nothing of the lost connection is in flight.

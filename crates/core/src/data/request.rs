@@ -41,7 +41,7 @@ impl Resource {
         let io = &self.io;
         let full = io.requests.len() >= self.options.nr_requests as usize;
         let volume = request.volume;
-        if self.state.role != Role::Primary && request.kind == RequestKind::Flush {
+        if request.kind == RequestKind::Flush && self.flush_is_void() {
             // A reader has written nothing.
             self.complete(request.id, Ok(()));
         } else if self.io_fails(volume) {
@@ -68,7 +68,10 @@ impl Resource {
             return Err(RequestError::Io);
         }
         let writes = !matches!(request.kind, RequestKind::Read | RequestKind::Flush);
-        if self.state.role != Role::Primary && (writes || !self.secondary_reads(request.volume)) {
+        if self.state.role != Role::Primary
+            && !self.waits_for_turn()
+            && (writes || !self.secondary_reads(request.volume))
+        {
             return Err(if writes {
                 RequestError::ReadOnly
             } else {
@@ -108,16 +111,23 @@ impl Resource {
                 && !planted!(self, NoQuorumNoError))
             || (self.options.on_no_data_accessible == OnLoss::IoError
                 && !device.data_accessible()
-                && !device.unstable())
+                && !device.unstable()
+                && (!self.waits_for_turn() || self.settled()))
     }
 
     /// No request is admitted now (semantics.md, 3.6).
     pub(crate) fn requests_wait(&self, volume: VolumeNr) -> bool {
+        self.turn_ends() || self.begun_wait(volume)
+    }
+
+    /// No request goes on now, whether it has been admitted or not.
+    pub(crate) fn begun_wait(&self, volume: VolumeNr) -> bool {
         // What the metadata say of a promotion has to be durable before its first write.
         self.state.suspended() && !planted!(self, FrozenWritesGoOn)
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
             || self.is_demoting() && !planted!(self, WritesDuringDemotion)
+            || self.waits_for_turn()
             || self.waits_for_detach(volume)
             || self.waits_for_old_target(volume)
             || self.awaits_first_state(volume)
@@ -180,7 +190,7 @@ impl Resource {
                             .devices
                             .get(&req.volume)
                             .is_some_and(|d| !d.data_accessible());
-                    (self.requests_wait(req.volume) && !self.io_fails(req.volume)) || no_data
+                    (self.begun_wait(req.volume) && !self.io_fails(req.volume)) || no_data
                 })
             });
             if !waits {

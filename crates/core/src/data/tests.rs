@@ -56,6 +56,7 @@ mod returning;
 mod sizes;
 mod stalling;
 mod thinning;
+mod turns;
 mod two_primaries;
 mod verifying;
 mod waiting;

@@ -212,14 +212,14 @@ impl Resource {
             self.start_write(key);
             return;
         }
-        if takes_writes && !self.requests_wait(volume) && !self.io_fails(volume) {
+        if takes_writes && !self.begun_wait(volume) && !self.io_fails(volume) {
             // What it changes may make this write wait.
             self.relieve_congestion(volume);
         }
         let no_data = !self.data_reachable(volume);
         if self.io_fails(volume) {
             self.abandon_write(key, RequestError::Io);
-        } else if self.requests_wait(volume)
+        } else if self.begun_wait(volume)
             || (no_data && self.options.on_no_data_accessible == OnLoss::SuspendIo)
         {
             self.drop_range(key);
@@ -734,6 +734,7 @@ impl Resource {
         let partial = planted!(self, ClearsPartialBits);
         let short = planted!(self, MarksMissLastBlock) && size > 4096;
         let marked = if short { size - 4096 } else { size };
+        let mut cleared = 0;
         if let Some(io) = self.disk_io(volume) {
             let had = if forgets {
                 have.union(req.sent.complement())
@@ -748,7 +749,7 @@ impl Resource {
                     let bits = io.bitmap.shape().touched_bits(sector, u64::from(size));
                     io.bitmap.clear_bits(slot, bits);
                 } else if in_sync >> slot & 1 == 1 {
-                    io.bitmap.clear_range(slot, sector, size);
+                    cleared += io.bitmap.clear_range(slot, sector, size);
                 } else if (ok | accounted) >> slot & 1 == 0 && io.mark(slot, sector, marked) > 0 {
                     for node in req.mark.iter().filter(|n| io.slot(*n) == Some(slot)) {
                         news.insert(node);
@@ -756,6 +757,7 @@ impl Resource {
                 }
             }
         }
+        self.own_write_cleared(volume, cleared);
         self.acked_in_exchange(volume, in_sync, sector, size);
         self.copies_differ(volume, have.union(req.accounted).complement(), sector, size);
         for peer in news.iter() {
@@ -858,7 +860,8 @@ impl Resource {
             if let Some(io) = self.disk_io(volume)
                 && let Some(slot) = io.slot(peer)
             {
-                io.bitmap.clear_range(slot, sector, size_bytes);
+                let cleared = io.bitmap.clear_range(slot, sector, size_bytes);
+                self.own_write_cleared(volume, cleared);
             }
         }
     }

@@ -506,6 +506,7 @@ impl Engine for Toy {
             step: 0,
             node_id: NodeId(0),
             role: Role::Primary,
+            stands_by: false,
             suspended: Vec::new(),
             may_promote: false,
             promotion_score: 0,

@@ -161,6 +161,19 @@ impl Resource {
         }
     }
 
+    /// A write of this Primary, which is a target itself, has cleared so many marks.
+    pub(crate) fn own_write_cleared(&mut self, volume: VolumeNr, cleared: u64) {
+        let device = self.devices.get_mut(&volume).filter(|_| cleared > 0);
+        let peers = device.map(|device| device.peers.values_mut());
+        for sync in peers
+            .into_iter()
+            .flatten()
+            .filter_map(|pd| pd.io.target.as_mut())
+        {
+            sync.overwritten = !planted!(self, OwnOverwriteNotFlushed);
+        }
+    }
+
     /// The flush before the end is done. A disk whose flush failed is gone, and the resync with it.
     pub(crate) fn end_flushed(&mut self, volume: VolumeNr, peer: NodeId, serial: u64) {
         let sync = self.target(volume, peer);
