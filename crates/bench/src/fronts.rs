@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lockstep_front::BlockAccess;
-use lockstep_front::device::{DeviceSpec, MountedDevice, Opening};
+use lockstep_front::device::{DeviceSpec, Discards, MountedDevice, Opening};
 use lockstep_front::nbd::{
     ExportDescription, ExportRefusal, Exports, Listen, NbdLimits, NbdServer,
 };
@@ -163,6 +163,7 @@ impl Target {
             readers: 1,
             access: BlockAccess::ReadWrite,
             opening: Opening::Never,
+            discards: Discards::AsVolume,
         };
         let mut lost = None;
         let device = MountedDevice::create(&spec, &mut |sink| match volume.port(sink) {

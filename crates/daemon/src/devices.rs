@@ -18,7 +18,7 @@ use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
 use lockstep_front::closes::Closes;
-use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Opening};
+use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Discards, Opening};
 use lockstep_front::gate::{Access, Session};
 use lockstep_front::ublk::Lifetime;
 use lockstep_front::{BlockAccess, BlockNumber, Usage};
@@ -28,6 +28,7 @@ use crate::board::Board;
 use crate::generations::Generations;
 use crate::holding::{Holding, Key, Left, Promotion, Verdict};
 use crate::node::NodeConfig;
+use crate::options;
 use crate::place::Place;
 use crate::report::{DeviceReport, ResourceReport};
 
@@ -772,6 +773,7 @@ impl Worker {
             readers: 1,
             access: access(report),
             opening: Opening::OnUse,
+            discards: discards(report, key.1),
         };
         let open_port = self.open_port.clone();
         let mut connect = |sink: Box<dyn PortSink>| -> Box<dyn VolumePort + Send> {
@@ -1011,6 +1013,11 @@ fn ask_device(number: BlockNumber) -> std::io::Result<Usage> {
         let said = String::from_utf8_lossy(&output.stderr);
         std::io::Error::other(format!("{}: {}", output.status, said.trim()))
     })
+}
+
+fn discards(report: &ResourceReport, volume: u16) -> Discards {
+    let device = report.devices.iter().find(|d| d.volume == volume);
+    device.map_or(Discards::AsVolume, |d| options::discards(&d.device_options))
 }
 
 /// Without `auto-promote` nothing can be written before `primary`, and the kernel may say so.

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use lockstep_core::event::{RequestId, RequestKind};
+use lockstep_front::device::Discards;
 use lockstep_io::pool::IoBuf;
 use lockstep_io::port::{
     PortEvent, PortRequest, PortSink, SubmitError, VolumePort, VolumeProperties,
@@ -186,6 +187,7 @@ impl Flights {
 /// A port that counts.
 pub(crate) struct MeteredPort {
     port: Box<dyn VolumePort + Send>,
+    discards: Discards,
     meter: Arc<Meter>,
     flights: Arc<Flights>,
 }
@@ -193,14 +195,16 @@ pub(crate) struct MeteredPort {
 /// What the sink needs; made before the port, which needs the sink.
 pub(crate) struct Metering {
     meter: Arc<Meter>,
+    discards: Discards,
     flights: Arc<Flights>,
 }
 
 impl Metering {
-    /// For a new port of the meter's volume.
-    pub(crate) fn new(meter: Arc<Meter>) -> Metering {
+    /// For a new port of the meter's volume, whose users are offered these discards.
+    pub(crate) fn new(meter: Arc<Meter>, discards: Discards) -> Metering {
         Metering {
             meter,
+            discards,
             flights: Arc::new(Flights::new()),
         }
     }
@@ -209,6 +213,7 @@ impl Metering {
     pub(crate) fn sink(&self, sink: Box<dyn PortSink>) -> Box<dyn PortSink> {
         Box::new(MeteredSink {
             sink,
+            discards: self.discards,
             meter: self.meter.clone(),
             flights: self.flights.clone(),
         })
@@ -218,6 +223,7 @@ impl Metering {
     pub(crate) fn port(self, port: Box<dyn VolumePort + Send>) -> Box<dyn VolumePort + Send> {
         Box::new(MeteredPort {
             port,
+            discards: self.discards,
             meter: self.meter,
             flights: self.flights,
         })
@@ -226,7 +232,7 @@ impl Metering {
 
 impl VolumePort for MeteredPort {
     fn properties(&self) -> VolumeProperties {
-        self.port.properties()
+        offered(self.discards, self.port.properties())
     }
 
     fn alloc(&self, len: usize) -> Option<IoBuf> {
@@ -255,8 +261,26 @@ impl VolumePort for MeteredPort {
     }
 }
 
+/// What a volume's users are told of it.
+fn offered(discards: Discards, mut properties: VolumeProperties) -> VolumeProperties {
+    match discards {
+        Discards::AsVolume => {}
+        Discards::Never => {
+            properties.discard = false;
+            properties.discard_granularity_bytes = 0;
+        }
+        // Where a disk or a peer cannot discard, zeroes are written.
+        Discards::Every(bytes) => {
+            properties.discard = true;
+            properties.discard_granularity_bytes = bytes;
+        }
+    }
+    properties
+}
+
 struct MeteredSink {
     sink: Box<dyn PortSink>,
+    discards: Discards,
     meter: Arc<Meter>,
     flights: Arc<Flights>,
 }
@@ -277,7 +301,12 @@ impl PortSink for MeteredSink {
                 }
             }
         }
-        self.sink.event(event);
+        self.sink.event(match event {
+            PortEvent::Changed(properties) => {
+                PortEvent::Changed(offered(self.discards, properties))
+            }
+            PortEvent::Done(_) | PortEvent::Opened { .. } | PortEvent::Gone => event,
+        });
     }
 
     fn batch_end(&mut self) {
@@ -310,6 +339,25 @@ mod tests {
             flights.end(RequestId(u64::MAX - 1)).map(|(k, _)| k),
             Some(3)
         );
+    }
+
+    #[test]
+    fn users_are_offered_the_discards_that_were_configured() {
+        let disk = VolumeProperties {
+            discard: true,
+            discard_granularity_bytes: 4096,
+            ..VolumeProperties::default()
+        };
+        let client = VolumeProperties::default();
+        let of = |discards, properties| {
+            let told = offered(discards, properties);
+            (told.discard, told.discard_granularity_bytes)
+        };
+        assert_eq!(of(Discards::AsVolume, disk), (true, 4096));
+        assert_eq!(of(Discards::AsVolume, client), (false, 0));
+        assert_eq!(of(Discards::Never, disk), (false, 0));
+        assert_eq!(of(Discards::Every(12288), disk), (true, 12288));
+        assert_eq!(of(Discards::Every(12288), client), (true, 12288));
     }
 
     #[test]

@@ -235,19 +235,16 @@ impl Node {
         sink: Box<dyn PortSink>,
     ) -> Option<Box<dyn VolumePort + Send>> {
         let entry = self.find(resource).ok()?;
-        let has_volume = lock(&entry.configured)
-            .configured
-            .volumes
-            .contains_key(&volume);
-        if !has_volume {
-            return None;
-        }
+        let discards = {
+            let configured = &lock(&entry.configured).configured;
+            options::discards(&configured.volumes.get(&volume)?.device_options)
+        };
         let shard = &self.shards[entry.shard];
         let meter = lock(&self.meters)
             .entry((resource.to_owned(), volume))
             .or_default()
             .clone();
-        let metering = Metering::new(meter);
+        let metering = Metering::new(meter, discards);
         let sink = metering.sink(sink);
         let port = shard.open_port(entry.id, VolumeNr(volume), sink).ok()??;
         Some(metering.port(Box::new(port)))

@@ -5,6 +5,7 @@ use lockstep_core::options as core;
 use lockstep_core::report::SharedOptions;
 use lockstep_format::conf::options as table;
 use lockstep_format::conf::options::Set;
+use lockstep_front::device::Discards;
 
 use crate::report::OptionTexts;
 
@@ -301,6 +302,20 @@ pub fn is_diskless(texts: &OptionTexts) -> bool {
     texts.get("diskless").map(String::as_str) == Some("yes")
 }
 
+/// The discards that a volume's users are offered (`new-minor --discard-granularity`).
+pub fn discards(texts: &OptionTexts) -> Discards {
+    let mut t = table::DeviceOptions::default();
+    if let Some(text) = texts.get("discard-granularity") {
+        // The text was checked when the volume came; a wrong one is none.
+        let _ = t.set("discard-granularity", text);
+    }
+    match t.discard_granularity_bytes {
+        None => Discards::AsVolume,
+        Some(0) => Discards::Never,
+        Some(bytes) => Discards::Every(bytes),
+    }
+}
+
 fn given(text: String) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
@@ -403,6 +418,15 @@ mod tests {
             .iter()
             .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
             .collect()
+    }
+
+    #[test]
+    fn the_granularity_of_discards_is_the_disks_unless_it_is_given() {
+        let of = |given: &[(&str, &str)]| discards(&texts(given));
+        assert_eq!(of(&[]), Discards::AsVolume);
+        assert_eq!(of(&[("discard-granularity", "0")]), Discards::Never);
+        let given = [("discard-granularity", "12288")];
+        assert_eq!(of(&given), Discards::Every(12288));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::io::Read;
 use std::sync::Arc;
 
 use lockstep_front::BlockAccess;
-use lockstep_front::device::{DeviceSpec, MountedDevice, Opening};
+use lockstep_front::device::{DeviceSpec, Discards, MountedDevice, Opening};
 use lockstep_front::nbd::{
     ExportDescription, ExportRefusal, Exports, Listen, NbdLimits, NbdServer,
 };
@@ -61,6 +61,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 readers,
                 access: BlockAccess::ReadWrite,
                 opening: Opening::Never,
+                discards: Discards::AsVolume,
             };
             let device = MountedDevice::create(&spec, &mut |sink| volume.port(sink))?;
             println!("{}", device.path().display());

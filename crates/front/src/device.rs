@@ -37,8 +37,8 @@ use crate::usage::{self, BlockAccess};
 const FILE_PREFIX: &str = "lockstep";
 /// Largest payload of one request in bytes.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
-/// Largest unit in which discards are announced, in bytes.
-const MAX_GRANULARITY_BYTES: u32 = 1 << 16;
+/// Largest block that the file is said to have, in bytes.
+const MAX_BLOCK_BYTES: u32 = 1 << 16;
 
 /// How long the volume has to answer what it was asked when its device is no longer served.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
@@ -64,6 +64,19 @@ pub struct DeviceSpec {
     pub access: BlockAccess,
     /// Whether the volume has to be opened before it is used.
     pub opening: Opening,
+    /// The discards that users are offered.
+    pub discards: Discards,
+}
+
+/// The discards that a device offers to its users.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discards {
+    /// In units of what the volume says.
+    AsVolume,
+    /// None, nor writes of zeroes without data.
+    Never,
+    /// In units of so many bytes.
+    Every(u32),
 }
 
 /// Whether a device opens its volume.
@@ -227,7 +240,8 @@ impl MountedDevice {
         let connection = Connection::mount(&name, max_write).map_err(fuse_error)?;
         let shape = Arc::new(FileShape {
             size_bytes: AtomicU64::new(properties.size_bytes),
-            block_bytes: granularity(properties),
+            block_bytes: block_bytes(spec),
+            granularity_bytes: granularity(spec),
             max_write,
             bound: AtomicBool::new(false),
         });
@@ -292,6 +306,7 @@ impl MountedDevice {
         let shape = Arc::new(FileShape {
             size_bytes: AtomicU64::new(spec.properties.size_bytes),
             block_bytes: state.block_bytes,
+            granularity_bytes: granularity(spec),
             max_write: state.max_write,
             bound: AtomicBool::new(true),
         });
@@ -440,7 +455,7 @@ impl MountedDevice {
         let properties = &spec.properties;
         let settings = Settings {
             logical_block_bytes: properties.logical_block_bytes.clamp(512, 4096),
-            discard: if properties.discard {
+            discard: if spec.discards.of(properties) {
                 Discard::Passed
             } else {
                 Discard::Refused
@@ -597,13 +612,35 @@ pub(crate) fn gate(spec: &DeviceSpec, connect: ConnectPort<'_>) -> Option<Arc<Ga
     (spec.opening == Opening::OnUse).then(|| Arc::new(Gate::new(connect)))
 }
 
-pub(crate) fn granularity(properties: &VolumeProperties) -> u32 {
+impl Discards {
+    /// Whether discards of a volume have any effect.
+    pub(crate) fn of(self, properties: &VolumeProperties) -> bool {
+        match self {
+            Discards::AsVolume => properties.discard,
+            Discards::Never => false,
+            Discards::Every(_) => true,
+        }
+    }
+}
+
+/// The unit in which discards are announced, in bytes; 0 for none.
+pub(crate) fn granularity(spec: &DeviceSpec) -> u32 {
+    let properties = &spec.properties;
+    let smallest = properties.physical_block_bytes.max(4096);
+    match spec.discards {
+        Discards::Never => 0,
+        Discards::AsVolume => block_bytes(spec),
+        Discards::Every(bytes) => bytes.max(smallest).next_multiple_of(512),
+    }
+}
+
+/// What the file says its blocks are: a power of two.
+fn block_bytes(spec: &DeviceSpec) -> u32 {
+    let properties = &spec.properties;
     let wanted = properties
         .discard_granularity_bytes
         .max(properties.physical_block_bytes);
-    wanted
-        .clamp(4096, MAX_GRANULARITY_BYTES)
-        .next_power_of_two()
+    wanted.clamp(4096, MAX_BLOCK_BYTES).next_power_of_two()
 }
 
 #[cfg(test)]

@@ -122,6 +122,7 @@ fn spec(owner: &str) -> DeviceSpec {
         readers: 1,
         access: BlockAccess::ReadWrite,
         opening: lockstep_front::device::Opening::Never,
+        discards: lockstep_front::device::Discards::AsVolume,
     }
 }
 

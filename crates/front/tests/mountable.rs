@@ -11,7 +11,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::event::RequestError;
-use lockstep_front::device::{DeviceError, DeviceSpec, MountedDevice, Opening, clean_leftovers};
+use lockstep_front::device::{
+    DeviceError, DeviceSpec, Discards, MountedDevice, Opening, clean_leftovers,
+};
 use lockstep_front::ram::{Hold, RamVolume, Runs};
 use lockstep_front::{BlockAccess, BlockNumber, Usage};
 use support::{can_use_devices, have_programs, run};
@@ -37,6 +39,7 @@ fn spec(volume: &RamVolume, owner: &str, links: &[&Path]) -> DeviceSpec {
         readers: 1,
         access: BlockAccess::ReadWrite,
         opening: Opening::Never,
+        discards: Discards::AsVolume,
     }
 }
 
@@ -563,4 +566,30 @@ fn a_limit_on_discards_that_somebody_left_on_the_loop_device_is_lifted() {
         .to_string();
     assert_ne!(std::fs::read_to_string(limit(&name)).unwrap().trim(), "0");
     detach(device);
+}
+
+#[test]
+fn the_kernel_is_told_the_configured_granularity_of_discards_or_that_there_are_none() {
+    let Some(_guard) = can_mount() else { return };
+    let volume = RamVolume::new(4 * MIB, Runs::OwnThread).unwrap();
+    for (discards, expected) in [
+        (Discards::AsVolume, "4096"),
+        (Discards::Every(12288), "12288"),
+        (Discards::Every(1 << 20), "1048576"),
+        (Discards::Never, "0"),
+    ] {
+        let mut spec = spec(&volume, &owner("granularity"), &[]);
+        spec.discards = discards;
+        let device = MountedDevice::create(&spec, &mut |sink| volume.port(sink)).unwrap();
+        let path = device.path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let limit = |what: &str| {
+            let file = format!("/sys/block/{name}/queue/discard_{what}");
+            std::fs::read_to_string(file).unwrap().trim().to_owned()
+        };
+        assert_eq!(limit("granularity"), expected, "{discards:?}");
+        let none = limit("max_bytes") == "0";
+        assert_eq!(none, discards == Discards::Never, "{discards:?}");
+        detach(device);
+    }
 }

@@ -232,12 +232,12 @@ pub(crate) fn write_out(len: u32) -> [u8; 8] {
     bytes
 }
 
-/// The reply to STATFS.
-pub(crate) fn statfs_out(size_bytes: u64) -> [u8; 80] {
+/// The reply to STATFS: a file system with blocks of this size.
+pub(crate) fn statfs_out(size_bytes: u64, block_bytes: u32) -> [u8; 80] {
     let mut bytes = [0; 80];
     put_u64(&mut bytes, 0, size_bytes / 4096);
     put_u64(&mut bytes, 24, 1);
-    put_u32(&mut bytes, 40, 4096);
+    put_u32(&mut bytes, 40, block_bytes);
     put_u32(&mut bytes, 44, 255);
     put_u32(&mut bytes, 48, 4096);
     bytes

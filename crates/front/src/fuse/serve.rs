@@ -37,8 +37,10 @@ const MEMORY_RETRY: Duration = Duration::from_millis(1);
 pub(crate) struct FileShape {
     /// Its size in bytes.
     pub(crate) size_bytes: AtomicU64,
-    /// What `st_blksize` says: the granularity of discards.
+    /// What `st_blksize` says.
     pub(crate) block_bytes: u32,
+    /// The unit of discards; 0 for none.
+    pub(crate) granularity_bytes: u32,
     /// Largest payload of a request.
     pub(crate) max_write: u32,
     /// A loop device is bound to it.
@@ -447,7 +449,12 @@ impl Reader {
                     .reply(unique, 0, &abi::attr_out(size, self.shape.block_bytes));
             }
             opcode::OPEN => self.shared.reply(unique, 0, &abi::open_out()),
-            opcode::STATFS => self.shared.reply(unique, 0, &abi::statfs_out(size)),
+            // The loop driver takes the granularity of discards from here, and offers neither
+            // discards nor writes of zeroes if there is no answer.
+            opcode::STATFS => match self.shape.granularity_bytes {
+                0 => self.shared.reply(unique, libc::EOPNOTSUPP, &[]),
+                bytes => self.shared.reply(unique, 0, &abi::statfs_out(size, bytes)),
+            },
             opcode::RELEASE | opcode::FLUSH | opcode::DESTROY => {
                 self.shared.reply(unique, 0, &[]);
             }

@@ -525,8 +525,9 @@ fn parameters(spec: &DeviceSpec) -> Parameters {
             .next_power_of_two(),
         max_bytes: max_bytes(spec),
         sectors: properties.size_bytes / 512,
-        granularity_bytes: granularity(properties),
-        discard_sectors: if properties.discard {
+        // The kernel refuses a device without one, also if it has no discards.
+        granularity_bytes: granularity(spec).max(4096),
+        discard_sectors: if spec.discards.of(properties) {
             largest_sectors
         } else {
             0
