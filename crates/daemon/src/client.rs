@@ -1,10 +1,16 @@
 //! A tool's end of the control socket, and starting a daemon that does not run yet.
 
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::fs::File;
+use std::io::{BufRead, BufReader, ErrorKind, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+use rustix::io::retry_on_intr;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::place::Place;
 use crate::protocol::{Reply, Request, to_line};
@@ -113,12 +119,20 @@ impl Client {
         }
     }
 
-    /// Sends a request.
+    /// Sends a request. With `new-path` goes the network namespace of this process: the path is there.
     pub fn send(&mut self, request: &Request) -> Result<(), ClientError> {
         let line = to_line(request);
-        self.stream
-            .get_mut()
-            .write_all(&line)
+        let stream = self.stream.get_mut();
+        let namespace = match request {
+            // Without /proc the daemon takes its own.
+            Request::NewPath { .. } => File::open("/proc/thread-self/ns/net").ok(),
+            _ => None,
+        };
+        let sent = match namespace {
+            Some(namespace) => send_with(stream, &line, namespace.as_fd()),
+            None => Ok(0),
+        };
+        sent.and_then(|sent| stream.write_all(&line[sent..]))
             .map_err(|source| self.lost(source))
     }
 
@@ -186,6 +200,24 @@ impl Client {
             source,
         }
     }
+}
+
+/// Sends what there is room for, at least a byte, and the descriptor with it.
+fn send_with(
+    stream: &UnixStream,
+    line: &[u8],
+    descriptor: BorrowedFd<'_>,
+) -> std::io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    assert!(
+        ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)),
+        "there is space for one descriptor"
+    );
+    let bytes = [IoSlice::new(line)];
+    let send = || sendmsg(stream, &bytes, &mut ancillary, SendFlags::NOSIGNAL);
+    Ok(retry_on_intr(send)?)
 }
 
 /// A daemon of this place lives, though it may not answer yet.

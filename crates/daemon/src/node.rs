@@ -14,23 +14,23 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_front::block::DeviceKind;
 use lockstep_io::port::{PortSink, VolumePort};
 use lockstep_io::shard::{ResourceId, ResourceView, ShardConfig, ShardEnv, ShardHandle};
-use lockstep_io::tcp::{Acceptor, PeerNet};
+use lockstep_io::tcp::Acceptor;
 
-use crate::address::{self, check_name, path, volume_nr};
+use crate::address::{check_name, path, volume_nr};
 use crate::board::Board;
 use crate::devices::{Devices, OpenPort, Promote};
 use crate::handlers::{self, FindHandler, Handlers};
 use crate::meter::{Counted, Meter, Metering};
 use crate::metrics::{AckCounts, VolumeCounts};
 use crate::minors::{Minors, check_has_no_disk};
+use crate::namespaces::Namespaces;
 use crate::options::{self, Moment, OptionError};
 use crate::path_pairs::PathPairs;
 use crate::peers;
 use crate::place::Place;
 use crate::progress::Progress;
 use crate::report::{
-    Configured, ConfiguredPeer, ConfiguredVolume, DiskReport, OptionTexts, PathReport,
-    ResourceReport,
+    Configured, ConfiguredPeer, ConfiguredVolume, DiskReport, OptionTexts, ResourceReport,
 };
 use crate::resync_order::{self, ResyncOrder};
 use crate::touched::{self, Touched};
@@ -64,6 +64,7 @@ pub struct Node {
     resources: Mutex<BTreeMap<String, Arc<Entry>>>,
     minors: Minors<Arc<Entry>>,
     path_pairs: PathPairs,
+    namespaces: Namespaces,
     board: Arc<Board>,
     devices: Mutex<Devices>,
     handlers: Arc<Handlers>,
@@ -96,7 +97,6 @@ pub type CommandResult = Result<(), CommandError>;
 
 /// Most resources of a node, of volumes and of paths of a resource: bounds what a client can use.
 const MAX_RESOURCES: usize = 16_384;
-const MAX_PATHS: usize = 16;
 const MAX_MINOR: u32 = (1 << 20) - 1;
 
 fn refuse<T>(code: ErrorCode, text: impl Into<String>) -> Result<T, CommandError> {
@@ -155,6 +155,7 @@ impl Node {
             resources: Mutex::default(),
             minors: Minors::default(),
             path_pairs: PathPairs::default(),
+            namespaces: Namespaces::default(),
             board: board.clone(),
             devices: Mutex::new(Devices::none()),
             handlers: handlers.clone(),
@@ -986,94 +987,6 @@ impl Node {
         result
     }
 
-    pub(crate) fn new_path(
-        &self,
-        name: &str,
-        peer: u32,
-        local: String,
-        remote: String,
-    ) -> CommandResult {
-        let entry = self.find(name)?;
-        let peer = node(peer)?;
-        let paths = known_peer(&entry, peer)?.paths;
-        address::check_unused(&lock(&entry.configured).configured, peer, &local, &remote)?;
-        let new = path(&local, &remote)?;
-        if new.local.is_ipv4() != new.peer.is_ipv4() {
-            return refuse(
-                ErrorCode::ERR_INVALID_REQUEST,
-                format!("path {local} {remote}: both ends need the same address family"),
-            );
-        }
-        if paths.len() >= MAX_PATHS {
-            return refuse(
-                ErrorCode::ERR_INVALID_REQUEST,
-                format!("a connection has at most {MAX_PATHS} paths"),
-            );
-        }
-        self.path_pairs.take(new)?;
-        self.done(name, &entry, Ok(()), |c| {
-            if let Some(configured) = c.peers.get_mut(&peer.0) {
-                configured.paths.push(PathReport {
-                    local,
-                    remote,
-                    established: false,
-                });
-            }
-        })?;
-        self.tell_paths(&entry, peer)
-    }
-
-    pub(crate) fn del_path(
-        &self,
-        name: &str,
-        peer: u32,
-        local: &str,
-        remote: &str,
-    ) -> CommandResult {
-        let entry = self.find(name)?;
-        let peer = node(peer)?;
-        let paths = known_peer(&entry, peer)?.paths;
-        if !paths.iter().any(|p| p.local == local && p.remote == remote) {
-            return refuse(
-                ErrorCode::ERR_INVALID_REQUEST,
-                format!("there is no path {local} {remote}"),
-            );
-        }
-        if let [_] = paths.as_slice()
-            && let Ok(Some(snapshot)) = self.shards[entry.shard].snapshot(entry.id)
-            && let Some(conn) = snapshot.connections.iter().find(|conn| conn.peer == peer)
-        {
-            peers::check_last_path(peer, conn.state)?;
-        }
-        self.done(name, &entry, Ok(()), |c| {
-            self.path_pairs.free(local, remote);
-            if let Some(configured) = c.peers.get_mut(&peer.0) {
-                configured
-                    .paths
-                    .retain(|p| p.local != local || p.remote != remote);
-            }
-        })?;
-        self.tell_paths(&entry, peer)
-    }
-
-    /// Tells the shard how a peer is reached.
-    fn tell_paths(&self, entry: &Entry, peer: NodeId) -> CommandResult {
-        let configured = known_peer(entry, peer)?;
-        let mut paths = Vec::new();
-        for p in &configured.paths {
-            paths.push(path(&p.local, &p.remote)?);
-        }
-        let mut net = PeerNet::new(paths, &options::net(&configured.options)?);
-        let bytes = |name: &str| {
-            let text = configured.options.get(name);
-            text.and_then(|text| text.parse().ok()).unwrap_or(0)
-        };
-        net.send_buffer_bytes = bytes("sndbuf-size");
-        net.receive_buffer_bytes = bytes("rcvbuf-size");
-        self.shards[entry.shard].set_peer(entry.id, peer, net);
-        Ok(())
-    }
-
     pub(crate) fn connect(
         &self,
         name: &str,
@@ -1183,6 +1096,8 @@ pub(crate) fn node(id: u32) -> Result<NodeId, CommandError> {
 #[path = "node_end.rs"]
 mod end;
 pub use end::Left;
+#[path = "node_paths.rs"]
+mod paths;
 #[path = "node_settle.rs"]
 mod settle;
 

@@ -5,20 +5,24 @@ use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lockstep_core::command::CommandError;
-use lockstep_io::tcp::Path;
+use lockstep_io::tcp::{NetNamespace, Path};
 
 use crate::address::{LOCAL_AND_PEER_ADDR, path};
 use crate::report::ConfiguredPeer;
 
-/// The paths of all resources of a node.
+/// The paths of all resources of a node, each with its network namespace if that is not the daemon's.
 #[derive(Default)]
 pub(crate) struct PathPairs {
-    taken: Mutex<HashSet<Path>>,
+    taken: Mutex<HashSet<(Option<NetNamespace>, Path)>>,
 }
 
 impl PathPairs {
-    pub(crate) fn take(&self, new: Path) -> Result<(), CommandError> {
-        if self.lock().insert(new) {
+    pub(crate) fn take(
+        &self,
+        namespace: Option<NetNamespace>,
+        new: Path,
+    ) -> Result<(), CommandError> {
+        if self.lock().insert((namespace, new)) {
             return Ok(());
         }
         Err(CommandError {
@@ -30,20 +34,20 @@ impl PathPairs {
         })
     }
 
-    pub(crate) fn free(&self, local: &str, remote: &str) {
+    pub(crate) fn free(&self, namespace: &Option<NetNamespace>, local: &str, remote: &str) {
         if let Ok(old) = path(local, remote) {
-            self.lock().remove(&old);
+            self.lock().remove(&(namespace.clone(), old));
         }
     }
 
     /// The peer is deleted.
     pub(crate) fn free_all(&self, peer: &ConfiguredPeer) {
         for path in &peer.paths {
-            self.free(&path.local, &path.remote);
+            self.free(&peer.namespace, &path.local, &path.remote);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashSet<Path>> {
+    fn lock(&self) -> MutexGuard<'_, HashSet<(Option<NetNamespace>, Path)>> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use lockstep_core::report as core;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
+use lockstep_io::tcp::NetNamespace;
 use serde::{Deserialize, Serialize};
 
 use crate::names::by_name;
@@ -265,8 +266,19 @@ pub struct ConfiguredPeer {
     pub options: OptionTexts,
     /// Paths in the order of configuration.
     pub paths: Vec<PathReport>,
+    /// The network namespace of all paths, if it is not the daemon's.
+    pub namespace: Option<NetNamespace>,
     /// Options per volume.
     pub peer_device_options: BTreeMap<u16, OptionTexts>,
+}
+
+impl ConfiguredPeer {
+    /// Without a path there is no namespace either: the next path decides.
+    pub fn let_go_of_namespace(&mut self) {
+        if self.paths.is_empty() {
+            self.namespace = None;
+        }
+    }
 }
 
 impl ResourceReport {

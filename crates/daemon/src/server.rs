@@ -10,9 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
 
-use lockstep_core::command::{Command, ErrorCode};
+use lockstep_core::command::{Command, CommandError, ErrorCode};
+use lockstep_io::tcp::NetNamespace;
 
 use crate::board::Statistics;
+use crate::incoming::Incoming;
 use crate::node::{CommandResult, Node, node};
 use crate::options::Moment;
 use crate::protocol::{MAX_REQUEST_BYTES, Reply, Request, VERSION, parse_request, to_line};
@@ -106,7 +108,7 @@ pub(crate) fn serve(listener: &UnixListener, node: &Arc<Node>, stop: &SyncSender
 
 fn converse(stream: UnixStream, node: &Arc<Node>, stop: &SyncSender<()>) -> std::io::Result<()> {
     let mut out = stream.try_clone()?;
-    let mut input = BufReader::new(stream);
+    let mut input = BufReader::new(Incoming::new(stream));
     loop {
         let mut line = Vec::new();
         let limit = MAX_REQUEST_BYTES as u64;
@@ -136,7 +138,18 @@ fn converse(stream: UnixStream, node: &Arc<Node>, stop: &SyncSender<()>) -> std:
                 // Full means that the end has begun.
                 let _ = stop.try_send(());
             }
-            Ok(request) => out.write_all(&to_line(&answer(node, request)))?,
+            Ok(request) => {
+                let descriptor = match request {
+                    Request::NewPath { .. } => input.get_mut().take_descriptor(),
+                    _ => None,
+                };
+                let namespace = descriptor.map_or(Ok(None), |given| node.namespace(given));
+                let reply = match namespace {
+                    Ok(namespace) => answer(node, request, namespace),
+                    Err(error) => refused(error),
+                };
+                out.write_all(&to_line(&reply))?;
+            }
         }
     }
 }
@@ -144,7 +157,7 @@ fn converse(stream: UnixStream, node: &Arc<Node>, stop: &SyncSender<()>) -> std:
 /// A reader that is slow makes only this thread wait.
 fn watch(
     out: &mut UnixStream,
-    input: BufReader<UnixStream>,
+    input: BufReader<Incoming>,
     node: &Arc<Node>,
     resource: Option<String>,
     statistics: Statistics,
@@ -195,7 +208,7 @@ impl Sizes {
 }
 
 /// Until the watcher hangs up or sends something else than `refresh`.
-fn listen_to_watcher(mut input: BufReader<UnixStream>, node: &Node, resource: Option<&str>) {
+fn listen_to_watcher(mut input: BufReader<Incoming>, node: &Node, resource: Option<&str>) {
     loop {
         let mut line = Vec::new();
         let limit = MAX_REQUEST_BYTES as u64;
@@ -211,7 +224,16 @@ fn listen_to_watcher(mut input: BufReader<UnixStream>, node: &Node, resource: Op
     }
 }
 
-fn answer(node: &Node, request: Request) -> Reply {
+fn refused(error: CommandError) -> Reply {
+    tracing::info!(code = error.code.0, text = error.text, "command refused");
+    Reply::Failed {
+        code: error.code.0,
+        text: error.text,
+    }
+}
+
+/// `namespace` is the network namespace that came with the request, if it is not the daemon's.
+fn answer(node: &Node, request: Request, namespace: Option<NetNamespace>) -> Reply {
     match request {
         Request::Hello { .. } => Reply::Hello {
             version: VERSION,
@@ -229,15 +251,9 @@ fn answer(node: &Node, request: Request) -> Reply {
             drop(node.reports(None));
             Reply::Done
         }
-        other => match execute(node, other) {
+        other => match execute(node, other, namespace) {
             Ok(()) => Reply::Done,
-            Err(error) => {
-                tracing::info!(code = error.code.0, text = error.text, "command refused");
-                Reply::Failed {
-                    code: error.code.0,
-                    text: error.text,
-                }
-            }
+            Err(error) => refused(error),
         },
     }
 }
@@ -250,7 +266,7 @@ fn moment(set_defaults: bool) -> Moment {
     }
 }
 
-fn execute(n: &Node, request: Request) -> CommandResult {
+fn execute(n: &Node, request: Request, namespace: Option<NetNamespace>) -> CommandResult {
     match request {
         Request::NewResource {
             resource,
@@ -310,7 +326,7 @@ fn execute(n: &Node, request: Request) -> CommandResult {
             peer,
             local,
             remote,
-        } => n.new_path(&resource, peer, local, remote),
+        } => n.new_path(&resource, peer, local, remote, namespace),
         Request::DelPath {
             resource,
             peer,
@@ -645,7 +661,7 @@ mod tests {
         node.new_resource("web", 0, &Default::default()).unwrap();
         node.new_peer("web", 1, &Default::default()).unwrap();
         let (local, remote) = ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2");
-        node.new_path("web", 1, local.into(), remote.into())
+        node.new_path("web", 1, local.into(), remote.into(), None)
             .unwrap();
         let (_, changes) = node.watching().watch(None, Statistics::No);
         node.connect("web", 1, false, false).unwrap();
@@ -676,7 +692,7 @@ mod tests {
         }
         let new = |name, remote: &str| {
             let (local, remote) = ("ipv6:[::1]:1".into(), remote.into());
-            node.new_path(name, 1, local, remote)
+            node.new_path(name, 1, local, remote, None)
                 .map_err(|error| error.code.0)
         };
         assert_eq!(new("web", "ipv6:[::1]:2"), Ok(()));
@@ -702,7 +718,7 @@ mod tests {
             node.new_resource("web", 0, &Default::default()).unwrap();
             node.new_peer("web", 1, &Default::default()).unwrap();
             let (local, remote) = ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2");
-            node.new_path("web", 1, local.into(), remote.into())
+            node.new_path("web", 1, local.into(), remote.into(), None)
                 .unwrap();
             node.connect("web", 1, false, false).unwrap();
             let (_, changes) = node.watching().watch(None, Statistics::No);
@@ -776,7 +792,7 @@ mod tests {
         node.new_resource("web", 0, &Default::default()).unwrap();
         node.new_peer("web", 1, &Default::default()).unwrap();
         for remote in [first, second] {
-            node.new_path("web", 1, local.into(), remote.into())
+            node.new_path("web", 1, local.into(), remote.into(), None)
                 .unwrap();
         }
         node.connect("web", 1, false, false).unwrap();

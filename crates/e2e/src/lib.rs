@@ -385,6 +385,19 @@ impl Cluster {
 
     /// Starts a node's daemon and waits until it answers.
     pub fn start(&mut self, node: usize) -> Result<()> {
+        self.start_by(node, |network, start| network.inside(node, start))
+    }
+
+    /// The same in the test's own network namespace: the tools run in the node's nevertheless.
+    pub fn start_outside(&mut self, node: usize) -> Result<()> {
+        self.start_by(node, |_, start| start())
+    }
+
+    fn start_by(
+        &mut self,
+        node: usize,
+        by: impl Fn(&Network, &mut (dyn FnMut() -> Result<Child> + Send)) -> Result<Child>,
+    ) -> Result<()> {
         let bin = self.dir.path().join("bin");
         let network = &self.network;
         let n = &mut self.nodes[node];
@@ -400,8 +413,8 @@ impl Cluster {
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log);
-        let start = || command.spawn().context("starting lockstepd");
-        n.daemon = Some(network.inside(node, start)?);
+        let mut start = || command.spawn().context("starting lockstepd");
+        n.daemon = Some(by(network, &mut start)?);
         self.wait("the daemon answers", |c| {
             let socket = c.nodes[node].dir.join("control.sock");
             Ok(UnixStream::connect(socket).is_ok())
@@ -495,6 +508,16 @@ impl Cluster {
             .args([&image, &point]))?;
         self.mounts.push(point);
         Ok(())
+    }
+
+    /// `drbdsetup` for a node from the test's own network namespace.
+    pub fn setup_from_host(&self, node: usize, args: &[&str]) -> Result<Output> {
+        let mut command = Command::new(self.dir.path().join("bin/drbdsetup"));
+        command
+            .args(args)
+            .env("LOCKSTEP_DIR", &self.nodes[node].dir);
+        let output = command.stdin(Stdio::null()).output();
+        output.with_context(|| format!("drbdsetup {args:?}"))
     }
 
     fn tool(&self, node: usize, tool: &str, args: &[&str]) -> Result<Output> {

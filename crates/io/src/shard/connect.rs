@@ -170,11 +170,15 @@ impl<E: Engine> Shard<E> {
             });
             let net = &connecting.net;
             let (send, receive) = (net.send_buffer_bytes, net.receive_buffer_bytes);
-            match self
-                .env
-                .acceptor
-                .listen(path.local, path.peer.ip(), send, receive, route)
-            {
+            let namespace = net.namespace.as_ref();
+            match self.env.acceptor.listen(
+                namespace,
+                path.local,
+                path.peer.ip(),
+                send,
+                receive,
+                route,
+            ) {
                 Ok(guard) => connecting.listeners[n] = Some(guard),
                 Err(error) => {
                     tracing::warn!(%error, peer = connecting.peer.0, "listening is tried again");

@@ -1,7 +1,7 @@
 //! Listeners, shared by everything in the process that waits for peers on the same address.
 //!
-//! One thread accepts; who gets a connection is decided by the listening address and the peer's IP
-//! address alone (wire.md, 2.2). A listener exists only while somebody waits on it.
+//! One thread accepts; who gets a connection is decided by the listening address, in its network
+//! namespace, and the peer's IP address alone (wire.md, 2.2). A listener exists only while somebody waits on it.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,6 +14,7 @@ use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use socket2::Socket;
 
+use super::namespace::NetNamespace;
 use super::socket::{listen, plain_ip};
 
 /// Takes a connection of the peer. Called on the acceptor's thread; must not block.
@@ -61,12 +62,15 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    listeners: HashMap<SocketAddr, Listener>,
-    /// Their addresses by the number that epoll tells.
-    locals: HashMap<u64, SocketAddr>,
+    listeners: HashMap<Place, Listener>,
+    /// Their places by the number that epoll tells.
+    places: HashMap<u64, Place>,
     next: u64,
     stop: bool,
 }
+
+/// An address in a network namespace; none is the process's own.
+type Place = (Option<NetNamespace>, SocketAddr);
 
 struct Listener {
     number: u64,
@@ -118,6 +122,7 @@ impl Acceptor {
     /// Listens on `local` for `peer`, until the guard is dropped.
     pub fn listen(
         &self,
+        namespace: Option<&NetNamespace>,
         local: SocketAddr,
         peer: IpAddr,
         send_bytes: usize,
@@ -125,17 +130,18 @@ impl Acceptor {
         route: Route,
     ) -> Result<ListenGuard, ListenError> {
         let peer = plain_ip(peer);
+        let place = (namespace.cloned(), local);
         let shared = &self.owner.shared;
         let mut state = shared.lock();
         let id = state.next;
         state.next += 1;
-        if let Some(listener) = state.listeners.get_mut(&local) {
+        if let Some(listener) = state.listeners.get_mut(&place) {
             if listener.routes.contains_key(&peer) {
                 return Err(ListenError::Taken { local, peer });
             }
             listener.routes.insert(peer, (id, route));
         } else {
-            let socket = listen(local, send_bytes, receive_bytes)
+            let socket = NetNamespace::of(namespace, || listen(local, send_bytes, receive_bytes))
                 .map_err(|source| ListenError::Listen { local, source })?;
             epoll::add(
                 &shared.epoll,
@@ -152,13 +158,13 @@ impl Acceptor {
                 socket: Arc::new(socket),
                 routes: HashMap::from([(peer, (id, route))]),
             };
-            state.listeners.insert(local, listener);
-            state.locals.insert(id, local);
+            state.listeners.insert(place.clone(), listener);
+            state.places.insert(id, place.clone());
         }
         drop(state);
         Ok(ListenGuard {
             owner: self.owner.clone(),
-            local,
+            place,
             peer,
             id,
         })
@@ -182,7 +188,7 @@ impl Drop for Owner {
 /// Keeps a listener open for one peer.
 pub struct ListenGuard {
     owner: Arc<Owner>,
-    local: SocketAddr,
+    place: Place,
     peer: IpAddr,
     id: u64,
 }
@@ -191,7 +197,7 @@ impl Drop for ListenGuard {
     fn drop(&mut self) {
         let shared = &self.owner.shared;
         let mut state = shared.lock();
-        let Some(listener) = state.listeners.get_mut(&self.local) else {
+        let Some(listener) = state.listeners.get_mut(&self.place) else {
             return;
         };
         if listener
@@ -207,8 +213,8 @@ impl Drop for ListenGuard {
             let _ = epoll::delete(&shared.epoll, &*listener.socket);
             let _ = listener.socket.shutdown(std::net::Shutdown::Both);
             let number = listener.number;
-            state.listeners.remove(&self.local);
-            state.locals.remove(&number);
+            state.listeners.remove(&self.place);
+            state.places.remove(&number);
         }
     }
 }
@@ -226,12 +232,14 @@ fn run(shared: &Shared) {
                 if state.stop {
                     return;
                 }
-                let local = state.locals.get(&event.data.u64());
-                local.and_then(|local| Some((*local, state.listeners.get(local)?.socket.clone())))
+                let place = state.places.get(&event.data.u64());
+                place.and_then(|place| {
+                    Some((place.clone(), state.listeners.get(place)?.socket.clone()))
+                })
             };
             // Without one it went while it was being told of.
-            if let Some((local, socket)) = found
-                && accept_all(shared, local, &socket) == Full::Yes
+            if let Some((place, socket)) = found
+                && accept_all(shared, &place, &socket) == Full::Yes
             {
                 full = Full::Yes;
             }
@@ -256,7 +264,8 @@ enum Full {
     No,
 }
 
-fn accept_all(shared: &Shared, local: SocketAddr, socket: &Socket) -> Full {
+fn accept_all(shared: &Shared, place: &Place, socket: &Socket) -> Full {
+    let local = place.1;
     // A bound, so that a flood on one address leaves the others their turn.
     for _ in 0..64 {
         let (stream, from) = match socket.accept() {
@@ -277,7 +286,7 @@ fn accept_all(shared: &Shared, local: SocketAddr, socket: &Socket) -> Full {
         let state = shared.lock();
         match state
             .listeners
-            .get(&local)
+            .get(place)
             .and_then(|listener| listener.routes.get(&peer))
         {
             Some((_, route)) => route(OwnedFd::from(stream)),
@@ -309,12 +318,12 @@ mod tests {
         let (sender, receiver) = channel();
         let ip = |n: u8| [127, 0, 0, n].into();
         let one = acceptor
-            .listen(local, ip(1), 0, 0, route(&sender, "one"))
+            .listen(None, local, ip(1), 0, 0, route(&sender, "one"))
             .unwrap();
         let two = acceptor
-            .listen(local, ip(2), 0, 0, route(&sender, "two"))
+            .listen(None, local, ip(2), 0, 0, route(&sender, "two"))
             .unwrap();
-        let taken = acceptor.listen(local, ip(2), 0, 0, route(&sender, "x"));
+        let taken = acceptor.listen(None, local, ip(2), 0, 0, route(&sender, "x"));
         assert!(matches!(taken, Err(ListenError::Taken { .. })));
         let connect = |n: u8| {
             let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
@@ -339,7 +348,7 @@ mod tests {
         );
         // The address is free at once.
         let again = acceptor
-            .listen(local, ip(1), 0, 0, route(&sender, "again"))
+            .listen(None, local, ip(1), 0, 0, route(&sender, "again"))
             .unwrap();
         let _c = connect(1).unwrap();
         assert_eq!(receiver.recv().unwrap(), "again");

@@ -2,11 +2,13 @@
 
 pub mod acceptor;
 pub mod info;
+pub mod namespace;
 pub mod pairing;
 pub mod socket;
 
 pub use acceptor::{Acceptor, ListenGuard};
 pub use info::TcpInfo;
+pub use namespace::NetNamespace;
 pub use socket::{Path, PeerNet, address_is_larger};
 
 /// Addresses for tests that nobody else on the machine uses.

@@ -9,6 +9,7 @@ use lockstep_core::options::NetOptions;
 use lockstep_core::time::Duration;
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, TcpKeepalive, Type};
 
+use super::namespace::NetNamespace;
 use crate::ring::Fd;
 
 /// A pair of addresses over which a peer can be reached.
@@ -25,6 +26,8 @@ pub struct Path {
 pub struct PeerNet {
     /// Paths in the configuration's order; alternatives.
     pub paths: Vec<Path>,
+    /// Where their addresses are, if not in the process's own namespace.
+    pub namespace: Option<NetNamespace>,
     /// `connect-int`.
     pub connect_int: Duration,
     /// `ping-timeout`.
@@ -46,6 +49,7 @@ impl PeerNet {
     pub fn new(paths: Vec<Path>, net: &NetOptions) -> PeerNet {
         PeerNet {
             paths,
+            namespace: None,
             connect_int: Duration::from_secs(u64::from(net.connect_int_s)),
             ping_timeout: Duration::from_tenths(u64::from(net.ping_timeout_tenths)),
             socket_check: Duration::from_tenths(u64::from(net.socket_check_timeout_tenths)),
@@ -122,11 +126,13 @@ pub(crate) fn listen(
 
 /// A socket from which to connect on `path`: bound to the own address with any port.
 pub(crate) fn for_connect(path: &Path, net: &PeerNet) -> io::Result<Fd> {
-    let socket = new(path.local, net.send_buffer_bytes, net.receive_buffer_bytes)?;
-    let mut from = path.local;
-    from.set_port(0);
-    socket.bind(&SockAddr::from(from))?;
-    Ok(std::sync::Arc::new(OwnedFd::from(socket)))
+    NetNamespace::of(net.namespace.as_ref(), || {
+        let socket = new(path.local, net.send_buffer_bytes, net.receive_buffer_bytes)?;
+        let mut from = path.local;
+        from.set_port(0);
+        socket.bind(&SockAddr::from(from))?;
+        Ok(std::sync::Arc::new(OwnedFd::from(socket)))
+    })
 }
 
 fn new(local: SocketAddr, send_bytes: usize, receive_bytes: usize) -> io::Result<Socket> {
