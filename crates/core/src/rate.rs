@@ -8,6 +8,7 @@
 
 use alloc::collections::VecDeque;
 
+use crate::data::slab::Key;
 use crate::options::PeerDeviceOptions;
 use crate::time::{Duration, Instant};
 
@@ -19,8 +20,8 @@ pub const BLOCK_SECTORS: u64 = 8;
 const SECTORS_PER_KIB: u64 = 2;
 const STEPS_PER_SECOND: u64 = 10;
 const MARK_SPACING: Duration = Duration::from_secs(3);
-/// Application sectors since the last check from which on the disk counts as busy.
-const BUSY_SECTORS: u64 = 64;
+/// Application sectors in a step's time from which on the disk counts as busy: 4 MiB/s.
+const BUSY_SECTORS: u64 = 820;
 
 /// What a step has to know.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,8 +30,6 @@ pub struct RateInput {
     pub in_flight_sectors: u64,
     /// Sectors that came back since the last step.
     pub received_sectors: u64,
-    /// Sectors that still have to be resynced, those in flight included.
-    pub left_sectors: u64,
     /// Sectors that one bit of the bitmap stands for (8 with 4 KiB).
     pub granule_sectors: u64,
     /// `max-buffers` in 4 KiB pages.
@@ -82,9 +81,10 @@ impl Pace {
     }
 
     /// So much came back that it is time for another grant: the rest keeps disk and link busy
-    /// until its answers are here.
+    /// until its answers are here. What makes way for an application waits for the next step: the
+    /// least that is always granted would be asked for as often as there are answers.
     pub(crate) fn runs_dry(&self) -> bool {
-        self.in_flight_sectors <= self.topped_sectors / 4 * 3
+        !self.rate.throttled && self.in_flight_sectors <= self.topped_sectors / 4 * 3
     }
 
     /// Asks the controller. What `load` says of flight and arrival is this value's own.
@@ -137,8 +137,35 @@ pub struct RateController {
     plan: VecDeque<i64>,
     plan_total: i64,
     last: Option<Instant>,
-    /// Times and sectors left, at least 3 s apart, oldest first.
+    /// Sectors that came back since the start.
+    done_sectors: u64,
+    /// Times and sectors that had come back, at least 3 s apart, oldest first.
     marks: VecDeque<(Instant, u64)>,
+    load: Load,
+    /// The last step made way for the application.
+    throttled: bool,
+}
+
+/// The application's traffic, by windows of a step's time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Load {
+    since: Instant,
+    sectors: u64,
+    /// What the last whole window was.
+    busy: bool,
+}
+
+impl Load {
+    fn is_busy(&mut self, now: Instant, sectors: u64) -> bool {
+        self.sectors = self.sectors.saturating_add(sectors);
+        let elapsed = now - self.since;
+        if elapsed >= STEP {
+            let most = u128::from(BUSY_SECTORS) * u128::from(elapsed.0);
+            self.busy = u128::from(self.sectors) * u128::from(STEP.0) > most;
+            (self.since, self.sectors) = (now, 0);
+        }
+        self.busy
+    }
 }
 
 impl RateController {
@@ -149,7 +176,8 @@ impl RateController {
 
     /// Sectors to ask for now: a multiple of the granule. Not zero if nothing is in flight.
     pub fn step(&mut self, now: Instant, options: &PeerDeviceOptions, input: &RateInput) -> u64 {
-        self.mark(now, input.left_sectors);
+        self.done_sectors += input.received_sectors;
+        self.mark(now);
         let elapsed = self.last.map_or(STEP, |last| now - last);
         self.last = Some(now);
         let wanted = if options.c_plan_ahead_tenths == 0 {
@@ -157,11 +185,11 @@ impl RateController {
         } else {
             self.plan_step(elapsed, options, input)
         };
-        let throttled = self.throttles(now, options, input);
+        self.throttled = self.throttles(now, options, input);
         let granule = input.granule_sectors.max(BLOCK_SECTORS);
         let limit =
             (u64::from(input.max_buffers) * BLOCK_SECTORS).saturating_sub(input.in_flight_sectors);
-        let granted = if throttled { 0 } else { wanted.min(limit) };
+        let granted = if self.throttled { 0 } else { wanted.min(limit) };
         let sectors = (granted / BLOCK_SECTORS * BLOCK_SECTORS).next_multiple_of(granule);
         if sectors == 0 && input.in_flight_sectors == 0 {
             granule
@@ -218,32 +246,77 @@ impl RateController {
         }
     }
 
-    fn mark(&mut self, now: Instant, left: u64) {
+    fn mark(&mut self, now: Instant) {
         let due = self
             .marks
             .back()
             .is_none_or(|(at, _)| now - *at >= MARK_SPACING);
         if due {
-            self.marks.push_back((now, left));
+            self.marks.push_back((now, self.done_sectors));
             if self.marks.len() > 2 {
                 self.marks.pop_front();
             }
         }
     }
 
-    /// `c-min-rate`: the application has priority as long as the resync is faster than that.
-    fn throttles(&self, now: Instant, options: &PeerDeviceOptions, input: &RateInput) -> bool {
-        let busy = input.application_waits || input.application_sectors > BUSY_SECTORS;
-        let Some((since, left)) = self.marks.front() else {
+    /// `c-min-rate`: the application has priority as long as the resync is faster than that. What
+    /// counts is what it copied, not how much less is marked: it may be marked again.
+    fn throttles(&mut self, now: Instant, options: &PeerDeviceOptions, input: &RateInput) -> bool {
+        let busy = self.load.is_busy(now, input.application_sectors) || input.application_waits;
+        let Some((since, before)) = self.marks.front() else {
             return false;
         };
-        if options.c_min_rate_kib_s == 0 || !busy || *left <= input.left_sectors {
+        if options.c_min_rate_kib_s == 0 || !busy {
             return false;
         }
         let elapsed_ns = (now - *since).0.max(1);
-        let done_kib = (left - input.left_sectors) / SECTORS_PER_KIB;
+        let done_kib = (self.done_sectors - before) / SECTORS_PER_KIB;
         let rate_kib_s = u128::from(done_kib) * 1_000_000_000 / u128::from(elapsed_ns);
         rate_kib_s > u128::from(options.c_min_rate_kib_s)
+    }
+}
+
+/// `c-min-rate` at a source whose target is not sent the application's writes (19.3), and so cannot
+/// make way for them itself.
+#[derive(Debug, Default)]
+pub(crate) struct SourcePace {
+    load: Load,
+    /// Sectors that the application had written at the last look; none before the first one.
+    written_sectors: Option<u64>,
+    /// When what was read is paid for at the minimal rate.
+    paid: Instant,
+    /// Requests that wait for their turn, in their order.
+    pub(crate) held: VecDeque<Key>,
+}
+
+impl SourcePace {
+    /// Whether a request of so many sectors is read now. Without an application it is.
+    pub(crate) fn admits(
+        &mut self,
+        now: Instant,
+        c_min_rate_kib_s: u32,
+        (waits, written_sectors): (bool, u64),
+        sectors: u64,
+    ) -> bool {
+        let before = self.written_sectors.replace(written_sectors);
+        if before.is_none() {
+            self.load.since = now;
+        }
+        let news = written_sectors - before.unwrap_or(written_sectors).min(written_sectors);
+        let busy = self.load.is_busy(now, news) || waits;
+        if !busy || c_min_rate_kib_s == 0 {
+            self.paid = now;
+            return true;
+        }
+        if self.paid > now {
+            return false;
+        }
+        let per_s = u64::from(c_min_rate_kib_s) * SECTORS_PER_KIB;
+        let second_ns = Duration::from_secs(1).0;
+        // A look may be late by a step, which is no reason to be slower.
+        let from = self.paid.max(Instant(now.0.saturating_sub(STEP.0)));
+        self.paid = from + Duration(sectors * second_ns / per_s);
+        true
     }
 }
 
@@ -270,7 +343,6 @@ mod tests {
         RateInput {
             in_flight_sectors,
             received_sectors,
-            left_sectors: 1 << 30,
             granule_sectors: 8,
             max_buffers: 8000,
             application_waits: false,
@@ -281,14 +353,12 @@ mod tests {
     /// Runs against a link and disk that return `rate` sectors per step; gives (total, in flight).
     fn run(options: &PeerDeviceOptions, rate: u64, steps: u64, busy: bool) -> (u64, u64) {
         let mut controller = RateController::new();
-        let (mut in_flight, mut left, mut done) = (0, 1 << 30, 0);
+        let (mut in_flight, mut done) = (0, 0);
         for step in 0..steps {
             let received = rate.min(in_flight);
             in_flight -= received;
-            left -= received;
             done += received;
             let input = RateInput {
-                left_sectors: left,
                 application_waits: busy,
                 application_sectors: if busy { 1000 } else { 0 },
                 ..input(in_flight, received)
@@ -327,11 +397,6 @@ mod tests {
             for tick in 0..1000 {
                 let now = Instant(step * STEP.0 + tick * STEP.0 / 1000);
                 if tick == 0 || pace.runs_dry() {
-                    let left_sectors = load.left_sectors - asked;
-                    let load = RateInput {
-                        left_sectors,
-                        ..load
-                    };
                     pace.grant(now, options, load);
                 }
                 let sectors = pace.grant_sectors;
@@ -361,10 +426,8 @@ mod tests {
     fn asked_in_large_requests(options: &PeerDeviceOptions, request: u64) -> u64 {
         let mut pace = Pace::new(Instant(0));
         let mut asked = Vec::new();
-        let mut left_sectors = 1 << 40;
         for step in 0..1000u64 {
             let load = RateInput {
-                left_sectors,
                 granule_sectors: request,
                 max_buffers: 131_072,
                 ..input(0, 0)
@@ -376,7 +439,6 @@ mod tests {
                 pace.answered(request);
                 sectors += request;
             }
-            left_sectors -= sectors;
             asked.push(sectors);
         }
         asked.windows(100).map(|w| w.iter().sum()).max().unwrap()
@@ -483,6 +545,63 @@ mod tests {
         assert_eq!(run(&off, 1 << 20, seconds * 10, true).0, free);
     }
 
+    /// KiB/s of a resync over 20 s beside an application that writes so much each second. Everything
+    /// is answered at once; it is looked at a hundred times per step.
+    fn beside(application_kib_s: u64) -> u64 {
+        let options = PeerDeviceOptions::default();
+        let mut pace = Pace::new(Instant(0));
+        let (steps, mut asked, mut written) = (200, 0, 0);
+        for tick in 0..steps * 100 {
+            let now = Instant(tick * STEP.0 / 100);
+            if tick % 100 == 0 || pace.runs_dry() {
+                let writes = application_kib_s * SECTORS_PER_KIB * tick / 1000;
+                let load = RateInput {
+                    application_sectors: writes - written,
+                    ..input(0, 0)
+                };
+                written = writes;
+                pace.grant(now, &options, load);
+            }
+            let sectors = pace.grant_sectors;
+            pace.asked(sectors);
+            asked += sectors;
+            pace.answered(sectors);
+        }
+        asked / SECTORS_PER_KIB * STEPS_PER_SECOND / steps
+    }
+
+    #[test]
+    fn an_application_that_writes_steadily_counts_however_often_it_is_looked_at() {
+        // Ten MiB/s are 10 KiB each time.
+        let least = u64::from(PeerDeviceOptions::default().c_min_rate_kib_s);
+        let busy = beside(10 << 10);
+        assert!((least / 2..least * 4).contains(&busy), "{busy}");
+        assert_eq!(beside(1 << 10), beside(0), "a light load");
+    }
+
+    #[test]
+    fn a_source_reads_at_the_minimal_rate_while_its_application_writes() {
+        let mut pace = SourcePace::default();
+        let (mut read, mut written) = (0, 0);
+        // 10 MiB/s for ten seconds, then nothing.
+        for step in 0..200u64 {
+            let now = Instant(step * STEP.0);
+            if step < 100 {
+                written += 2048;
+            }
+            let mut here = 0;
+            while here < 100 && pace.admits(now, 250, (false, written), 64) {
+                here += 1;
+            }
+            read += here * 64;
+            if step == 100 {
+                // At first it could not know.
+                assert!((5000..5700 + 6400 * 2).contains(&read), "{read}");
+            }
+            assert!(step < 102 || here == 100, "nobody to make way for");
+        }
+    }
+
     #[test]
     fn with_any_options_and_load_something_is_in_flight_after_each_step() {
         let mut rng = Rng::new(3);
@@ -498,7 +617,7 @@ mod tests {
                 ..PeerDeviceOptions::default()
             };
             let mut controller = RateController::new();
-            let (mut now, mut in_flight, mut left) = (0, 0u64, 1u64 << 40);
+            let (mut now, mut in_flight) = (0, 0u64);
             let max_buffers = pick(&[32, 2048, 131_072]);
             let granule_sectors = u64::from(pick(&[8, 32, 2048]));
             for step in 0..200 {
@@ -510,14 +629,12 @@ mod tests {
                     received
                 };
                 in_flight -= received;
-                left -= received;
                 let issued = controller.step(
                     Instant(now),
                     &options,
                     &RateInput {
                         in_flight_sectors: in_flight,
                         received_sectors: received,
-                        left_sectors: left,
                         granule_sectors,
                         max_buffers,
                         application_waits: true,

@@ -41,6 +41,8 @@ pub enum Timer {
     ResyncStep(VolumeNr, NodeId),
     /// The next step of an online verify as its driver.
     VerifyStep(VolumeNr, NodeId),
+    /// Resync requests of the peer make way for the application.
+    SourcePace(VolumeNr, NodeId),
     /// Start a resync that had to wait.
     ResyncStart(VolumeNr, NodeId),
     /// Write changed bitmap pages.

@@ -130,14 +130,15 @@ impl Setup {
     /// Size of each disk of [`Setup::quick`].
     pub const QUICK_DISK_MIB: u64 = 64;
 
-    /// Small disks with protocol C; a dead link is noticed within about a second.
+    /// Small disks with protocol C; a dead link is noticed within about a second, and a resync makes
+    /// no way for the test's writes.
     pub fn quick(test: u8, nodes: usize) -> Setup {
         Setup {
             nodes,
             volumes: 1,
             disk_mib: Setup::QUICK_DISK_MIB,
             net: "protocol C; timeout 9; ping-int 1; connect-int 1; ping-timeout 5;".into(),
-            disk: String::new(),
+            disk: "c-min-rate 0;".into(),
             cramped: None,
             daemon: Vec::new(),
             test,

@@ -157,6 +157,7 @@ impl Resource {
             let counts = [
                 ("resync requests of the peer", io.source.len()),
                 ("resync requests by sector", io.source_by_sector.len()),
+                ("held resync requests", io.source_pace.held.len()),
                 ("resyncs", usize::from(io.target.is_some())),
                 ("blocks of a verify", io.verify.blocks()),
                 ("owed blocks", io.owed_blocks as usize),

@@ -33,7 +33,7 @@ pub(crate) mod pieces;
 mod request;
 mod resync_source;
 mod resync_target;
-mod slab;
+pub(crate) mod slab;
 mod unsettled;
 mod verify;
 mod write;
@@ -197,7 +197,9 @@ pub struct DeviceIo {
     pub read_sectors: u64,
     /// Sectors written to the local disk.
     pub written_sectors: u64,
-    /// The same at the last step of a resync's rate controller.
+    /// Sectors that peers have marked here instead of sending their writes.
+    pub(crate) told_sectors: u64,
+    /// The sum of both at the last step of a resync's rate controller.
     pub(crate) written_at_grant: u64,
 }
 
@@ -258,6 +260,8 @@ pub struct PeerIo {
     pub(crate) target: Option<TargetSync>,
     /// Resync requests of the peer, and their keys by first sector.
     pub(crate) source: Slab<SourceRead>,
+    /// When they are read, beside an application.
+    pub(crate) source_pace: crate::rate::SourcePace,
     /// Online verify with this peer.
     pub(crate) verify: verify::Verify,
     pub(crate) source_by_sector: BTreeMap<Sector, Key>,

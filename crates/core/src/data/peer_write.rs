@@ -1151,6 +1151,10 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
             return;
         }
+        // What the sender's application writes there makes way for it here, too.
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.io.told_sectors += u64::from(desc.size_bytes) / Sector::SIZE;
+        }
         // A write received before and still in flight is older than the mark.
         let (start, end) = (desc.sector, desc.sector.end_of(desc.size_bytes));
         if let Some(conn) = self.connections.get_mut(&peer) {

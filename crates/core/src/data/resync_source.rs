@@ -13,6 +13,7 @@ use super::{DataOp, DiskFault, Owner};
 use crate::event::{ALL_ZERO, DiskError, DiskOp, Output, Payload, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::resource::{Pending, Resource};
+use crate::timers::Timer;
 
 /// Most requests of one peer device at a time; a target keeps far below.
 const MOST_REQUESTS: usize = 8192;
@@ -134,9 +135,60 @@ impl Resource {
         };
         let key = io.source.insert(read);
         io.source_by_sector.insert(request.sector, key);
-        if !waits {
+        if waits {
+            return;
+        }
+        io.source_pace.held.push_back(key);
+        if io.source_pace.held.len() == 1 {
+            self.source_pace_timer(volume, peer);
+        }
+    }
+
+    /// `Timer::SourcePace`: reads what may be read now.
+    pub(crate) fn source_pace_timer(&mut self, volume: VolumeNr, peer: NodeId) {
+        while let Some(key) = self
+            .peer_io(volume, peer)
+            .and_then(|io| io.source_pace.held.front().copied())
+        {
+            let size = self
+                .peer_io(volume, peer)
+                .and_then(|io| Some(io.source.get(key)?.request.size_bytes));
+            if let Some(size) = size
+                && !self.source_admits(volume, peer, size)
+            {
+                let timer = Timer::SourcePace(volume, peer);
+                self.timers.set(timer, self.now + crate::rate::STEP);
+                return;
+            }
+            if let Some(io) = self.peer_io(volume, peer) {
+                io.source_pace.held.pop_front();
+            }
             self.source_start(volume, peer, key);
         }
+        self.timers.clear(Timer::SourcePace(volume, peer));
+    }
+
+    /// Makes way for the application, where the target cannot know of its writes. A target that gets
+    /// them makes way itself, and may hold them up until it has the block.
+    fn source_admits(&mut self, volume: VolumeNr, peer: NodeId, size_bytes: u32) -> bool {
+        let state = self.state.peer_device(volume, peer);
+        if state.repl != ReplState::SyncSource || state.replication {
+            return true;
+        }
+        let now = self.now;
+        let waits = self.disk_io(volume).is_some_and(|io| io.al.has_waiters());
+        let Some(device) = self.devices.get_mut(&volume) else {
+            return true;
+        };
+        let written = device.io.written_sectors;
+        let Some(pd) = device.peers.get_mut(&peer) else {
+            return true;
+        };
+        let min_rate = pd.options.c_min_rate_kib_s;
+        let sectors = u64::from(size_bytes) / Sector::SIZE;
+        pd.io
+            .source_pace
+            .admits(now, min_rate, (waits, written), sectors)
     }
 
     fn source_start(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
@@ -568,5 +620,9 @@ impl Resource {
         for key in keys {
             self.source_end(volume, peer, key);
         }
+        if let Some(io) = self.peer_io(volume, peer) {
+            io.source_pace.held.clear();
+        }
+        self.timers.clear(Timer::SourcePace(volume, peer));
     }
 }

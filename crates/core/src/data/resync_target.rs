@@ -315,7 +315,7 @@ impl Resource {
         };
         let Some(slot) = disk.slot(peer) else { return };
         let left_sectors = disk.bitmap.out_of_sync_sectors(slot);
-        let load = self.resync_load(volume, peer, left_sectors);
+        let load = self.resync_load(volume, peer);
         let all = u64::from(planted!(self, RateUnlimited)) * left_sectors;
         let stops = load.application_sectors > 0 && planted!(self, LoadStopsResync);
         let Some(pd) = self
@@ -335,14 +335,8 @@ impl Resource {
     }
 
     /// What a rate controller has to know of the rest of this node's work.
-    pub(crate) fn resync_load(
-        &mut self,
-        volume: VolumeNr,
-        peer: NodeId,
-        left_sectors: u64,
-    ) -> RateInput {
+    pub(crate) fn resync_load(&mut self, volume: VolumeNr, peer: NodeId) -> RateInput {
         let mut load = RateInput {
-            left_sectors,
             max_buffers: self.max_buffers(peer),
             ..RateInput::default()
         };
@@ -351,7 +345,7 @@ impl Resource {
             load.application_waits = disk.al.has_waiters();
         }
         if let Some(device) = self.devices.get_mut(&volume) {
-            let written = device.io.written_sectors;
+            let written = device.io.written_sectors + device.io.told_sectors;
             load.application_sectors = written.saturating_sub(device.io.written_at_grant);
             device.io.written_at_grant = written;
         }

@@ -44,6 +44,7 @@ mod integrity;
 mod kernel_rules;
 mod late_words;
 mod left;
+mod making_way;
 mod named;
 mod numbering;
 mod old_versions;

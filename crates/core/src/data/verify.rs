@@ -260,13 +260,7 @@ impl Resource {
 
     fn verify_grant(&mut self, volume: VolumeNr, peer: NodeId) {
         let now = self.now;
-        let Some(driver) = self.verify(volume, peer).and_then(|v| v.driver.as_ref()) else {
-            return;
-        };
-        let left_sectors = driver
-            .end
-            .saturating_sub(driver.start + driver.done_sectors);
-        let load = self.resync_load(volume, peer, left_sectors);
+        let load = self.resync_load(volume, peer);
         let Some(pd) = self
             .devices
             .get_mut(&volume)
