@@ -12,7 +12,7 @@ use lockstep_core::state::ConnState;
 use crate::operator::{Operator, peer_id};
 use crate::plan::Plan;
 use crate::rng::{Rng, mixed};
-use crate::swarm::{rest, wait_for};
+use crate::swarm::{rest, wait_for, wait_for_copies};
 use crate::world::{SECOND, Weather, World, name};
 
 /// How long commands, requests and the way back together may take.
@@ -44,6 +44,8 @@ struct Sides {
     /// Sides whose node stays Primary.
     stay: [bool; 2],
     policies: Policies,
+    /// The side that has quorum when the nodes meet, where that is asked for again by then.
+    quorate: Option<usize>,
     /// Blocks that each has changed, of every volume.
     changed: [Vec<u64>; 2],
 }
@@ -73,6 +75,14 @@ pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
     });
     let mut sides = Sides::choose(w, &mut rng);
     set_policies(w, o, sides.policies);
+    let wanted = o.settings.resource.quorum;
+    if wanted != Quorum::Off {
+        quorum(w, o, Quorum::Off);
+        // The operator asks for it again before the nodes meet, or not.
+        let counts = matches!(wanted, Quorum::Majority | Quorum::Number(2)) && rng.permille(500);
+        let larger = sides.nodes.iter().position(|side| side.len() > 1);
+        sides.quorate = larger.filter(|_| counts);
+    }
     part(w, o, &sides, rng.permille(300));
     for side in [sides.first, 1 - sides.first] {
         sides.write(w, o, &mut rng, side);
@@ -85,6 +95,9 @@ pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
     let before = contents(w);
     let what = sides.describe();
     w.trace(0, || format!("== {what}: {verdicts:?}"));
+    if sides.quorate.is_some() {
+        quorum(w, o, wanted);
+    }
     while o.reconnect(w) {}
     let verdicts = match verdicts.contains(&Verdict::Apart) {
         true => {
@@ -95,7 +108,14 @@ pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
     };
     let mut since = None;
     let end = format!("two branches ({what}) become one");
-    wait_for(w, o, SOON, &end, |w, _| {
+    let mut round = 0;
+    // A target of two may copy everything, at the rate of resyncs.
+    wait_for_copies(w, o, SOON, &end, |w, o| {
+        // Who becomes a target where it has no quorum may have refused another one before.
+        round += 1;
+        if sides.quorate.is_some() && round % 50 == 0 {
+            o.heal(w);
+        }
         let missing = rest(w);
         since = match missing {
             None => since.or(Some(w.now)),
@@ -114,10 +134,14 @@ pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
     }
 }
 
+/// The last protocol of 8.4.
+const DIALECT_84: u32 = 101;
+
 /// Worlds that end so, where it is possible.
 const SHARE_PERMILLE: u32 = 350;
 
-/// Nothing but the policies decides: no quorum, no fencing, nothing that still disturbs.
+/// Nothing but the policies decides: no fencing, nothing that still disturbs. Where quorum is asked for, no side could be
+/// written to without an operator who gives that up.
 fn is_possible(w: &World, o: &Operator) -> bool {
     let settings = &o.settings;
     w.violation.is_none()
@@ -126,7 +150,7 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && w.config.weather == Weather::ByPlace
         && w.config.slow.is_none()
         && w.config.bitmap_shifts.is_empty()
-        && w.flushes_peers
+        && (w.flushes_peers || settings.resource.protocol_max == DIALECT_84)
         && w.bad_node.is_none()
         && w.spoils.values().all(|left| *left == 0)
         && w.spoiled.is_empty()
@@ -135,7 +159,17 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && settings.turns.is_none()
         && settings.net.fencing == Fencing::DontCare
         && settings.net.on_congestion == OnCongestion::Block
-        && settings.resource.quorum == Quorum::Off
+}
+
+/// The operator changes what every node asks for.
+fn quorum(w: &mut World, o: &mut Operator, quorum: Quorum) {
+    w.wants_majority = false;
+    w.seen.copies = 0;
+    for node in 0..w.nodes.len() {
+        let mut options = o.settings.resource.clone();
+        options.quorum = quorum;
+        command(w, o, node, Command::ResourceOptions { options });
+    }
 }
 
 impl Sides {
@@ -190,6 +224,7 @@ impl Sides {
             first,
             stay,
             policies: Policies { zero, one, two },
+            quorate: None,
             changed: [Vec::new(), Vec::new()],
         }
     }
@@ -217,7 +252,8 @@ impl Sides {
         // A Primary that has changed nothing is no branch, and cannot give way either; nor is a volume that has not
         // changed beside one that has.
         let mut writes = rng.range(u64::from(self.stay[side]), 7);
-        if writes > 0 {
+        // With 8.4 a promotion alone begins a generation.
+        if writes > 0 || !w.flushes_peers {
             writes = writes.max(volumes);
         }
         for i in 0..writes {
@@ -268,6 +304,9 @@ impl Sides {
         };
         if changed.contains(&0) {
             return more;
+        }
+        if let Some(side) = self.quorate {
+            return Verdict::Wins(side);
         }
         let as_zero = match self.policies.zero {
             AfterSplitBrain::DiscardLeastChanges => more,

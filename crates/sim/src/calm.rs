@@ -195,7 +195,7 @@ fn blocks_of_bit(w: &World) -> u64 {
 const BLOCK_SHIFT: u8 = 12;
 
 /// A full resync does not take long.
-fn takes_soon(w: &World, plan: &Plan) -> bool {
+pub(crate) fn takes_soon(w: &World, plan: &Plan) -> bool {
     // Somebody may have changed it to this.
     let is_slow = plan.faults.iter().any(|f| f.fault == Fault::Options);
     let slowest = if is_slow { 2048 } else { u32::MAX };
@@ -264,7 +264,12 @@ fn is_at_rest(w: &mut World, o: &mut Operator, after: &str) {
 }
 
 /// Some requests with pauses, each answered soon. Gives the blocks that they have changed.
-fn requests(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) -> Vec<(u16, u64)> {
+pub(crate) fn requests(
+    w: &mut World,
+    o: &mut Operator,
+    plan: &Plan,
+    rng: &mut Rng,
+) -> Vec<(u16, u64)> {
     let mut changed = Vec::new();
     let discards = plan.requests.iter();
     let discards = discards

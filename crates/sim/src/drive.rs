@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use lockstep_core::options::Quorum;
 
+use crate::absence;
 use crate::at_rest;
 use crate::branches;
 use crate::calm;
@@ -281,6 +282,7 @@ impl<'a> Drive<'a> {
         check::generations_agree(w);
         check::one_primary(w);
         if self.plan.goes_on() {
+            absence::is_borne(w, o, self.plan);
             branches::are_mended(w, o, self.plan);
         }
     }

@@ -3,6 +3,7 @@
 //! One seed gives everything. See `world` for the machinery, `swarm` for random worlds, `history`
 //! and `check` for what must hold, and `scenario` for the words that tests are written in.
 
+mod absence;
 mod acks;
 mod asking;
 mod at_rest;

@@ -166,6 +166,11 @@ pub(crate) fn comes_to_light(w: &mut World, node: usize, volume: usize) {
     if !devices.any(|p| usize::from(p.volume.0) == volume && p.repl_state == begins) {
         return;
     }
+    become_bad(w, node, volume);
+}
+
+/// Some blocks that nobody has written to are not what they were.
+pub(crate) fn become_bad(w: &mut World, node: usize, volume: usize) {
     let touched = w.history.touched(volume as u16);
     let mut rng = Rng::new(mixed(&[w.config.seed, w.now, 0x62_6164]));
     let size = w.config.blocks;

@@ -265,6 +265,31 @@ pub(crate) fn wait_for(
     }
 }
 
+/// The same with a limit from the last block that was copied.
+pub(crate) fn wait_for_copies(
+    w: &mut World,
+    o: &mut Operator,
+    limit: u64,
+    what: &str,
+    mut done: impl FnMut(&mut World, &mut Operator) -> Option<String>,
+) {
+    let (mut left, mut moved) = (u64::MAX, w.now);
+    wait_for(w, o, PATIENCE * 20, what, |w, o| {
+        let missing = done(w, o);
+        let now_left = check::left_to_sync(w);
+        if now_left < left {
+            moved = w.now;
+        }
+        left = now_left;
+        if let Some(missing) = &missing
+            && w.now >= moved + limit
+        {
+            w.fail(format!("{what} within {} s: {missing}", limit / SECOND));
+        }
+        missing
+    });
+}
+
 /// What is missing to rest; an empty text if that is plain without looking closely.
 pub(crate) fn rest(w: &World) -> Option<String> {
     if check::is_busy(w) {
