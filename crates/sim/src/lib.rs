@@ -23,6 +23,7 @@ pub mod handlers;
 mod heirs;
 pub mod history;
 mod io;
+mod legal;
 mod limits;
 pub mod marks;
 mod migrate;

@@ -12,6 +12,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 
 use crate::check::is_whole;
 use crate::disk::Disk;
+use crate::legal;
 use crate::world::{Asked, Commanded, MAX_VOLUMES, MS, SECOND, World, name};
 
 /// The part of a node's state that the operator and the checkers ask for all the time.
@@ -35,6 +36,8 @@ pub struct View {
     pub outdated: u32,
     /// For each volume a bit for each node with which a resync is paused, or would be.
     pub paused: [u32; MAX_VOLUMES],
+    /// States that cannot be together.
+    pub odd: Option<&'static str>,
 }
 
 impl View {
@@ -48,6 +51,7 @@ impl View {
             outnumbered: outnumbered(snapshot, storage),
             outdated: outdated(snapshot, storage),
             paused: paused(snapshot),
+            odd: legal::odd(snapshot),
         }
     }
 }
@@ -158,6 +162,9 @@ pub(crate) fn states_changed(w: &mut World) {
             w.seen.forget(node);
             continue;
         };
+        if let Some(what) = view.odd {
+            w.fail(format!("{} {what}", name(node)));
+        }
         let is_primary = view.role == Role::Primary && view.quorate;
         for volume in 0..w.nodes[node].disks.len() {
             let holders = if is_primary { view.holders[volume] } else { 0 };
