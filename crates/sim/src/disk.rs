@@ -144,6 +144,8 @@ pub struct Trouble {
     pub flushes: u32,
     /// Metadata operations that fail.
     pub metas: u32,
+    /// Writes of the bitmap that fail.
+    pub bitmaps: u32,
     /// Writes that are acknowledged but never happen.
     pub lost: u32,
     /// Writes that go to another place.
@@ -167,6 +169,7 @@ impl Default for Trouble {
             writes: 0,
             flushes: 0,
             metas: 0,
+            bitmaps: 0,
             lost: 0,
             misdirected: 0,
             slowness: 1,
@@ -226,8 +229,8 @@ impl Trouble {
     }
 
     /// The next metadata operation fails; counts it.
-    pub(crate) fn meta_fails(&mut self) -> bool {
-        let fails = take(&mut self.metas);
+    pub(crate) fn meta_fails(&mut self, writes_bitmap: bool) -> bool {
+        let fails = take(&mut self.metas) || writes_bitmap && take(&mut self.bitmaps);
         self.happened |= fails;
         fails
     }
@@ -799,6 +802,13 @@ impl Disk {
     /// The activity log says which extents are in use.
     pub(crate) fn has_whole_log(&self) -> bool {
         !matches!(self.read().log, Log::All)
+    }
+
+    /// There is the bitmap, not the log or the superblock.
+    pub(crate) fn is_bitmap(&self, offset: u64) -> bool {
+        let starts = [self.layout.superblock_byte(), self.layout.al_byte()];
+        let bitmap = self.layout.bitmap_byte();
+        offset >= bitmap && !starts.iter().any(|start| (bitmap..=offset).contains(start))
     }
 
     /// For each block of the list: does this disk's metadata mark it towards the peer?

@@ -116,6 +116,8 @@ pub enum Fault {
     Protocol,
     /// Two nodes do not have the same secret for a while; they must not connect.
     Secret,
+    /// Writes of the bitmap fail.
+    BitmapError,
 }
 
 /// The kinds that worlds of the first design draw from, with the words of the command line. Its
@@ -157,7 +159,7 @@ pub const MORE_FAULTS: [(Fault, &str); 15] = [
 
 /// Kinds that happen only where the command line names them. In worlds of the first design they
 /// draw nothing from the common numbers: the worlds without them stay as they were.
-pub const BY_NAME: [(Fault, &str); 23] = [
+pub const BY_NAME: [(Fault, &str); 24] = [
     (Fault::Verify, "verify"),
     (Fault::Balance, "balance"),
     (Fault::Corrupt, "corrupt"),
@@ -181,10 +183,12 @@ pub const BY_NAME: [(Fault, &str); 23] = [
     (Fault::BadBlock, "badblock"),
     (Fault::Protocol, "protocol"),
     (Fault::Secret, "other-secret"),
+    (Fault::BitmapError, "bitmaperror"),
 ];
 
 /// Kinds that make a disk report errors.
-pub const ERRORS: [Fault; 5] = [
+pub const ERRORS: [Fault; 6] = [
+    Fault::BitmapError,
     Fault::BadBlock,
     Fault::ReadError,
     Fault::WriteError,
@@ -532,6 +536,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
         | Fault::WriteError
         | Fault::FlushError
         | Fault::MetaError
+        | Fault::BitmapError
         | Fault::LostWrite
         | Fault::HangDisk
         | Fault::Misdirect => {
@@ -553,6 +558,7 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
                 Fault::WriteError => trouble.writes = count,
                 Fault::FlushError => trouble.flushes = count,
                 Fault::MetaError => trouble.metas = count,
+                Fault::BitmapError => trouble.bitmaps = count,
                 Fault::HangDisk => trouble.hangs = true,
                 Fault::LostWrite => trouble.lost = count,
                 _ => trouble.misdirected = count,

@@ -398,7 +398,8 @@ impl World {
         let Some(Flying { tag, op, .. }) = disk.flying_meta.remove(&id) else {
             return;
         };
-        if disk.trouble.meta_fails() {
+        let writes_bitmap = matches!(&op, MetaOp::Write { offset, .. } if disk.is_bitmap(*offset));
+        if disk.trouble.meta_fails(writes_bitmap) {
             disk.had_errors = true;
             self.trace(node, || {
                 format!("== volume {v}: a metadata operation fails")

@@ -242,6 +242,7 @@ pub const MARKS: &[(&str, &str)] = &[
     ("fault-writeerror", "fault: a write failed"),
     ("fault-flusherror", "fault: a flush failed"),
     ("fault-metaerror", "fault: a metadata operation failed"),
+    ("fault-bitmaperror", "fault: a write of the bitmap failed"),
     ("fault-lostwrite", "fault: a disk lost a write silently"),
     (
         "fault-misdirect",

@@ -24,14 +24,17 @@ pub fn orders(seed: u64) -> Orders {
         5 => of(None, &[], &[Extra::TwoPrimaries]),
         6 => of(Some(2), WRITE_ERRORS, &[]),
         7 => of(None, DETACHES, &[]),
-        9 => of(Some(2), HANGS, &[Extra::Blocks]),
-        10 => of(None, &[], &[Extra::Congestion, Extra::Thin]),
+        9 if turn.is_multiple_of(2) => of(Some(2), HANGS, &[Extra::Blocks]),
+        9 => of(Some(2), FLUSH_ERRORS, &[Extra::Every]),
+        10 if turn.is_multiple_of(2) => of(None, &[], &[Extra::Congestion, Extra::Thin]),
+        10 => of(Some(2), &[], &[Extra::Handlers]),
         11 if !turn.is_multiple_of(2) => of(Some(2), GROWTHS, &[]),
         11 => of(Some(2), RESIZES, &[]),
         12 if turn.is_multiple_of(2) => of(Some(3), PROMOTIONS, &[Extra::Every]),
         12 => of(Some(4), MEETINGS, &[Extra::Every, Extra::Hot]),
         16 if turn % 3 != 2 => of(None, &[], &[Extra::KeptDiscards]),
         13 if turn.is_multiple_of(3) => of(Some(2), META_ERRORS, &[Extra::Every]),
+        13 if turn % 3 == 1 => of(Some(2), BITMAP_ERRORS, &[Extra::Every, Extra::ShortLog]),
         13 => of(Some(2), ERRORS, &[]),
         14 if turn % 3 == 2 => of(Some(3), LATE_VERIFIES, &[Extra::Every, Extra::Hot]),
         14 => of(Some(2), VERIFIES, &[Extra::Csums, Extra::Thin]),
@@ -406,6 +409,24 @@ const META_ERRORS: &[Fault] = &[
     Fault::MetaError,
     Fault::PowerCut,
     Fault::Crash,
+    Fault::Reset,
+    Fault::Handover,
+];
+
+/// Marks cannot be written, and the node loses its power.
+const BITMAP_ERRORS: &[Fault] = &[
+    Fault::BitmapError,
+    Fault::BitmapError,
+    Fault::Partition,
+    Fault::PowerCut,
+    Fault::Reset,
+];
+
+/// Flushes fail, and the node loses its power.
+const FLUSH_ERRORS: &[Fault] = &[
+    Fault::FlushError,
+    Fault::FlushError,
+    Fault::PowerCut,
     Fault::Reset,
     Fault::Handover,
 ];
