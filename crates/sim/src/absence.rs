@@ -6,14 +6,14 @@ use lockstep_core::command::Command;
 use lockstep_core::event::RequestKind;
 use lockstep_core::options::{Fencing, OnCongestion, Quorum};
 use lockstep_core::report::Snapshot;
-use lockstep_core::state::{ConnState, DiskState, ReplState};
+use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_format::units::VolumeNr;
 
 use crate::calm;
 use crate::check;
 use crate::disk::Lose;
 use crate::drive::{PATIENCE, Progress};
-use crate::operator::Operator;
+use crate::operator::{Operator, generations};
 use crate::plan::Plan;
 use crate::rng::{Rng, mixed};
 use crate::rot;
@@ -350,6 +350,9 @@ fn are_alike(w: &mut World, o: &mut Operator, nodes: &[usize], what: &str) {
     if w.violation.is_some() {
         return;
     }
+    if let Some(text) = is_unlike(w, nodes) {
+        return w.fail(format!("{what}, and {text}"));
+    }
     for volume in 0..w.config.volumes {
         for block in w.history.touched(volume) {
             let of = |node: usize| w.nodes[node].disks[usize::from(volume)].content[block as usize];
@@ -366,6 +369,31 @@ fn are_alike(w: &mut World, o: &mut Operator, nodes: &[usize], what: &str) {
             }
         }
     }
+}
+
+/// They are of one generation, nothing is left of what they had to do with the others, and each may be promoted if none is.
+fn is_unlike(w: &World, nodes: &[usize]) -> Option<String> {
+    let first = generations(w, nodes[0]);
+    if let Some(other) = nodes.iter().find(|n| generations(w, **n) != first) {
+        let (a, b) = (name(nodes[0]), name(*other));
+        return Some(format!("{a} and {b} are not of one generation"));
+    }
+    let is_led = nodes.iter().any(|n| {
+        let snapshot = w.snapshot(*n);
+        snapshot.is_some_and(|s| s.role == Role::Primary)
+    });
+    nodes.iter().find_map(|node| {
+        let left = w.nodes[*node].resource.as_ref()?.leftover();
+        let snapshot = w.snapshot(*node)?;
+        let quorate = snapshot.devices.iter().all(|d| d.quorum);
+        match left {
+            Some(left) => Some(format!("{} still has {left}", name(*node))),
+            None if !is_led && quorate && !snapshot.may_promote => {
+                Some(format!("{} says that it may not be promoted", name(*node)))
+            }
+            None => None,
+        }
+    })
 }
 
 /// What each of some nodes has of the blocks that were written to, by volume and block.
