@@ -2,6 +2,7 @@
 //! as a leak, a stale answer or a mark too few is here at once.
 
 use lockstep_core::state::{ConnState, Role};
+use lockstep_format::disk::v09::DeviceFlags;
 use lockstep_format::units::{Sector, Uuid, VolumeNr};
 
 use crate::promises::View;
@@ -18,7 +19,8 @@ pub(crate) fn is_clean(w: &mut World) {
         .or_else(|| generations_are_known(w))
         .or_else(|| heirs_are_named(w))
         .or_else(|| marks_are_written(w))
-        .or_else(|| logs_are_whole(w));
+        .or_else(|| logs_are_whole(w))
+        .or_else(|| quorum_is_noted(w));
     if let Some(text) = found {
         w.fail(format!("all is at rest, and {text}"));
     }
@@ -171,4 +173,30 @@ fn logs_are_whole(w: &World) -> Option<String> {
         "the activity log of volume {volume} on the disk of {} does not say all that it should",
         name(node)
     ))
+}
+
+/// The metadata say whether a node has quorum, and that none has lost it as Primary if it has it again: a later comparison
+/// would go by that.
+fn quorum_is_noted(w: &World) -> Option<String> {
+    if !w.flushes_peers {
+        return None;
+    }
+    w.storage().find_map(|node| {
+        let devices = w.snapshot(node)?.devices;
+        devices.iter().find_map(|device| {
+            let volume = usize::from(device.volume.0);
+            let flags = w.nodes[node].disks[volume].flags()?;
+            let what = if device.quorum != flags.contains(DeviceFlags::HAVE_QUORUM) {
+                if device.quorum { "without" } else { "with" }
+            } else if device.quorum && flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM) {
+                "that was Primary when it lost"
+            } else {
+                return None;
+            };
+            let node = name(node);
+            Some(format!(
+                "the metadata of volume {volume} call the node {node} one {what} quorum"
+            ))
+        })
+    })
 }

@@ -365,6 +365,7 @@ impl<'a> Drive<'a> {
             promises::disks_are_given_up(w, o.settings.disk.disk_timeout_tenths);
             let redundancy = o.settings.resource.quorum_minimum_redundancy != Quorum::Off;
             promises::majority_is_enough(w, redundancy);
+            promises::losses_of_quorum_are_noted(w);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         if let Some(pair) = self.pair.as_mut() {

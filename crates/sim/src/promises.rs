@@ -95,6 +95,8 @@ pub(crate) struct Seen {
     one_sided: BTreeMap<(usize, usize, u16), u64>,
     /// By node: since when it sees a majority and has no quorum.
     deprived: BTreeMap<usize, u64>,
+    /// By node and volume: since when it is Primary without quorum, and its metadata do not say so.
+    unnoted: BTreeMap<(usize, usize), u64>,
     /// By volume: what the node that is being told of the end of a disk operation knew before, counted in
     /// changes of its metadata.
     pub(crate) known: [Option<u64>; MAX_VOLUMES],
@@ -114,6 +116,7 @@ impl Seen {
             changes: BTreeMap::new(),
             one_sided: BTreeMap::new(),
             deprived: BTreeMap::new(),
+            unnoted: BTreeMap::new(),
             known: [None; MAX_VOLUMES],
             copies: 0,
         }
@@ -711,6 +714,34 @@ pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
                 STALE_MOST / SECOND
             ));
             return;
+        }
+    }
+}
+
+/// The metadata of a Primary without quorum say so: after a crash others go by that.
+pub(crate) fn losses_of_quorum_are_noted(w: &mut World) {
+    let before = std::mem::take(&mut w.seen.unnoted);
+    for node in w.storage() {
+        let view = w.view(node).filter(|v| v.role == Role::Primary);
+        let lacking = view.map_or(0, |v| v.lacking);
+        for volume in 0..w.nodes[node].disks.len() {
+            let disk = &w.nodes[node].disks[volume];
+            let flags = disk.flags().filter(|_| disk.open && !disk.trouble.hangs);
+            let is_noted = flags.is_none_or(|f| f.contains(DeviceFlags::PRIMARY_LOST_QUORUM));
+            let sleeps = w.nodes[node].frozen_until + STALE_MOST > w.now;
+            if lacking & 1 << volume == 0 || is_noted || sleeps || disk.busy_since().is_some() {
+                continue;
+            }
+            let since = before.get(&(node, volume)).copied().unwrap_or(w.now);
+            w.seen.unnoted.insert((node, volume), since);
+            if w.now >= since + STALE_MOST {
+                w.fail(format!(
+                    "{} has been Primary without quorum for {} s, and the metadata of volume {volume} do not say so",
+                    name(node),
+                    STALE_MOST / SECOND
+                ));
+                return;
+            }
         }
     }
 }
