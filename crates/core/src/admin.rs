@@ -657,7 +657,9 @@ impl Resource {
         let change = Change::new().disk(volume, DiskState::Inconsistent);
         match self.soft_change(change) {
             Ok(_) => {
-                self.set_all_slots(volume);
+                if !planted!(self, InvalidatedAloneUnmarked) {
+                    self.set_all_slots(volume);
+                }
                 self.write_bitmap(volume, BitmapThen::Nothing);
                 self.after_superblock(volume, AfterMeta::Answer(id));
             }
@@ -1030,8 +1032,9 @@ impl Resource {
                         .get(&peer)
                         .is_some_and(|c| c.peer_role == Role::Primary);
                     let fences = self.fencing_of(peer) >= Fencing::ResourceOnly;
-                    let outdate_self =
-                        peer_primary && (fences || self.options.quorum != Quorum::Off);
+                    let outdate_self = peer_primary
+                        && (fences || self.options.quorum != Quorum::Off)
+                        && !planted!(self, DownStaysCurrent);
                     self.wish(
                         WishKind::Disconnect {
                             peer,
@@ -1095,7 +1098,8 @@ impl Resource {
             Some(volume),
             format!("{path}: {fault:?} error on the disk"),
         );
-        let to = if pass_on && fault == crate::data::DiskFault::Data {
+        let passes = fault == crate::data::DiskFault::Data || planted!(self, MetaErrorPassedOn);
+        let to = if pass_on && passes {
             if own <= DiskState::Inconsistent || planted!(self, PassOnKeepsDisk) {
                 return;
             }

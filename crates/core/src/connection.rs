@@ -702,7 +702,7 @@ impl Resource {
         else {
             return;
         };
-        if link.ping_outstanding {
+        if link.ping_outstanding && !planted!(self, PingsMoveTimeOut) {
             return;
         }
         // Before the versions are agreed on there is no header that the peer is sure to expect: it

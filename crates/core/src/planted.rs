@@ -861,6 +861,36 @@ registry! {
         "Requests begin while a Primary gives its turn away.";
     LostHolderReplaced "lost-holder-replaced"
         "A node that stands by takes the turn of a Primary that is only out of sight.";
+    EpochGoesOn "epoch-goes-on"
+        "Writes of before and after a change of who gets them share an epoch.";
+    ReturnedDiskUnlabelled "returned-disk-unlabelled"
+        "A Primary whose disk returns makes no generation of what it announced without it.";
+    LateSourceForgotten "late-source-forgotten"
+        "A target that ends its resync does not note that its source has not begun yet.";
+    UnstableUntold "unstable-untold"
+        "A node does not say that it has become a source that may change unseen.";
+    UuidsBeforeWorseState "uuids-before-worse-state"
+        "A node tells its generations before it says that its disk is worse than before.";
+    SourceNotSought "source-not-sought"
+        "A resync that waited for a Primary is not tried again when there is one.";
+    LostMemberNotAsked "lost-member-not-asked"
+        "Who loses a node does not ask who else has lost it.";
+    QuorumLossStays "quorum-loss-stays"
+        "A Primary that has quorum again goes on saying that it lost it.";
+    PingsMoveTimeOut "pings-move-time-out"
+        "Each ping gives the peer the whole time again.";
+    InvalidatedAloneUnmarked "invalidated-alone-unmarked"
+        "A disk that is thrown away without a peer is not marked.";
+    DownStaysCurrent "down-stays-current"
+        "A node that leaves a Primary with quorum goes on calling its disk UpToDate.";
+    MetaErrorPassedOn "meta-error-passed-on"
+        "With pass_on a disk whose metadata cannot be written stays.";
+    EarlyEndIgnored "early-end-ignored"
+        "The end of a resync that comes before its begin is forgotten.";
+    OldTargetNotCompared "old-target-not-compared"
+        "The end of a resync as source is not followed by a comparison with an older target.";
+    DifferencesForgotten "differences-forgotten"
+        "Nodes that count as equal forget their marks.";
 }
 
 #[cfg(feature = "planted")]

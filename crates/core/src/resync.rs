@@ -55,7 +55,8 @@ impl Resource {
         }
         let early = self
             .peer_device_mut(volume, peer)
-            .and_then(|pd| pd.finished_early.take());
+            .and_then(|pd| pd.finished_early.take())
+            .filter(|_| !planted!(self, EarlyEndIgnored));
         if let Some(disk) = early {
             self.resync_finished_by_peer(volume, peer, disk);
         }
@@ -293,9 +294,10 @@ impl Resource {
 
     /// This node's resync has ended, or is not needed any more. The source may not have begun it: its handler runs.
     pub(crate) fn target_left(&mut self, volume: VolumeNr, peer: NodeId) {
+        let forgets = planted!(self, LateSourceForgotten);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             let heard = pd.last_state.map(|state| state.repl);
-            pd.source_is_late = heard == Some(ReplState::WfBitmapS);
+            pd.source_is_late = heard == Some(ReplState::WfBitmapS) && !forgets;
         }
     }
 
@@ -545,7 +547,9 @@ impl Resource {
         }
         self.ahead_is_over(peer);
         self.resync_over(volume, peer, false);
-        self.compare_with_old_target(volume, peer);
+        if !planted!(self, OldTargetNotCompared) {
+            self.compare_with_old_target(volume, peer);
+        }
     }
 
     fn resync_over(&mut self, volume: VolumeNr, peer: NodeId, was_target: bool) {
@@ -672,7 +676,8 @@ impl Resource {
     pub(crate) fn forget_differences(&mut self, volume: VolumeNr, peer: NodeId, connects: bool) {
         let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
         let stayed = connects && self.both_stayed(volume, peer);
-        if self.marked_towards(volume, peer) && lockstep && !stayed {
+        let forgets = planted!(self, DifferencesForgotten);
+        if self.marked_towards(volume, peer) && lockstep && !stayed && !forgets {
             // Marked blocks are resynced, not forgotten.
             if let Some(theirs) = self
                 .devices

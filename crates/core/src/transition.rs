@@ -164,7 +164,7 @@ impl Resource {
             // This disk has what they say only until the resync takes a refused write back.
             self.queue_peer_ack();
         }
-        if changed {
+        if changed && !planted!(self, EpochGoesOn) {
             self.close_epoch();
         }
         for peer in started {
@@ -211,7 +211,8 @@ impl Resource {
                 .devices
                 .get(volume)
                 .is_some_and(|d| !d.announced.is_empty());
-            let returns = back && new.role == Role::Primary;
+            let returns =
+                back && new.role == Role::Primary && !planted!(self, ReturnedDiskUnlabelled);
             let noted = self.announced_last(*volume);
             let forced = promoted || (returns && (announced || noted));
             due |= forced;
@@ -442,6 +443,7 @@ impl Resource {
         let unnoted = planted!(self, PeerOutdatedUnnoted);
         let never_clean = planted!(self, CrashedFlagStays);
         let forgets_quorum = planted!(self, QuorumLossUnnoted);
+        let quorum_lost_stays = planted!(self, QuorumLossStays);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -492,7 +494,10 @@ impl Resource {
         flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
         if new.role == Role::Primary && !after.have_quorum && !forgets_quorum {
             disk.primary_lost_quorum = true;
-        } else if after.have_quorum && (new.role == Role::Primary || own == DiskState::UpToDate) {
+        } else if after.have_quorum
+            && !quorum_lost_stays
+            && (new.role == Role::Primary || own == DiskState::UpToDate)
+        {
             // A Secondary has been compared with the others and has what they have: a later comparison with one
             // of them would begin a resync for nothing.
             disk.primary_lost_quorum = false;
@@ -899,7 +904,7 @@ impl Resource {
     /// State and UUID packets that a change calls for (5.2 points 3, 5, 8, 11).
     fn after_announcements(&mut self, old: &State, new: &State) {
         let became_stable = !old.stable() && new.stable();
-        let became_unstable = old.stable() && !new.stable();
+        let became_unstable = old.stable() && !new.stable() && !planted!(self, UnstableUntold);
         for (volume, after) in &new.devices {
             let Some(before) = old.devices.get(volume) else {
                 continue;
@@ -950,7 +955,7 @@ impl Resource {
                 let tells = tells && !silent || owed;
                 // Whoever gets the UUIDs of a stable node takes its own disk for what that node's
                 // is: it must not be what that was before.
-                let worse = after.disk < before.disk;
+                let worse = after.disk < before.disk && !planted!(self, UuidsBeforeWorseState);
                 if tells && worse {
                     self.send_state(*peer, *volume, new);
                 }
@@ -1018,7 +1023,7 @@ impl Resource {
             })
             && (old.role == Role::Primary || !self.kernel_peers().is_empty());
         self.settle_told(new);
-        if lost_member || fell || regained {
+        if lost_member && !planted!(self, LostMemberNotAsked) || fell || regained {
             self.schedule_empty_twopc();
         }
         if new.susp_uuid && !old.susp_uuid {
@@ -1062,7 +1067,8 @@ impl Resource {
     pub(crate) fn look_for_source(&mut self, primary: NodeId, new: &State) {
         for (volume, d) in &new.devices {
             let behind = matches!(d.disk, DiskState::Inconsistent | DiskState::Outdated);
-            if !behind || d.peers.values().any(|p| p.repl > ReplState::Established) {
+            let silent = planted!(self, SourceNotSought);
+            if silent || !behind || d.peers.values().any(|p| p.repl > ReplState::Established) {
                 continue;
             }
             let source = d.peers.iter().find(|(peer, p)| {

@@ -453,6 +453,21 @@ fn shows(bug: Planted) -> Shows {
         | P::TurnGivenEarly
         | P::TurnIgnored
         | P::LostHolderReplaced
+        | P::EpochGoesOn
+        | P::ReturnedDiskUnlabelled
+        | P::LateSourceForgotten
+        | P::UnstableUntold
+        | P::UuidsBeforeWorseState
+        | P::SourceNotSought
+        | P::LostMemberNotAsked
+        | P::QuorumLossStays
+        | P::PingsMoveTimeOut
+        | P::InvalidatedAloneUnmarked
+        | P::DownStaysCurrent
+        | P::MetaErrorPassedOn
+        | P::EarlyEndIgnored
+        | P::OldTargetNotCompared
+        | P::DifferencesForgotten
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -933,8 +948,6 @@ const RARE: &[Planted] = &[
     Planted::PageErrorIgnored,
     Planted::SuperblockErrorIgnored,
     Planted::SuperblockCoversLater,
-    Planted::OutdatedTrusted,
-    Planted::BehindStaysCurrent,
     Planted::CongestionNeverFalls,
     Planted::SurvivorsNotCompared,
     Planted::LateReplyLeaked,
@@ -1001,6 +1014,20 @@ const RARE: &[Planted] = &[
     Planted::OldWordsCount,
     Planted::UnackedNotCounted,
     Planted::DemotionPausesOpen,
+    Planted::DownStaysCurrent,
+    Planted::EpochGoesOn,
+    Planted::ReturnedDiskUnlabelled,
+    Planted::LateSourceForgotten,
+    Planted::UnstableUntold,
+    Planted::UuidsBeforeWorseState,
+    Planted::SourceNotSought,
+    Planted::LostMemberNotAsked,
+    Planted::QuorumLossStays,
+    Planted::PingsMoveTimeOut,
+    Planted::MetaErrorPassedOn,
+    Planted::EarlyEndIgnored,
+    Planted::OldTargetNotCompared,
+    Planted::DifferencesForgotten,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.
