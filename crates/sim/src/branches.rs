@@ -217,7 +217,8 @@ impl Sides {
         // A follower of a Primary is compared by another policy than that one.
         if !three {
             stay[1 - first] = rng.permille(500);
-            stay[first] = stay[1 - first] && rng.permille(500);
+            // With 8.4 both may go on refusing each other.
+            stay[first] = stay[1 - first] && rng.permille(500) && w.flushes_peers;
         }
         Sides {
             nodes: sides,
