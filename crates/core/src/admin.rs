@@ -4,6 +4,7 @@ use alloc::boxed::Box;
 use alloc::format;
 use alloc::vec::Vec;
 
+use lockstep_format::disk::v09::PeerFlags;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
 
@@ -79,6 +80,8 @@ pub(crate) enum Wait {
         access: Access,
         step: OpenStep,
     },
+    /// The marks of a disk that was invalidated without a peer.
+    Invalidated(VolumeNr),
     /// No IO in flight, for `suspend-io`.
     Quiet,
 }
@@ -356,6 +359,13 @@ impl Resource {
                     let what = Wait::Detaching(volume);
                     self.waiting.push(Waiting { what, ..item });
                     self.wish(WishKind::Detach(volume), Some(item.id));
+                }
+                Wait::Invalidated(volume) if self.invalidation_ended(volume) => {
+                    let result = match self.with_disk(volume) {
+                        Ok(_) => Ok(Answer::Done),
+                        Err(_) => Err(crate::attach::taken_away(volume)),
+                    };
+                    self.answer(item.id, result);
                 }
                 Wait::Quiet if self.io_is_quiet() => {
                     self.answer(item.id, Ok(Answer::Done));
@@ -655,16 +665,48 @@ impl Resource {
             return;
         }
         let change = Change::new().disk(volume, DiskState::Inconsistent);
-        match self.soft_change(change) {
-            Ok(_) => {
-                if !planted!(self, InvalidatedAloneUnmarked) {
-                    self.set_all_slots(volume);
-                }
-                self.write_bitmap(volume, BitmapThen::Nothing);
-                self.after_superblock(volume, AfterMeta::Answer(id));
-            }
-            Err(refusal) => self.answer(id, Err(command_error(refusal))),
+        if let Err(refusal) = self.check_change(&change) {
+            self.answer(id, Err(command_error(refusal)));
+            return;
         }
+        if !planted!(self, InvalidatedAloneUnmarked) {
+            self.set_all_slots(volume);
+            // Until the marks are durable the metadata call for a full copy.
+            self.note_full_copy(volume, true);
+        }
+        self.hard_change(change);
+        self.write_superblock(volume);
+        self.write_bitmap(volume, BitmapThen::Invalidated);
+        self.waiting.push(Waiting {
+            id,
+            what: Wait::Invalidated(volume),
+            until: Instant(u64::MAX),
+        });
+    }
+
+    fn note_full_copy(&mut self, volume: VolumeNr, wanted: bool) {
+        if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
+            for node in (0..NodeId::COUNT).map(NodeId) {
+                let flags = &mut disk.generations.slot_mut(node).flags;
+                flags.set(PeerFlags::FULL_SYNC, wanted);
+            }
+        }
+    }
+
+    /// The marks of an invalidated disk are durable.
+    pub(crate) fn invalidated(&mut self, volume: VolumeNr) {
+        self.note_full_copy(volume, false);
+        self.write_superblock(volume);
+    }
+
+    /// Nothing is left to write of an invalidation, or the disk has gone.
+    fn invalidation_ended(&self, volume: VolumeNr) -> bool {
+        let device = self.devices.get(&volume);
+        let disk = device.and_then(crate::device::Device::attached);
+        disk.is_none_or(|disk| {
+            let noted = crate::attach::superblock_calls_for_all(&disk.generations);
+            !noted && self.meta_is_durable(volume)
+        })
     }
 
     fn command_invalidate_remote(

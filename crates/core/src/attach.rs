@@ -1014,6 +1014,7 @@ impl Resource {
             BitmapThen::Resized => self.new_bits_written(volume),
             BitmapThen::Target(peer) => self.replaced_marks_written(volume, peer),
             BitmapThen::Started(peer) => self.third_nodes_marked(volume, peer),
+            BitmapThen::Invalidated => self.invalidated(volume),
             BitmapThen::Prepared(_) | BitmapThen::Nothing => {}
         }
     }
@@ -1091,7 +1092,7 @@ pub(crate) fn taken_away(volume: VolumeNr) -> CommandError {
 }
 
 /// Every node's entry calls for a full sync: `drbdmeta invalidate`, or a move of the metadata.
-fn superblock_calls_for_all(generations: &Generations) -> bool {
+pub(crate) fn superblock_calls_for_all(generations: &Generations) -> bool {
     (0..NodeId::COUNT)
         .map(NodeId)
         .all(|node| generations.slot(node).flags.contains(PeerFlags::FULL_SYNC))

@@ -134,6 +134,8 @@ impl Resource {
         }
         let failed = match (result, self.devices.get(&volume).and_then(|d| d.attached())) {
             (Err(text), _) => refusal(ErrorCode::ERR_OPEN_DISK, text),
+            // Detached meanwhile: the peer meets a node without a disk.
+            (Ok(_), None) if matches!(wanted, ProbeFor::Connect { .. }) => return,
             (Ok(_), None) => refusal(
                 ErrorCode::ERR_NO_DISK,
                 format!("volume {volume} has lost its disk"),

@@ -274,6 +274,19 @@ impl Sides {
             command(w, o, node, Command::Secondary { force: false });
         }
         self.changed[side] = changed.iter().map(|blocks| blocks.len() as u64).collect();
+        if !w.flushes_peers {
+            // With 8.4 what an attach has marked stays so until nodes that are not equal meet, and counts.
+            let peer = peer_id(self.nodes[1 - side][0]);
+            let snapshot = w.snapshot(node);
+            let connections = snapshot.iter().flat_map(|s| &s.connections);
+            let marked = connections
+                .filter(|c| c.peer == peer)
+                .flat_map(|c| &c.peer_devices);
+            for p in marked {
+                let count = &mut self.changed[side][usize::from(p.volume.0)];
+                *count = (*count).max(p.out_of_sync_sectors / 8);
+            }
+        }
     }
 
     fn verdicts(&self, w: &World) -> Vec<Verdict> {

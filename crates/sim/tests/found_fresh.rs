@@ -75,3 +75,24 @@ fn a_disk_that_is_not_whole_is_no_source_of_the_one_that_is() {
     holds(2_113_603_669, None, vec![], "0-1,3", "0");
     holds(2_113_603_669, None, vec![], ALL.0, ALL.1);
 }
+
+/// A disk was taken away by force while it was looked at for a peer that connects, and the log called that an error of the
+/// peer.
+#[test]
+fn a_disk_that_is_detached_during_a_connect_is_no_error_of_the_peer() {
+    holds(2_503_593_040, None, vec![], ALL.0, ALL.1);
+}
+
+/// In 8.4's dialect blocks that an attach had marked counted as changes of a branch, and the check did not count them.
+#[test]
+fn what_an_attach_has_marked_counts_as_changed_with_84() {
+    holds(2_503_594_863, None, vec![], ALL.0, ALL.1);
+}
+
+/// A disk was invalidated without a peer, the command was answered, and a crash left half of the marks: the rest of
+/// what was there counted as good.
+#[test]
+fn a_disk_that_was_invalidated_alone_is_copied_as_a_whole() {
+    holds(700_125_571, None, vec![], ALL.0, ALL.1);
+    holds(3_100_002_078, None, vec![], ALL.0, ALL.1);
+}

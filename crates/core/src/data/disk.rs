@@ -48,6 +48,8 @@ pub enum BitmapThen {
     Target(NodeId),
     /// A resync from this peer may begin.
     Started(NodeId),
+    /// Everything is marked of a disk that was invalidated without a peer.
+    Invalidated,
 }
 
 /// Activity log, bitmap and flushes of one disk.
