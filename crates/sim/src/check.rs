@@ -245,7 +245,7 @@ pub(crate) fn current_is_durable(w: &mut World, node: usize, volume: usize) {
         && w.flushes_peers
         && !w.history.several_writers;
     let disk = &w.nodes[node].disks[volume];
-    if !is_sharp || disk.had_errors || !is_whole(w, node, volume) {
+    if !is_sharp || disk.had_errors || !is_whole(w, node, volume) || is_left(w, node, volume) {
         return;
     }
     let volatile = disk.volatile().into_iter();
@@ -262,6 +262,24 @@ pub(crate) fn current_is_durable(w: &mut World, node: usize, volume: usize) {
         );
         w.fail(text);
     }
+}
+
+/// A Primary has gone on without this node, which does not know that: what is flushed there is not its own.
+fn is_left(w: &World, node: usize, volume: usize) -> bool {
+    let generation = |n: usize| {
+        let resource = w.nodes[n].resource.as_ref()?;
+        Some(
+            resource
+                .generation(lockstep_format::units::VolumeNr(volume as u16))?
+                .0
+                & !1,
+        )
+    };
+    let goes_on = |n: usize| w.snapshot(n).is_some_and(|s| s.role == Role::Primary);
+    let others = (0..w.nodes.len()).filter(|n| *n != node);
+    others
+        .filter(|n| goes_on(*n))
+        .any(|n| generation(n) != generation(node))
 }
 
 /// The same of some generation, however old.

@@ -96,3 +96,10 @@ fn a_disk_that_was_invalidated_alone_is_copied_as_a_whole() {
     holds(700_125_571, None, vec![], ALL.0, ALL.1);
     holds(3_100_002_078, None, vec![], ALL.0, ALL.1);
 }
+
+/// A node that had lost its Primary, and did not know that it went on, called its disk UpToDate, and the check took
+/// what that Primary flushed afterwards for something that it had.
+#[test]
+fn what_is_flushed_without_a_node_is_not_its_own() {
+    holds(1_433_430_379, None, vec![], ALL.0, ALL.1);
+}
