@@ -1008,7 +1008,9 @@ impl Resource {
             self.answer(id, result);
             return;
         }
-        self.keep_turn();
+        if !self.is_demoting() {
+            self.keep_turn();
+        }
         let mut change = Change::new().role(Role::Secondary);
         change.ignore_openers = force;
         let waits = !force && self.check_change(&change).is_ok() && !self.requests_are_through();

@@ -159,13 +159,11 @@ impl Resource {
 
     /// Demoted: by giving its turn away, or for good.
     pub(crate) fn turn_ended(&mut self) {
-        let explicit = self.turns.explicit;
         if !core::mem::take(&mut self.turns.yields) {
             self.stand_down();
             return;
         }
         let to = self.turns.asked.take();
-        self.turns.explicit = explicit;
         self.turns.next = self.now + PAUSE;
         self.turns.since = self.now;
         self.turns.wants = None;
@@ -224,6 +222,8 @@ impl Resource {
                     .set_earliest(Timer::CommandRetry, self.turns.next);
             }
             (WishKind::Demote { .. }, Err(_)) => self.keep_turn(),
+            // By an operator's word, who may have come while the turn was given away.
+            (WishKind::Demote { .. }, Ok(_)) if wish.command.is_some() => self.stand_down(),
             _ => {}
         }
     }
@@ -250,6 +250,10 @@ impl Resource {
         let Some((peer, asked)) = self.turns.asked else {
             return;
         };
+        if self.turns.yields && self.is_demoting() {
+            // It can come about at any moment now: its end decides.
+            return;
+        }
         let gone = self.now >= asked + PATIENCE || !self.may_take_turns(peer);
         if gone || self.state.suspended() || planted!(self, TurnKept) {
             self.keep_turn();

@@ -202,3 +202,26 @@ fn who_stands_by_can_be_forced_to_go_and_taken_down() {
     );
     w.check_idle();
 }
+
+/// Wherever the node that has asked for its turn dies: who gave it away goes on, and its users see no error.
+#[test]
+fn the_death_of_who_asked_is_no_error_for_who_gives_its_turn_away() {
+    for steps in 0..120 {
+        let mut setup = Setup::default();
+        setup.net.allow_two_primaries = true;
+        setup.options.quorum = Quorum::Majority;
+        let mut w = clean(7, 3, setup);
+        opens(&mut w, 0, true);
+        w.run();
+        primary(&mut w, 1);
+        w.write(1, 0, 4096, 1);
+        for _ in 0..steps {
+            w.step();
+        }
+        w.crash(1);
+        let id = w.write(0, 8, 4096, 2);
+        w.pass(Duration::from_secs(20));
+        assert!(!w.nodes[0].resource.state.fail_io, "{steps}: {:#?}", w.log);
+        assert!(w.done(0, id), "{steps}: {:#?}", w.log);
+    }
+}
