@@ -13,7 +13,7 @@ fn setup(test: u8, nodes: usize) -> Setup {
         volumes: 1,
         disk_mib: 64,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test,

@@ -48,7 +48,7 @@ fn acknowledged_transactions_survive_kills_of_either_node_and_of_both() -> Resul
         volumes: 1,
         disk_mib: DISK_MIB,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test: TEST,

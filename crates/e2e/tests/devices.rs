@@ -14,7 +14,7 @@ fn setup(test: u8) -> Setup {
         volumes: 1,
         disk_mib: 48,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test,

@@ -42,7 +42,7 @@ fn io_waits_for_a_slow_fence_handler_and_nothing_else_does() -> Result<()> {
             "protocol C; fencing resource-and-stonith; }} \
              handlers {{ fence-peer \"{fence}\"; unfence-peer \"{unfence}\";"
         ),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test: 82,

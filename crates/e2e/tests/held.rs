@@ -25,7 +25,7 @@ fn setup(test: u8) -> Setup {
         volumes: 1,
         disk_mib: 96,
         net: "protocol C; connect-int 1; ping-int 1;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: vec!["--hold".into(), HOLD.into()],
         test,

@@ -175,7 +175,7 @@ fn a_peer_leaves_a_cluster_of_three_and_comes_back_under_io() -> Result<()> {
         volumes: 1,
         disk_mib: 32,
         net: "protocol C; connect-int 1;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test,

@@ -11,7 +11,7 @@ fn setup(test: u8) -> Setup {
         volumes: 1,
         disk_mib: 32,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test,

@@ -59,7 +59,7 @@ fn a_mounted_volume_grows_with_its_disks() -> Result<()> {
         volumes: 1,
         disk_mib: 64,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test: TEST,

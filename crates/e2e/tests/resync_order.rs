@@ -13,7 +13,7 @@ fn a_volume_resyncs_after_the_one_it_is_told_to_wait_for() -> Result<()> {
         volumes: 2,
         disk_mib: 48,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test: 84,

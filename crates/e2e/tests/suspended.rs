@@ -26,7 +26,7 @@ fn a_daemon_ends_although_the_io_of_its_device_is_held() -> Result<()> {
         volumes: 1,
         disk_mib: 32,
         net: "protocol C;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test: 83,

@@ -16,7 +16,7 @@ fn a_verify_finds_what_changed_behind_the_daemon_and_the_next_connect_heals_it()
         volumes: 1,
         disk_mib: 64,
         net: "protocol C; verify-alg crc32c;".into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test: 60,

@@ -21,7 +21,7 @@ fn setup(test: u8) -> Setup {
         // As `lockstep proxy plan` advises.
         net: "protocol A; ping-timeout 300; ping-int 30; socket-check-timeout 10; ko-count 0;"
             .into(),
-        disk: String::new(),
+        disk: "c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test,
