@@ -383,6 +383,7 @@ impl Resource {
             }
             (Packet::Ping, _) => {
                 self.send(peer, Stream::Control, VolumeNr::NONE, Packet::PingAck);
+                self.targets_may_end(peer);
             }
             (Packet::PingAck, _) => self.ping_answered(peer),
             (Packet::ConnectionFeatures(features), Phase::Features) => {
@@ -730,6 +731,7 @@ impl Resource {
         self.keep_words_about(peer);
         self.restart_ping_timer(peer);
         self.legacy_acks_arrived(peer);
+        self.acks_arrived(peer);
         self.late_marks_answered(peer);
         self.doubt_answered(peer);
         self.pings_progress();

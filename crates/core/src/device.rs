@@ -279,6 +279,8 @@ pub struct PeerDevice {
     pub reconnect: bool,
     /// A running resync has a source that is not stable (semantics.md, 14.2).
     pub unstable_resync: bool,
+    /// The peer, a target of this node, may have ended its resync without a word of that here yet.
+    pub target_may_end: bool,
     /// The last thing that happened between the two is a resync, to its end.
     pub was_copied: bool,
     /// Who pauses the resync has changed since it was about to start, when an 8.4 is told nothing.
@@ -423,6 +425,7 @@ impl PeerDevice {
             consider_resync: false,
             reconnect: false,
             unstable_resync: false,
+            target_may_end: false,
             was_copied: false,
             pause_untold: false,
             resync_again: 0,

@@ -690,6 +690,7 @@ impl Resource {
             .iter()
             .any(|uuid| uuid.same_generation(uuids.current));
         if newer && announced {
+            verdict.peer_disk = self.disk_without_held(volume, peer);
             return;
         }
         if newer {
@@ -991,63 +992,6 @@ impl Resource {
         }
         self.left_behind_as_exposed(peer, volume, theirs);
         self.answer_waiting_peer(peer, volume, theirs);
-    }
-
-    /// The peer decided to resync and waits for this node's bitmap, but the comparison here was
-    /// made with an older disk state of the peer: it is made again.
-    fn answer_waiting_peer(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
-        let waits = |resource: &Self| {
-            !(theirs.repl == ReplState::WfBitmapS && resource.source_is_late(volume, peer))
-                && matches!(theirs.repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
-                && resource.state.peer_device(volume, peer).repl == ReplState::Established
-        };
-        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
-        let is_source = |repl: ReplState| repl.is_sync_source() || repl == ReplState::WfBitmapS;
-        if lockstep
-            && is_source(theirs.repl)
-            && is_source(self.state.peer_device(volume, peer).repl)
-        {
-            // Both chose to be source, each with an older disk state of the other, and no block
-            // has moved: a new handshake decides for both.
-            let text = "both nodes want to be the source of a resync; connecting again";
-            self.log(Level::Warn, Some(peer), Some(volume), text.into());
-            self.drop_connection(peer, ConnState::NetworkFailure);
-            return;
-        }
-        let waits_here = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapT;
-        if lockstep && theirs.repl == ReplState::WfBitmapT && waits_here {
-            let text = "both nodes want to be the target of a resync; connecting again";
-            self.log(Level::Warn, Some(peer), Some(volume), text.into());
-            self.drop_connection(peer, ConnState::NetworkFailure);
-            return;
-        }
-        if !lockstep || !waits(self) {
-            return;
-        }
-        self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
-        if !waits(self) {
-            return;
-        }
-        // One generation: the peer's choice of a direction is as good as this node's.
-        let own = self.state.disk(volume);
-        let same = self.same_current(volume, peer);
-        if !same {
-            // Decided below.
-        } else if theirs.repl == ReplState::WfBitmapS
-            && self.state.role == Role::Secondary
-            && theirs.disk == DiskState::UpToDate
-            && own >= DiskState::Inconsistent
-        {
-            self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapT));
-        } else if theirs.repl == ReplState::WfBitmapT && own == DiskState::UpToDate {
-            self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapS));
-        }
-        if waits(self) {
-            // Nothing to resync here. It would wait for ever; a new handshake decides for both.
-            let text = "the peer waits for a resync that this node does not want; connecting again";
-            self.log(Level::Warn, Some(peer), Some(volume), text.into());
-            self.drop_connection(peer, ConnState::NetworkFailure);
-        }
     }
 
     /// A comparison while Established (semantics.md, 9.6 and 14.2).

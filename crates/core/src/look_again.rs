@@ -9,9 +9,10 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
-use lockstep_format::wire::{DiskState, PeerState, ReplState, Role, UuidFlags};
+use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::compare;
+use crate::report::Level;
 use crate::resource::Resource;
 use crate::state::{DeviceState, PeerDeviceState, ReplSets, State};
 use crate::time::Duration;
@@ -348,6 +349,70 @@ impl Resource {
         next == Some(ReplState::WfBitmapS) && source || next == Some(ReplState::WfBitmapT) && target
     }
 
+    /// The peer decided to resync and waits for this node's bitmap, but the comparison here was
+    /// made with an older disk state of the peer: it is made again.
+    pub(crate) fn answer_waiting_peer(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: PeerState,
+    ) {
+        let waits = |resource: &Self| {
+            !(theirs.repl == ReplState::WfBitmapS && resource.source_is_late(volume, peer))
+                && matches!(theirs.repl, ReplState::WfBitmapS | ReplState::WfBitmapT)
+                && resource.state.peer_device(volume, peer).repl == ReplState::Established
+        };
+        let lockstep = self.connections.get(&peer).is_some_and(|c| c.is_lockstep());
+        let is_source = |repl: ReplState| repl.is_sync_source() || repl == ReplState::WfBitmapS;
+        if lockstep
+            && is_source(theirs.repl)
+            && is_source(self.state.peer_device(volume, peer).repl)
+        {
+            // Both chose to be source, each with an older disk state of the other, and no block
+            // has moved: a new handshake decides for both.
+            let text = "both nodes want to be the source of a resync; connecting again";
+            self.log(Level::Warn, Some(peer), Some(volume), text.into());
+            // Nothing was written there: it is what it says.
+            self.hard_change(Change::new().peer_disk(volume, peer, theirs.disk));
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
+        let waits_here = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapT;
+        if lockstep && theirs.repl == ReplState::WfBitmapT && waits_here {
+            let text = "both nodes want to be the target of a resync; connecting again";
+            self.log(Level::Warn, Some(peer), Some(volume), text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
+            return;
+        }
+        if !lockstep || !waits(self) {
+            return;
+        }
+        self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);
+        if !waits(self) {
+            return;
+        }
+        // One generation: the peer's choice of a direction is as good as this node's.
+        let own = self.state.disk(volume);
+        let same = self.same_current(volume, peer);
+        if !same {
+            // Decided below.
+        } else if theirs.repl == ReplState::WfBitmapS
+            && self.state.role == Role::Secondary
+            && theirs.disk == DiskState::UpToDate
+            && own >= DiskState::Inconsistent
+        {
+            self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapT));
+        } else if theirs.repl == ReplState::WfBitmapT && own == DiskState::UpToDate {
+            self.hard_change(Change::new().repl(volume, peer, ReplState::WfBitmapS));
+        }
+        if waits(self) {
+            // Nothing to resync here. It would wait for ever; a new handshake decides for both.
+            let text = "the peer waits for a resync that this node does not want; connecting again";
+            self.log(Level::Warn, Some(peer), Some(volume), text.into());
+            self.drop_connection(peer, ConnState::NetworkFailure);
+        }
+    }
+
     /// Compares with the peer's last state.
     pub(crate) fn compare_now(&mut self, peer: NodeId, volume: VolumeNr) {
         let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
@@ -360,6 +425,9 @@ impl Resource {
             return;
         }
         if let Some(mut theirs) = theirs {
+            // A promotion or demotion since then was told by a two-phase commit only.
+            let connection = self.state.connections.get(&peer);
+            theirs.role = connection.map_or(theirs.role, |c| c.peer_role);
             let told =
                 core::mem::replace(&mut theirs.disk, self.state.peer_device(volume, peer).disk);
             self.compare_established(peer, volume, theirs, compare::Phase::AfterUnstable);

@@ -851,6 +851,10 @@ registry! {
         "What waits for acks among two Primaries is forgotten when they come.";
     ForwardsUnasked "forwards-unasked"
         "A source does not ask whether a peer's earlier writes are settled before it answers a flush.";
+    EndsUnconfirmed "ends-unconfirmed"
+        "A target ends its resync though its source may be gone.";
+    LeftTargetForgotten "left-target-forgotten"
+        "A target that may have ended its resync is not left behind.";
     OwnOverwriteNotFlushed "own-overwrite-not-flushed"
         "A Primary that ends its resync as target does not flush what it has written over older data.";
     TurnKept "turn-kept"

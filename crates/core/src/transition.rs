@@ -328,6 +328,7 @@ impl Resource {
         let own_up = after.disk == DiskState::UpToDate;
         for (peer, p) in &after.peers {
             let before = old.peer_device(volume, *peer);
+            self.target_heard(volume, *peer, (before.repl, p.repl));
             if (before.repl, before.disk, old.disk(volume)) != (p.repl, p.disk, after.disk)
                 && let Some(pd) = self.peer_device_mut(volume, *peer)
             {

@@ -248,6 +248,7 @@ impl Resource {
             }
             let views = self.peer_views(volume);
             let dagtag = self.io.dagtag;
+            let unheard = self.ended_unheard(volume);
             let mut rng = self.rng.clone();
             let weak = self.targets_to_be(volume);
             let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {
@@ -255,6 +256,9 @@ impl Resource {
             };
             let base = disk.generations.clone();
             let mut next = base.clone();
+            for peer in unheard.iter() {
+                next.retire_slot(peer);
+            }
             let rotation = Rotation {
                 peers: &views,
                 weak,
@@ -685,10 +689,14 @@ impl Resource {
             let weak = weak.union(self.targets_to_be(volume));
             let dagtag = self.io.dagtag;
             let role = self.state.role;
+            let unheard = self.ended_unheard(volume);
             let mut rng = self.rng.clone();
             let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
                 continue;
             };
+            for peer in unheard.iter() {
+                disk.generations.retire_slot(peer);
+            }
             let rotation = Rotation {
                 peers: &views,
                 weak,

@@ -150,6 +150,8 @@ fn shows(bug: Planted) -> Shows {
         | P::AwayNotMarkedBefore
         | P::StartNotHeld
         | P::EndNotFlushed
+        | P::EndsUnconfirmed
+        | P::LeftTargetForgotten
         | P::OwnOverwriteNotFlushed
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
@@ -957,6 +959,8 @@ const RARE: &[Planted] = &[
     Planted::AwayNotMarkedBefore,
     Planted::StartNotHeld,
     Planted::EndNotFlushed,
+    Planted::EndsUnconfirmed,
+    Planted::LeftTargetForgotten,
     Planted::OwnOverwriteNotFlushed,
     Planted::TurnKept,
     Planted::TurnGivenEarly,

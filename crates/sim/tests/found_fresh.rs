@@ -97,6 +97,13 @@ fn a_disk_that_was_invalidated_alone_is_copied_as_a_whole() {
     holds(3_100_002_078, None, vec![], ALL.0, ALL.1);
 }
 
+/// A source was disconnected by force and went on, and its target came to the end of the resync with what was still
+/// on its way, so that it had the generation of a Primary that did not count on it any more.
+#[test]
+fn a_target_ends_its_resync_only_while_its_source_is_there() {
+    holds(1_433_430_761, None, vec![], ALL.0, ALL.1);
+}
+
 /// A node that had lost its Primary, and did not know that it went on, called its disk UpToDate, and the check took
 /// what that Primary flushed afterwards for something that it had.
 #[test]

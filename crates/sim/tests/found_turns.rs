@@ -6,8 +6,12 @@ use common::planned_holds;
 use lockstep_sim::extras::Extra;
 
 fn holds(seed: u64, kinds: &str) {
-    let kinds = (Some(kinds), vec![Extra::Migrations, Extra::Every]);
-    planned_holds(Some(3), seed, kinds, "0-99", "0-999");
+    holds_with(seed, kinds, &[]);
+}
+
+fn holds_with(seed: u64, kinds: &str, more: &[Extra]) {
+    let extras = [&[Extra::Migrations, Extra::Every], more].concat();
+    planned_holds(Some(3), seed, (Some(kinds), extras), "0-99", "0-999");
 }
 
 /// A write of a lost connection was answered after the numbers of acks had begun anew, and the next connection, which
@@ -32,4 +36,13 @@ fn a_primary_flushes_what_it_wrote_over_older_data_before_its_resync_ends() {
 fn requests_that_have_begun_go_on_while_the_turn_passes() {
     holds(3, "handover,handover,stall");
     holds(28, "handover,handover,stall");
+}
+
+/// A Primary and a node that stands by had marks against each other. The latter went by the role that the former
+/// had told last, before its turn, both wanted to be source, and when that ended the connection the one that stood by took the other one's
+/// disk for Inconsistent, and so itself for quorate.
+#[test]
+fn who_stands_by_is_no_source_of_the_primary() {
+    let kinds = "handover,handover,handover,stall,reset,partition,crash,powercut";
+    holds_with(24, kinds, &[Extra::Hot]);
 }

@@ -70,6 +70,9 @@ impl Resource {
             self.protocol_error(peer, Some(volume), text);
             return;
         }
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.target_may_end = false;
+        }
         let disk = self.state.disk(volume);
         let repl = self.state.peer_device(volume, peer).repl;
         let full = self

@@ -26,6 +26,7 @@ use crate::state::ReplSets;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 
+mod confirm;
 mod csum;
 mod flush;
 mod pieces;
@@ -34,6 +35,7 @@ mod thin;
 mod third;
 mod unanswered;
 
+use confirm::Confirm;
 use pieces::request_bits;
 
 /// The part of what is in flight that is worth a flush of its own.
@@ -87,6 +89,8 @@ pub(crate) struct TargetSync {
     overwritten: bool,
     /// Number of the flush before the end that is in flight.
     end_flush: Option<u64>,
+    /// Whether the source has the acks.
+    confirm: Confirm,
     /// All peers send their writes, or were asked to.
     replicating: bool,
     /// Marks that were left at the end of the last pass without replication.
@@ -498,6 +502,7 @@ impl Resource {
         if left > sync.pass_failed {
             sync.cursor = 0;
             sync.pass_failed = 0;
+            sync.confirm = Confirm::Unasked;
             // The next step goes on: bits were set behind the cursor, or requests were cancelled.
             if !planted!(self, ResyncTimerNotRearmed) {
                 self.timers
@@ -505,7 +510,10 @@ impl Resource {
             }
             return;
         }
-        if self.flush_is_awaited(volume, peer) || self.flush_before_end(volume, peer) {
+        if self.flush_is_awaited(volume, peer)
+            || self.flush_before_end(volume, peer)
+            || !self.source_has_acks(volume, peer)
+        {
             return;
         }
         let Some(sync) = self.target(volume, peer) else {

@@ -1,0 +1,117 @@
+//! The end of a resync is known to both (semantics.md, 19.8). Its target takes the generation of its source; a source
+//! that has gone on without it meanwhile would call other data so. A ping behind the last ack tells the
+//! target that the source was there when it had all acks, and the source that the target may end.
+
+use alloc::vec::Vec;
+
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
+use lockstep_format::wire::ReplState;
+
+use crate::resource::Resource;
+use crate::state::ReplSets;
+
+/// What a target knows of its last acks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Confirm {
+    /// Nothing.
+    #[default]
+    Unasked,
+    /// They have arrived when so many pings are answered.
+    Answers(u8),
+    /// They have arrived.
+    Arrived,
+}
+
+impl Resource {
+    /// Whether the source has all acks of this target, or is asked.
+    pub(super) fn source_has_acks(&mut self, volume: VolumeNr, peer: NodeId) -> bool {
+        if planted!(self, EndsUnconfirmed) {
+            return true;
+        }
+        let connection = self.connections.get(&peer);
+        let link = connection.and_then(|c| c.link.as_ref());
+        let outstanding = link.is_some_and(|link| link.ping_outstanding);
+        let Some(sync) = self.target(volume, peer) else {
+            return false;
+        };
+        match sync.confirm {
+            Confirm::Arrived => return true,
+            Confirm::Answers(_) => return false,
+            Confirm::Unasked => {}
+        }
+        // A ping that is under way already went before the last ack.
+        sync.confirm = Confirm::Answers(if outstanding { 2 } else { 1 });
+        self.ping(peer);
+        false
+    }
+
+    /// The peer has answered a ping.
+    pub(crate) fn acks_arrived(&mut self, peer: NodeId) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        let mut more = false;
+        for volume in volumes {
+            let Some(sync) = self.target(volume, peer) else {
+                continue;
+            };
+            match sync.confirm {
+                Confirm::Answers(2..) => {
+                    sync.confirm = Confirm::Answers(1);
+                    more = true;
+                }
+                Confirm::Answers(_) => {
+                    sync.confirm = Confirm::Arrived;
+                    self.target_kick(volume, peer);
+                }
+                Confirm::Unasked | Confirm::Arrived => {}
+            }
+        }
+        if more {
+            self.ping(peer);
+        }
+    }
+
+    /// A ping of the peer is answered. Resyncs to it whose blocks it has all acknowledged may have ended when the
+    /// answer arrives.
+    pub(crate) fn targets_may_end(&mut self, peer: NodeId) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let repl = self.state.peer_device(volume, peer).repl;
+            if repl.is_sync_source()
+                && self.out_of_sync_blocks(volume, peer) == 0
+                && let Some(pd) = self.peer_device_mut(volume, peer)
+            {
+                pd.target_may_end = true;
+            }
+        }
+    }
+
+    /// Before a new generation: who may have ended a resync unheard has left at the present one.
+    pub(crate) fn ended_unheard(&self, volume: VolumeNr) -> NodeMask {
+        let device = self.devices.get(&volume);
+        let peers = device.into_iter().flat_map(|device| device.peers.iter());
+        peers
+            .filter(|(peer, pd)| {
+                let repl = self.state.peer_device(volume, **peer).repl;
+                pd.target_may_end
+                    && repl < ReplState::Established
+                    && !planted!(self, LeftTargetForgotten)
+            })
+            .map(|(peer, _)| *peer)
+            .collect()
+    }
+
+    /// What the peer has is known, by a handshake or by the end of the resync.
+    pub(crate) fn target_heard(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        (before, after): (ReplState, ReplState),
+    ) {
+        let decided = before < ReplState::Established && after >= ReplState::Established;
+        if (decided || after == ReplState::Established)
+            && let Some(pd) = self.peer_device_mut(volume, peer)
+        {
+            pd.target_may_end = false;
+        }
+    }
+}
