@@ -851,6 +851,8 @@ registry! {
         "What waits for acks among two Primaries is forgotten when they come.";
     ForwardsUnasked "forwards-unasked"
         "A source does not ask whether a peer's earlier writes are settled before it answers a flush.";
+    PartCopied "part-copied"
+        "A whole disk becomes the target of a part of its own generation.";
     EndsUnconfirmed "ends-unconfirmed"
         "A target ends its resync though its source may be gone.";
     LeftTargetForgotten "left-target-forgotten"

@@ -458,6 +458,22 @@ impl Resource {
         })
     }
 
+    /// This node has followed to the peer's generation since it told its own, by which both have decided. The peer's disk
+    /// is not whole, and may be waiting for this one.
+    fn refuse_equal_part(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
+        let device = self.devices.get(&volume)?;
+        let theirs = device.peers.get(&peer)?.last_state?;
+        let whole = self.state.disk(volume) == DiskState::UpToDate;
+        let part = theirs.disk == DiskState::Inconsistent && self.same_current(volume, peer);
+        (whole && part && !planted!(self, PartCopied)).then(|| Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!(
+                "node {peer} has a part of volume {volume} only, which is whole here and of that generation by \
+                 now; comparing again"
+            ),
+        })
+    }
+
     /// A Primary is being copied from this node and reads here what it has not got yet. Another survivor
     /// of an earlier Primary, of the same generation, waits until the Primary is whole and can tell it what
     /// is true: as source it would replace what the Primary's applications have seen.
@@ -494,6 +510,7 @@ impl Resource {
         let refusal = self
             .refuse_step_back(volume, peer)
             .or_else(|| self.refuse_given_up(volume, peer))
+            .or_else(|| self.refuse_equal_part(volume, peer))
             .or_else(|| self.refuse_as_voter(volume, peer));
         let told = |pd: &mut PeerDevice| core::mem::replace(&mut pd.wait_told, refusal.is_some());
         let told = self.peer_device_mut(volume, peer).is_some_and(told);

@@ -942,7 +942,8 @@ impl Resource {
                 let kernel = !self.is_lockstep(*peer);
                 let silent = self.is_legacy(*peer)
                     && ([before.disk, after.disk].contains(&DiskState::Attaching)
-                        || crate::legacy::is_silent(was.repl, p.repl))
+                        || crate::legacy::is_silent(was.repl, p.repl)
+                        || self.legacy_asks_for_resync(*volume) && p.repl == was.repl)
                     || kernel && crate::legacy::names_resync_first(&was, p);
                 // The state that answered its attach may have come before a kernel was ready for it: it compares
                 // generations when it hears one that comes after its own.

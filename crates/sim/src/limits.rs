@@ -95,6 +95,14 @@ pub(crate) fn sent(w: &mut World, node: usize, link: LinkId, packet: &Packet) {
             }
             return;
         }
+        // The time-out of a ping that is under way begins anew with other options.
+        Packet::ProtocolUpdate(_) => {
+            let ping = open(w, node, link.0).and_then(|open| open.ping.as_mut());
+            if let Some(ping) = ping {
+                *ping = now;
+            }
+            return;
+        }
         _ => return,
     };
     if let Some(open) = open(w, node, link.0) {

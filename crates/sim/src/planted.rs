@@ -151,6 +151,7 @@ fn shows(bug: Planted) -> Shows {
         | P::StartNotHeld
         | P::EndNotFlushed
         | P::EndsUnconfirmed
+        | P::PartCopied
         | P::LeftTargetForgotten
         | P::OwnOverwriteNotFlushed
         | P::ZeroedShort
@@ -960,6 +961,7 @@ const RARE: &[Planted] = &[
     Planted::StartNotHeld,
     Planted::EndNotFlushed,
     Planted::EndsUnconfirmed,
+    Planted::PartCopied,
     Planted::LeftTargetForgotten,
     Planted::OwnOverwriteNotFlushed,
     Planted::TurnKept,

@@ -180,3 +180,11 @@ fn what_is_said_while_nothing_passes_is_not_known() {
         planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
     }
 }
+
+/// Options changed while a ping was under way, which begins its time-out anew, and the check counted from the ping.
+#[test]
+fn new_options_move_the_time_out_of_a_ping() {
+    for seed in [3_038_226_741, 1_171_031_559] {
+        planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
+    }
+}

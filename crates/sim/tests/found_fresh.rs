@@ -110,3 +110,11 @@ fn a_target_ends_its_resync_only_while_its_source_is_there() {
 fn what_is_flushed_without_a_node_is_not_its_own() {
     holds(1_433_430_379, None, vec![], ALL.0, ALL.1);
 }
+
+/// In 8.4's dialect a target had asked for a full resync, was told to pause it before the answer came, and said so
+/// in a state without that resync, which its source took for the end.
+#[test]
+fn a_pause_is_not_told_before_the_resync_that_was_asked_for() {
+    holds(1_433_431_662, None, vec![], ALL.0, ALL.1);
+    holds(700_123_895, None, vec![], ALL.0, ALL.1);
+}

@@ -69,6 +69,27 @@ impl Resource {
         self.legacy_ask_next(peer)
     }
 
+    /// A full resync was asked for, and the answer has not come: whoever agreed takes a state without that
+    /// resync for its end.
+    pub(crate) fn legacy_asks_for_resync(&self, volume: VolumeNr) -> bool {
+        let wish = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
+        wish.is_some_and(
+            |wish| matches!(wish.kind, WishKind::Resync { volume: of, .. } if of == volume),
+        )
+    }
+
+    /// It does not come about: who pauses resyncs is told now.
+    fn legacy_tells_pauses(&mut self, peer: NodeId) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let pd = self.peer_device_mut(volume, peer);
+            if pd.is_some_and(|pd| core::mem::take(&mut pd.pause_untold)) {
+                let state = self.state.clone();
+                self.send_state(peer, volume, &state);
+            }
+        }
+    }
+
     /// The next request of a change of several volumes; false if there is none.
     fn legacy_ask_next(&mut self, peer: NodeId) -> bool {
         let Some((volume, change)) = self.twopc.legacy.pop_front() else {
@@ -117,6 +138,7 @@ impl Resource {
         if !rv.is_success() {
             let text = format!("the peer refused the state change with code {}", rv.0);
             self.log(Level::Info, Some(peer), None, text);
+            self.legacy_tells_pauses(peer);
         }
         self.twopc_progress();
     }
