@@ -853,6 +853,8 @@ registry! {
         "A source does not ask whether a peer's earlier writes are settled before it answers a flush.";
     PartCopied "part-copied"
         "A whole disk becomes the target of a part of its own generation.";
+    DemotedAwaited "demoted-awaited"
+        "A survivor waits for ever for what nobody says of a Primary that was demoted.";
     EndsUnconfirmed "ends-unconfirmed"
         "A target ends its resync though its source may be gone.";
     LeftTargetForgotten "left-target-forgotten"

@@ -203,6 +203,29 @@ impl Resource {
         }
     }
 
+    /// A node that was lost as a Primary, its demotion being on its way, is there, and none: another node that is connected
+    /// to it has nothing to say of its loss, and all that it wrote.
+    pub(crate) fn forget_demoted(&mut self, primary_nodes: NodeMask) {
+        if planted!(self, DemotedAwaited) {
+            return;
+        }
+        let (members, connected) = (self.state.members, self.state.connected());
+        let there = members.difference(connected).difference(primary_nodes);
+        let is_owed = |reconcile: &Reconcile| matches!(reconcile, Reconcile::Pending { lost } if there.contains(*lost));
+        let devices = self.devices.iter();
+        let owed = devices.flat_map(|(volume, device)| {
+            let peers = device.peers.iter().filter(|(_, pd)| is_owed(&pd.reconcile));
+            peers.map(|(peer, _)| (*volume, *peer))
+        });
+        for (volume, peer) in owed.collect::<Vec<_>>() {
+            if self.same_current(volume, peer)
+                && let Some(pd) = self.peer_device_mut(volume, peer)
+            {
+                pd.reconcile = Reconcile::No;
+            }
+        }
+    }
+
     /// Nothing is owed any more: Consistent disks ask whether they may be UpToDate.
     pub(crate) fn reconcile_settled(&mut self) {
         let open = self

@@ -1101,6 +1101,9 @@ impl Resource {
             self.schedule_empty_twopc();
             return;
         }
+        if !incapable {
+            self.forget_demoted(primary_nodes);
+        }
         let mut change = Change::new();
         for (volume, device) in &self.state.devices {
             let busy = device

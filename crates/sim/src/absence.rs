@@ -142,7 +142,8 @@ fn write_unevenly(
         let pause = rng.pick(&[0, 0, MS / 5, 2 * MS, 20 * MS]);
         w.run_for(rng.delay(pause));
         o.tick(w);
-        if let Some(peer) = cut.filter(|_| all_stay && rng.permille(80)) {
+        let cut = cut.map(|_| rng.pick(peers));
+        if let Some(peer) = cut.filter(|_| rng.permille(160)) {
             all_stay = false;
             w.set_blocked(primary, peer, true);
             w.set_blocked(peer, primary, true);

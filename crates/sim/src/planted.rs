@@ -152,6 +152,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EndNotFlushed
         | P::EndsUnconfirmed
         | P::PartCopied
+        | P::DemotedAwaited
         | P::LeftTargetForgotten
         | P::OwnOverwriteNotFlushed
         | P::ZeroedShort
@@ -962,6 +963,7 @@ const RARE: &[Planted] = &[
     Planted::EndNotFlushed,
     Planted::EndsUnconfirmed,
     Planted::PartCopied,
+    Planted::DemotedAwaited,
     Planted::LeftTargetForgotten,
     Planted::OwnOverwriteNotFlushed,
     Planted::TurnKept,

@@ -46,3 +46,11 @@ fn the_winner_waits_for_the_losers_demotion() {
         planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
     }
 }
+
+/// A node lost a Primary whose demotion was on its way, and waited for ever for the words of another node, which
+/// had lost nothing. It was promoted with a disk that was Consistent only; its generation was made on its peer alone, so that it followed the
+/// other branch and took its peer with it.
+#[test]
+fn a_demoted_primary_is_no_lost_one() {
+    planned_holds(Some(3), 2_400_002_416, (None, Vec::new()), "0-99", "0-999");
+}
