@@ -855,6 +855,8 @@ registry! {
         "A whole disk becomes the target of a part of its own generation.";
     DemotedAwaited "demoted-awaited"
         "A survivor waits for ever for what nobody says of a Primary that was demoted.";
+    ResyncReversed "resync-reversed"
+        "A source may be invalidated by its target.";
     EndsUnconfirmed "ends-unconfirmed"
         "A target ends its resync though its source may be gone.";
     LeftTargetForgotten "left-target-forgotten"

@@ -358,8 +358,10 @@ impl Resource {
             let starts = |repl| before.repl == repl && !replaces;
             let to_source = before.repl.is_sync_source() || starts(ReplState::StartingSyncS);
             let to_target = before.repl.is_sync_target() || starts(ReplState::StartingSyncT);
-            if (to_source && p.repl == ReplState::WfBitmapS)
-                || (to_target && p.repl == ReplState::WfBitmapT)
+            // Least of all the other way round: the target is a part of what its source has.
+            let reverses = !planted!(self, ResyncReversed);
+            if (p.repl == ReplState::WfBitmapS && (to_source || to_target && reverses))
+                || (p.repl == ReplState::WfBitmapT && (to_target || to_source && reverses))
             {
                 return refuse(ErrorCode::RESYNC_RUNNING, "a resync is running");
             }

@@ -124,8 +124,7 @@ fn write_unevenly(
     peers: &[usize],
 ) -> bool {
     let mut all_stay = true;
-    // If two lose it at once each may take the other for the one that still has it, and both are Outdated.
-    let cut = (peers.len() > 1 && rng.permille(400)).then(|| rng.pick(peers));
+    let cuts = peers.len() > 1 && rng.permille(400);
     for peer in peers {
         if rng.permille(400) {
             let time = rng.delay(500 * MS);
@@ -142,7 +141,7 @@ fn write_unevenly(
         let pause = rng.pick(&[0, 0, MS / 5, 2 * MS, 20 * MS]);
         w.run_for(rng.delay(pause));
         o.tick(w);
-        let cut = cut.map(|_| rng.pick(peers));
+        let cut = cuts.then(|| rng.pick(peers));
         if let Some(peer) = cut.filter(|_| rng.permille(160)) {
             all_stay = false;
             w.set_blocked(primary, peer, true);
@@ -465,7 +464,7 @@ fn are_at_rest(w: &World, nodes: &[usize]) -> Option<String> {
             let mut odd = c.peer_devices.iter().filter(|p| {
                 p.repl_state != ReplState::Established
                     || p.disk_state != DiskState::UpToDate
-                    || p.pending + p.unacked > 0
+                    || p.pending + p.unacked + p.out_of_sync_sectors > 0
             });
             if let Some(p) = odd.next() {
                 return of(format!(

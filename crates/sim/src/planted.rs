@@ -152,6 +152,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EndNotFlushed
         | P::EndsUnconfirmed
         | P::PartCopied
+        | P::ResyncReversed
         | P::DemotedAwaited
         | P::LeftTargetForgotten
         | P::OwnOverwriteNotFlushed
@@ -963,6 +964,7 @@ const RARE: &[Planted] = &[
     Planted::EndNotFlushed,
     Planted::EndsUnconfirmed,
     Planted::PartCopied,
+    Planted::ResyncReversed,
     Planted::DemotedAwaited,
     Planted::LeftTargetForgotten,
     Planted::OwnOverwriteNotFlushed,

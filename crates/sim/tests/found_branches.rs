@@ -54,3 +54,10 @@ fn the_winner_waits_for_the_losers_demotion() {
 fn a_demoted_primary_is_no_lost_one() {
     planned_holds(Some(3), 2_400_002_416, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A node was invalidated while its source went away, and until all had agreed to that the source had come back as the node's
+/// own target: the only whole disk was given up for a part of itself.
+#[test]
+fn a_source_is_not_invalidated_by_its_target() {
+    planned_holds(Some(4), 2_400_001_381, (None, Vec::new()), "0-99", "0-999");
+}

@@ -34,9 +34,9 @@ fn lost_apart(seed: u64, apart: u64) {
 
 #[test]
 fn one_of_two_survivors_stays_up_to_date_however_far_apart_their_losses_are() {
-    for seed in 0..8 {
-        for step in 0..3000 {
-            lost_apart(seed, step * 10 * US);
+    for seed in 0..3 {
+        for step in 0..600 {
+            lost_apart(seed, step * 50 * US);
         }
     }
 }
