@@ -266,6 +266,11 @@ impl Bitmap {
         self.changed.count > 0 || !self.writing.is_empty()
     }
 
+    /// The next page from `page` on that differs from the disk.
+    pub(crate) fn next_changed(&self, page: u64) -> Option<u64> {
+        self.changed.first_in(page..u64::MAX)
+    }
+
     /// A page of `pages` differs from the disk, or is being written.
     pub fn is_dirty_in(&self, pages: Range<u64>) -> bool {
         self.changed.first_in(pages.clone()).is_some() || self.is_writing_in(pages)

@@ -857,6 +857,8 @@ registry! {
         "A survivor waits for ever for what nobody says of a Primary that was demoted.";
     ResyncReversed "resync-reversed"
         "A source may be invalidated by its target.";
+    SlotCountsDurable "slot-counts-durable"
+        "Blocks are replaced though their marks in a slot that was filled are not durable.";
     EndsUnconfirmed "ends-unconfirmed"
         "A target ends its resync though its source may be gone.";
     LeftTargetForgotten "left-target-forgotten"

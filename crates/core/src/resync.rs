@@ -684,6 +684,9 @@ impl Resource {
 
     pub(crate) fn set_slot(&mut self, volume: VolumeNr, peer: NodeId) {
         self.with_slot(volume, peer, |bitmap, slot| bitmap.fill(slot, true));
+        if let Some(io) = self.disk_io(volume) {
+            io.note_slot_fresh();
+        }
     }
 
     /// Equal without a resync: the slot names nothing any more (semantics.md, 5.2 point 2). Beside an
@@ -750,6 +753,7 @@ impl Resource {
             }
             (_, None) => {}
         }
+        disk.io.note_slot_fresh();
         self.schedule_bitmap_write(volume);
     }
 

@@ -152,6 +152,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EndNotFlushed
         | P::EndsUnconfirmed
         | P::PartCopied
+        | P::SlotCountsDurable
         | P::ResyncReversed
         | P::DemotedAwaited
         | P::LeftTargetForgotten
@@ -964,6 +965,7 @@ const RARE: &[Planted] = &[
     Planted::EndNotFlushed,
     Planted::EndsUnconfirmed,
     Planted::PartCopied,
+    Planted::SlotCountsDurable,
     Planted::ResyncReversed,
     Planted::DemotedAwaited,
     Planted::LeftTargetForgotten,

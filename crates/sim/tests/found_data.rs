@@ -110,3 +110,9 @@ fn an_older_write_does_not_clear_the_mark_of_one_that_has_failed() {
     );
     planned_holds(Some(2), 3_203_443_703, (None, vec![]), "0-99", "0-999");
 }
+
+/// The marks of a slot that was filled as a whole counted as durable, and blocks were replaced before they were.
+#[test]
+fn marks_of_a_whole_slot_are_durable_before_blocks_are_replaced() {
+    planned_holds(Some(4), 2_400_001_433, (None, Vec::new()), "0-99", "0-999");
+}

@@ -214,6 +214,18 @@ impl DiskIo {
         }
     }
 
+    /// Marks of a whole slot are new.
+    pub(crate) fn note_slot_fresh(&mut self) {
+        if !self.has_third_slots() || planted!(self.bitmap, SlotCountsDurable) {
+            return;
+        }
+        let mut from = 0;
+        while let Some(page) = self.bitmap.next_changed(from) {
+            self.fresh_pages.insert(page);
+            from = page + 1;
+        }
+    }
+
     /// Pages of a range with such marks that are not durable.
     fn fresh_pages_of(&self, sector: Sector, size_bytes: u32) -> Vec<Range<u64>> {
         let pages = Extents::of(sector, size_bytes).iter();

@@ -595,7 +595,7 @@ impl Resource {
     }
 
     /// Activity log, bitmap and flushes of a volume with an attached disk.
-    fn disk_io(&mut self, volume: VolumeNr) -> Option<&mut DiskIo> {
+    pub(crate) fn disk_io(&mut self, volume: VolumeNr) -> Option<&mut DiskIo> {
         Some(&mut self.devices.get_mut(&volume)?.attached_mut()?.io)
     }
 
