@@ -206,6 +206,12 @@ impl Generations {
         self.history.iter().any(|e| e.same_generation(uuid))
     }
 
+    /// Whether the generation was announced here and perhaps never made.
+    fn notes(&self, uuid: Uuid) -> bool {
+        let mut history = self.history.iter();
+        history.any(|e| e.0 & Uuid::PRIMARY_BIT != 0 && e.same_generation(uuid))
+    }
+
     /// Notes a generation that is going to be announced: given up after a follower took it, also
     /// by a crash, it counts as an ancestor of the next one. The mark tells that the follower is
     /// the newer of the two as long as this node has not moved on.
@@ -359,7 +365,9 @@ impl Generations {
         let initialised = |uuid: Uuid| is_real(uuid) && uuid != Uuid::JUST_CREATED;
         // A target of another node goes by that one's generation: it says nothing about its data.
         let own = peer_current.same_generation(self.current);
-        if !initialised(peer_current) || !initialised(self.current) || own {
+        // One that was announced here and not made: another node that took it is newer by that name.
+        let noted = self.notes(peer_current);
+        if !initialised(peer_current) || !initialised(self.current) || own || noted {
             return;
         }
         let old = self.slot(peer).bitmap_uuid;

@@ -859,6 +859,8 @@ registry! {
         "A source may be invalidated by its target.";
     SlotCountsDurable "slot-counts-durable"
         "Blocks are replaced though their marks in a slot that was filled are not durable.";
+    OutdatedForEver "outdated-for-ever"
+        "A Primary whose source was outdated because of it becomes Outdated itself.";
     EndsUnconfirmed "ends-unconfirmed"
         "A target ends its resync though its source may be gone.";
     LeftTargetForgotten "left-target-forgotten"

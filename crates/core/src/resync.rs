@@ -284,11 +284,30 @@ impl Resource {
         }
     }
 
+    /// The source is Outdated because of a Primary that it had lost: this one, whose applications have seen nothing
+    /// that it has not.
+    fn outdated_for_this(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let exposed = self.devices.get(&volume).map(|d| d.exposed_uuid);
+        let set = self.peer_uuids(volume, peer);
+        let quorate = self.state.devices.get(&volume).map(|d| d.have_quorum);
+        self.state.role == Role::Primary
+            && self.state.peer_device(volume, peer).disk == DiskState::Outdated
+            && self.is_lockstep(peer)
+            && !self.is_legacy(peer)
+            && quorate == Some(true)
+            && exposed.is_some_and(|uuid| is_real(uuid) && set.is_some_and(|set| set.knows(uuid)))
+            && !planted!(self, OutdatedForEver)
+    }
+
     /// The source may hear that this target has everything.
     pub(crate) fn tell_resync_end(&mut self, volume: VolumeNr, peer: NodeId) {
         let p = self.state.peer_device(volume, peer);
         if p.repl.is_sync_target() {
-            self.end_resync(volume, peer, Some(p.disk));
+            let disk = match self.outdated_for_this(volume, peer) {
+                true => DiskState::UpToDate,
+                false => p.disk,
+            };
+            self.end_resync(volume, peer, Some(disk));
         }
     }
 

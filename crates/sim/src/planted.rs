@@ -152,6 +152,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EndNotFlushed
         | P::EndsUnconfirmed
         | P::PartCopied
+        | P::OutdatedForEver
         | P::SlotCountsDurable
         | P::ResyncReversed
         | P::DemotedAwaited
@@ -965,6 +966,7 @@ const RARE: &[Planted] = &[
     Planted::EndNotFlushed,
     Planted::EndsUnconfirmed,
     Planted::PartCopied,
+    Planted::OutdatedForEver,
     Planted::SlotCountsDurable,
     Planted::ResyncReversed,
     Planted::DemotedAwaited,

@@ -61,3 +61,10 @@ fn a_demoted_primary_is_no_lost_one() {
 fn a_source_is_not_invalidated_by_its_target() {
     planned_holds(Some(4), 2_400_001_381, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A node had announced a generation and lost its power before it was made. A full copy to one of those that had taken it named that
+/// generation as where the target was left, so that the other one, which is the newer of the two, looked like another branch.
+#[test]
+fn a_target_is_not_left_at_a_generation_that_was_not_made() {
+    planned_holds(Some(4), 2_400_001_054, (None, Vec::new()), "0-99", "0-999");
+}

@@ -41,3 +41,9 @@ fn the_only_disk_misses_nothing_of_a_client_that_is_demoted_far_from_it() {
     holds(Some(3), 3082, CLIENTS, "5,7-8", "none");
     holds(Some(3), 3082, CLIENTS, "0-99", "0-999");
 }
+
+/// The only whole disk was Outdated, because of the Primary that became its target: all had its data, and nobody was UpToDate.
+#[test]
+fn a_primary_takes_nobody_for_outdated_because_of_itself() {
+    planned_holds(Some(4), 2_400_002_937, (None, Vec::new()), "0-99", "0-999");
+}
