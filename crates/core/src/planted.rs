@@ -861,6 +861,8 @@ registry! {
         "Blocks are replaced though their marks in a slot that was filled are not durable.";
     OutdatedForEver "outdated-for-ever"
         "A Primary whose source was outdated because of it becomes Outdated itself.";
+    AskerTrusted "asker-trusted"
+        "A survivor that is being outdated counts for the next one that loses the Primary.";
     EndsUnconfirmed "ends-unconfirmed"
         "A target ends its resync though its source may be gone.";
     LeftTargetForgotten "left-target-forgotten"

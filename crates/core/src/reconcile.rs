@@ -21,6 +21,13 @@ impl Resource {
             return;
         };
         if !conn.notify_lost_primary {
+            // Others may have lost it as a Primary, before they heard of its demotion.
+            self.answer_words_about(lost);
+            return;
+        }
+        // Whoever has said so before asks at this moment, and may be outdated by what it is answered.
+        let verdict = self.twopc.current.as_ref();
+        if verdict.is_some_and(|t| t.asker_lost.contains(lost)) && !planted!(self, AskerTrusted) {
             return;
         }
         conn.notify_lost_primary = false;
@@ -203,6 +210,46 @@ impl Resource {
         }
     }
 
+    /// A transaction has ended: a loss that its initiator had told of before is told on.
+    pub(crate) fn tell_lost_primaries(&mut self) {
+        let owed = |c: &&crate::connection::Connection| c.notify_lost_primary && !c.draining;
+        let lost: Vec<NodeId> = self
+            .connections
+            .values()
+            .filter(owed)
+            .map(|c| c.peer)
+            .collect();
+        for lost in lost {
+            self.notify_lost_primary(lost);
+        }
+    }
+
+    /// Primaries that this node has not lost, or not told of yet, and the peer has said to have lost.
+    pub(crate) fn lost_by(&self, peer: NodeId) -> NodeMask {
+        let Some(conn) = self.connections.get(&peer) else {
+            return NodeMask::EMPTY;
+        };
+        let words = conn.peer_dagtag.iter().chain(&conn.kept_dagtag);
+        words.map(|(node, _)| *node).collect()
+    }
+
+    /// The commit shows a Primary that its initiator had lost before it asked: it outdates itself.
+    pub(crate) fn asker_left_behind(&mut self, t: &Transaction, primary_nodes: NodeMask) {
+        let left = !t.asker_lost.intersection(primary_nodes).is_empty();
+        if !left || primary_nodes.contains(t.initiator) || planted!(self, AskerTrusted) {
+            return;
+        }
+        let mut change = Change::new();
+        for (volume, device) in &self.state.devices {
+            let p = device.peers.get(&t.initiator).copied().unwrap_or_default();
+            let whole = [DiskState::Consistent, DiskState::UpToDate].contains(&p.disk);
+            if whole && p.repl == ReplState::Established {
+                change = change.peer_disk(*volume, t.initiator, DiskState::Outdated);
+            }
+        }
+        self.hard_change(change);
+    }
+
     /// A node that was lost as a Primary, its demotion being on its way, is there, and none: another node that is connected
     /// to it has nothing to say of its loss, and all that it wrote.
     pub(crate) fn forget_demoted(&mut self, primary_nodes: NodeMask) {
@@ -240,9 +287,36 @@ impl Resource {
     /// Whoever said that it had lost this Primary has lost its own link only, as the Primary answers.
     /// What it said holds when this node loses the Primary, too: it is not said again.
     pub(crate) fn keep_words_about(&mut self, primary: NodeId) {
+        let mut tellers = NodeMask::EMPTY;
         for conn in self.connections.values_mut() {
             if conn.peer_dagtag.is_some_and(|(lost, _)| lost == primary) {
                 conn.kept_dagtag = conn.peer_dagtag.take();
+                tellers.insert(conn.peer);
+            }
+        }
+        // It is none any more, and this node has all that it wrote. Whoever lost it before they heard of that waits.
+        if self.peer_role(primary) == Role::Primary || planted!(self, DemotedAwaited) {
+            return;
+        }
+        let mine = self.connections.get(&primary).map(|c| c.last_dagtag);
+        for teller in tellers.iter() {
+            if self.is_lockstep(teller) {
+                self.tell_lost(teller, primary, mine.unwrap_or_default());
+            }
+        }
+    }
+
+    /// This node has lost a peer that was no Primary any more.
+    fn answer_words_about(&mut self, lost: NodeId) {
+        let tellers: Vec<NodeId> = self
+            .connections
+            .values()
+            .filter(|c| c.peer_dagtag.is_some_and(|(node, _)| node == lost))
+            .map(|c| c.peer)
+            .collect();
+        for teller in tellers {
+            if !planted!(self, DemotedAwaited) {
+                self.try_reconcile(teller);
             }
         }
     }

@@ -504,7 +504,12 @@ impl Resource {
     ) -> Option<Refusal> {
         let survivors = matches!(
             verdict.rule,
-            Rule::MarkedBlocks | Rule::ReconcileOneSided | Rule::ReconcileDagtag
+            Rule::MarkedBlocks
+                | Rule::ReconcileOneSided
+                | Rule::ReconcileDagtag
+                | Rule::Reconnected
+                | Rule::LostQuorum
+                | Rule::BothOff
         );
         let target = verdict.strategy.direction() == Some(compare::Direction::Target);
         if !survivors || !target || self.state.disk(volume) != DiskState::UpToDate {

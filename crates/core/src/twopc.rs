@@ -145,6 +145,8 @@ pub struct Transaction {
     pub(crate) waiting: NodeMask,
     /// Nodes whose connection was lost since it began.
     pub(crate) lost: NodeMask,
+    /// Primaries that the initiator had said to have lost before it began.
+    pub(crate) asker_lost: NodeMask,
     pub(crate) nodes_to_reach: NodeMask,
     pub(crate) reachable: NodeMask,
     pub(crate) target_reachable: NodeMask,
@@ -228,6 +230,7 @@ impl Resource {
         if self.twopc.current.is_some() {
             return;
         }
+        self.tell_lost_primaries();
         if let Some((peer, volume, prepare, _)) = self.twopc.postponed.take() {
             self.prepare_received(peer, volume, prepare);
             if self.twopc.current.is_some() {
@@ -347,6 +350,7 @@ impl Resource {
             children: asked,
             waiting: asked,
             lost: NodeMask::EMPTY,
+            asker_lost: NodeMask::EMPTY,
             nodes_to_reach,
             reachable,
             target_reachable,

@@ -228,6 +228,7 @@ impl Resource {
             children: NodeMask::EMPTY,
             waiting: NodeMask::EMPTY,
             lost: NodeMask::EMPTY,
+            asker_lost: self.lost_by(head.initiator_node_id),
             nodes_to_reach: head.nodes_to_reach,
             reachable,
             target_reachable: NodeMask::EMPTY,
@@ -599,6 +600,9 @@ impl Resource {
             self.empty_committed(outcome.primary_nodes, t.lost, incapable);
         } else {
             self.far_primary(outcome.primary_nodes, t.lost, incapable);
+        }
+        if !incapable {
+            self.asker_left_behind(&t, outcome.primary_nodes);
         }
         if has_reachable && !incapable {
             self.far_nodes_told(outcome.reachable_nodes(), outcome.primary_nodes, t.lost);

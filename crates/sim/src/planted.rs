@@ -152,6 +152,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EndNotFlushed
         | P::EndsUnconfirmed
         | P::PartCopied
+        | P::AskerTrusted
         | P::OutdatedForEver
         | P::SlotCountsDurable
         | P::ResyncReversed
@@ -966,6 +967,7 @@ const RARE: &[Planted] = &[
     Planted::EndNotFlushed,
     Planted::EndsUnconfirmed,
     Planted::PartCopied,
+    Planted::AskerTrusted,
     Planted::OutdatedForEver,
     Planted::SlotCountsDurable,
     Planted::ResyncReversed,

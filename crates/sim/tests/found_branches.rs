@@ -68,3 +68,16 @@ fn a_source_is_not_invalidated_by_its_target() {
 fn a_target_is_not_left_at_a_generation_that_was_not_made() {
     planned_holds(Some(4), 2_400_001_054, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// The same, and the other node was disconnected from the former Primary before it could say anything of it.
+#[test]
+fn a_demoted_primary_is_no_lost_one_where_everybody_leaves_it() {
+    planned_holds(Some(3), 2_400_007_529, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A node was the source of a Primary, and became the target of another survivor of an earlier one: what the Primary's
+/// applications had seen was gone, and nobody was whole.
+#[test]
+fn the_source_of_a_primary_is_no_target_of_its_equals() {
+    planned_holds(Some(3), 2_400_008_904, (None, Vec::new()), "0-99", "0-999");
+}

@@ -3,6 +3,7 @@
 mod common;
 
 use common::planned_holds;
+use lockstep_sim::extras::Extra;
 
 #[track_caller]
 fn holds(nodes: Option<usize>, seed: u64, kinds: Option<&str>, faults: &str, requests: &str) {
@@ -46,4 +47,13 @@ fn the_only_disk_misses_nothing_of_a_client_that_is_demoted_far_from_it() {
 #[test]
 fn a_primary_takes_nobody_for_outdated_because_of_itself() {
     planned_holds(Some(4), 2_400_002_937, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A survivor asked who is there, was told of the Primary and outdated itself. The other one lost that Primary in the same moment, and
+/// went by what the former had said before: both were Outdated, and nobody could be promoted.
+#[test]
+fn a_survivor_that_is_being_outdated_has_no_say() {
+    let kinds = "promote,promote,disconnect,handover,detach,invalidate,suspend";
+    let kinds = (Some(kinds), vec![Extra::Every]);
+    planned_holds(Some(3), 46, kinds, "0-99", "0-999");
 }
