@@ -25,9 +25,13 @@ impl Resource {
             self.answer_words_about(lost);
             return;
         }
-        // Whoever has said so before asks at this moment, and may be outdated by what it is answered.
+        // Whoever has said so before has asked, and may be outdated by what it was answered.
+        let outdates = |t: &Transaction| {
+            let told = t.answered.is_some() && t.primary_nodes.contains(lost);
+            told && t.asker_lost.contains(lost)
+        };
         let verdict = self.twopc.current.as_ref();
-        if verdict.is_some_and(|t| t.asker_lost.contains(lost)) && !planted!(self, AskerTrusted) {
+        if verdict.is_some_and(outdates) && !planted!(self, AskerTrusted) {
             return;
         }
         conn.notify_lost_primary = false;
@@ -315,7 +319,7 @@ impl Resource {
             .map(|c| c.peer)
             .collect();
         for teller in tellers {
-            if !planted!(self, DemotedAwaited) {
+            if self.is_lockstep(teller) && !planted!(self, DemotedAwaited) {
                 self.try_reconcile(teller);
             }
         }

@@ -484,6 +484,8 @@ impl Resource {
         let theirs = device.peers.get(&peer)?.last_state?;
         let whole = self.state.disk(volume) == DiskState::UpToDate;
         let part = theirs.disk == DiskState::Inconsistent && self.same_current(volume, peer);
+        // A kernel waits as such a target, paused, and goes by that.
+        let part = part && self.is_lockstep(peer);
         (whole && part && !planted!(self, PartCopied)).then(|| Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!(
