@@ -14,6 +14,13 @@ pub struct LbTcpChunk {
 impl LbTcpChunk {
     /// Bytes of the header.
     pub const LEN: usize = 8;
+    /// Most bytes of one chunk. A kernel puts at most the rest of one payload into it.
+    pub const LEN_MAX: u32 = 16 << 20;
+    /// The header of the first packet on each connection, which is not counted.
+    pub const FIRST: LbTcpChunk = LbTcpChunk {
+        sequence: 0,
+        len: 8,
+    };
 
     /// Reads the header of a chunk. `None` asks for more bytes.
     pub fn decode(bytes: &[u8]) -> Option<LbTcpChunk> {
@@ -24,8 +31,8 @@ impl LbTcpChunk {
     }
 
     /// The header as it travels.
-    pub fn encode(self) -> [u8; 8] {
-        let word = u64::from(self.sequence) << 32 | u64::from(self.len);
+    pub const fn encode(self) -> [u8; 8] {
+        let word = (self.sequence as u64) << 32 | self.len as u64;
         word.to_be_bytes()
     }
 }

@@ -19,9 +19,6 @@ use lockstep_format::wire::{
 
 use super::tcp::{Direction, TcpEvent, TcpId};
 
-/// Most bytes of one lb-tcp chunk.
-const CHUNK_LEN_MAX: u32 = 16 << 20;
-
 /// One packet that was decoded.
 pub(crate) struct Seen<'a> {
     /// Replication connection, counted from 1; none while it cannot be told.
@@ -325,9 +322,7 @@ impl Sessions {
     fn identify(&mut self, id: TcpId, tell: &mut dyn FnMut(Report<'_>)) {
         let flow = &mut self.flows[id.0];
         let first = &flow.halves[0].reader.buf;
-        // The first packet of an lb-tcp path is a chunk with sequence 0 and 8 bytes.
-        let chunk = [0, 0, 0, 0, 0, 0, 0, 8];
-        let balanced = first.starts_with(&chunk);
+        let balanced = first.starts_with(&LbTcpChunk::FIRST.encode());
         if first.len() < 8 || balanced && first.len() < 16 {
             return;
         }
@@ -463,7 +458,7 @@ impl Sessions {
         order.ends.get_or_insert((from, to));
         let buf = &mut flow.halves[direction.index()].chunk;
         while let Some(chunk) = LbTcpChunk::decode(buf) {
-            if chunk.len == 0 || chunk.len > CHUNK_LEN_MAX {
+            if chunk.len == 0 || chunk.len > LbTcpChunk::LEN_MAX {
                 let problem = Problem::Chunk {
                     sequence: chunk.sequence,
                     len: chunk.len,
