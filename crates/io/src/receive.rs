@@ -20,8 +20,10 @@ const GROWTH: usize = 8;
 const BUSY_BYTES: usize = 256 << 10;
 /// Receive memory of a busy control stream in bytes.
 const BUSY_CONTROL_BYTES: usize = 64 << 10;
+/// Bytes that are taken ahead of a packet's end from what arrived elsewhere.
+const FEED_BYTES: usize = 8 << 10;
 /// From so many missing bytes on, payload is received without a copy.
-const DIRECT_BYTES: usize = 32 << 10;
+pub const DIRECT_BYTES: usize = 32 << 10;
 
 /// The receiving half of a stream.
 #[derive(Debug)]
@@ -95,9 +97,8 @@ impl Receiver {
 
     /// Where the next bytes go. Only when no packet can be parsed any more and no receive runs.
     pub fn target(&mut self) -> Target {
-        if let Some(payload) = &self.payload
-            && self.start == self.end
-            && payload.len - payload.filled >= DIRECT_BYTES
+        if self.wants_payload()
+            && let Some(payload) = &self.payload
         {
             let (start, len) = (payload.filled as u32, (payload.len - payload.filled) as u32);
             return Target {
@@ -147,6 +148,36 @@ impl Receiver {
                 }
             }
         }
+    }
+
+    /// Takes bytes that arrived elsewhere, and tells how many: payload that is due at once goes
+    /// straight to its buffer. Only when no packet can be parsed any more and no receive runs.
+    pub fn feed(&mut self, bytes: &[u8]) -> usize {
+        if let Some(payload) = &mut self.payload
+            && self.start == self.end
+        {
+            let count = bytes.len().min(payload.len - payload.filled);
+            payload.buf.write_at(payload.filled, &bytes[..count]);
+            payload.filled += count;
+            return count;
+        }
+        self.memory.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        let room = self.memory.len().max(FEED_BYTES);
+        let count = bytes.len().min(room - self.end);
+        if self.memory.len() < self.end + count {
+            self.memory.resize(self.end + count, 0);
+        }
+        self.memory[self.end..self.end + count].copy_from_slice(&bytes[..count]);
+        self.end += count;
+        count
+    }
+
+    /// Whether so much payload is missing that it is worth to be received without a copy.
+    pub fn wants_payload(&self) -> bool {
+        let missing = self.payload.as_ref().map_or(0, |p| p.len - p.filled);
+        self.start == self.end && missing >= DIRECT_BYTES
     }
 
     /// The next packet, decoded in `dialect`. `alloc` gives memory for payload.

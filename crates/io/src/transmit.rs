@@ -79,6 +79,19 @@ impl Transmitter {
         None
     }
 
+    /// The list was given out in parts, and none is left of it.
+    pub fn given_out(&mut self, mut list: SendList) {
+        list.clear();
+        self.spare = Some(list);
+        self.in_flight = false;
+    }
+
+    /// Parts of a list went on, and the first `count` unsent bytes have all left.
+    pub fn progress(&mut self, now: Instant, count: u64) {
+        self.sent += count;
+        self.waiting_since = (self.sent < self.queued).then_some(now);
+    }
+
     /// Gives back the memory that past packets needed.
     pub fn rest(&mut self) {
         self.spare = None;

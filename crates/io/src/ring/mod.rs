@@ -15,7 +15,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use send::SendList;
+pub use send::{Cut, SendList};
 
 use crate::pool::BufRef;
 

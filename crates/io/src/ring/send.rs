@@ -1,9 +1,14 @@
 //! A gathered send: headers in one vector, payload in pool buffers, sent in one system call.
 
+use std::convert::Infallible;
+
 use crate::pool::BufRef;
 
 /// Most pieces of one system call (the kernel's limit is 1024).
 const PIECES_PER_CALL: usize = 512;
+/// Headers that follow each other are one piece up to so many bytes, so that a part of them can be
+/// cut off without cutting a packet.
+const HEAD_PIECE_BYTES: usize = 4096;
 /// Most bytes of one system call, so that progress is seen on a slow line.
 const BYTES_PER_CALL: usize = 1 << 20;
 
@@ -28,6 +33,15 @@ enum Piece {
         start: usize,
         len: usize,
     },
+}
+
+/// Whether a piece may be cut in two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Payload.
+    Anywhere,
+    /// Whole packets.
+    Never,
 }
 
 impl Piece {
@@ -69,10 +83,20 @@ impl SendList {
         let len = self.head.len() - start;
         self.left += len;
         match self.pieces.last_mut() {
-            Some(Piece::Head { len: before, .. }) => *before += len,
+            Some(Piece::Head { len: before, .. }) if *before + len <= HEAD_PIECE_BYTES => {
+                *before += len;
+            }
             _ => self.pieces.push(Piece::Head { start, len }),
         }
         Ok(())
+    }
+
+    /// Appends bytes by copying them.
+    pub fn push_bytes(&mut self, bytes: &[u8]) {
+        let Ok(()) = self.push_head(|head| -> Result<(), Infallible> {
+            head.extend_from_slice(bytes);
+            Ok(())
+        });
     }
 
     /// Appends `len` bytes of a buffer from `start` on.
@@ -105,6 +129,50 @@ impl SendList {
             *piece = Piece::Head { start: 0, len: 0 };
             self.next = (self.next.0 + 1, 0);
         }
+    }
+
+    /// Bytes of the first piece that is not sent, and whether it is payload, which may be cut.
+    pub fn first_piece(&self) -> Option<(usize, Cut)> {
+        let piece = self.pieces.get(self.next.0)?;
+        let cut = match piece {
+            Piece::Head { .. } => Cut::Never,
+            Piece::Buf { .. } => Cut::Anywhere,
+        };
+        Some((piece.len() - self.next.1, cut))
+    }
+
+    /// Moves the first `len` bytes, which lie in the first piece, to the end of another list.
+    /// Payload is not copied.
+    pub fn move_to(&mut self, to: &mut SendList, len: usize) {
+        let skip = self.next.1;
+        match self.pieces.get(self.next.0) {
+            None => return,
+            Some(Piece::Head { start, len: whole }) => {
+                assert!(skip + len <= *whole, "the bytes lie in one piece");
+                to.push_bytes(&self.head[start + skip..start + skip + len]);
+            }
+            Some(Piece::Buf { buf, start, .. }) => to.push_buf(buf.clone(), start + skip, len),
+        }
+        self.advance(len);
+    }
+
+    /// The unsent bytes, copied: for those who look at them before they leave.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut skip = self.next.1;
+        for piece in &self.pieces[self.next.0..] {
+            let len = piece.len() - skip;
+            match piece {
+                Piece::Head { start, .. } => {
+                    bytes.extend_from_slice(&self.head[start + skip..start + skip + len]);
+                }
+                Piece::Buf { buf, start, .. } => {
+                    buf.with_bytes(start + skip, len, |part| bytes.extend_from_slice(part));
+                }
+            }
+            skip = 0;
+        }
+        bytes
     }
 
     /// Empties the list and keeps its memory for the next use.
