@@ -373,7 +373,8 @@ impl Node {
         for connection in &mut report.connections {
             let used = view.paths.get(&NodeId(connection.peer_node_id));
             for p in &mut connection.paths {
-                p.established = used.is_some_and(|used| path(&p.local, &p.remote) == Ok(*used));
+                let path = path(&p.local, &p.remote);
+                p.established = used.is_some_and(|used| path.is_ok_and(|p| used.contains(&p)));
             }
         }
         state.progress.follow(&mut report, now);

@@ -6,9 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::report::{Event, Level};
-use lockstep_format::units::NodeId;
-use lockstep_io::shard::{ResourceId, ResourceView};
-use lockstep_io::tcp::Path;
+use lockstep_io::shard::{ResourceId, ResourceView, UsedPaths};
 
 use crate::generations::{Generations, plain};
 
@@ -95,13 +93,7 @@ impl Touched {
     }
 
     /// Called on a shard's thread.
-    pub(crate) fn event(
-        &self,
-        shard: usize,
-        id: ResourceId,
-        event: &Event,
-        paths: &BTreeMap<NodeId, Path>,
-    ) {
+    pub(crate) fn event(&self, shard: usize, id: ResourceId, event: &Event, paths: &UsedPaths) {
         if let Event::Log {
             level,
             peer,

@@ -14,14 +14,17 @@ use super::mailbox::Message;
 use super::{Engine, Owner, Shard, TimerKey};
 use crate::arena::Key;
 use crate::ring::{Done, Fd, Memory, Op, OpKey};
+use crate::tcp::first::Framing;
 use crate::tcp::pairing::{Action, Pairing, PairingConfig, SocketId};
-use crate::tcp::{ListenGuard, PeerNet, address_is_larger, socket};
+use crate::tcp::{ListenGuard, Path, PeerNet, address_is_larger, socket};
 use crate::timers::Armed;
 
 /// The attempts to get a link to one peer.
 pub(super) struct Connecting {
     resource: Key,
     peer: NodeId,
+    /// The link that the path is to join.
+    joins: Option<Key>,
     net: PeerNet,
     pairing: Pairing,
     /// One per path; `None` where listening has not succeeded yet.
@@ -63,6 +66,11 @@ impl Connecting {
         times.into_iter().flatten().chain(arrivals).min()
     }
 
+    /// The paths that are tried.
+    pub(super) fn paths(&self) -> &[Path] {
+        &self.net.paths
+    }
+
     fn keep(&mut self, fd: Fd) -> SocketId {
         let id = SocketId(self.next_socket);
         self.next_socket += 1;
@@ -81,7 +89,7 @@ impl<E: Engine> Shard<E> {
         let Some(slot) = self.resources.get_mut(resource) else {
             return;
         };
-        slot.connecting.entry(peer).or_insert(None);
+        slot.connecting.entry(peer).or_default();
         self.begin_connecting(resource, peer);
     }
 
@@ -90,51 +98,116 @@ impl<E: Engine> Shard<E> {
         let Some(slot) = self.resources.get_mut(resource) else {
             return;
         };
-        if let Some(Some(key)) = slot.connecting.remove(&peer) {
+        for key in slot.connecting.remove(&peer).unwrap_or_default() {
             self.remove_connecting(key);
         }
     }
 
     /// The peer's paths or options changed; attempts start anew, and a link stays unless its path
-    /// is gone.
+    /// is gone, or the last one of several.
     pub(super) fn set_peer(&mut self, resource: Key, peer: NodeId, net: PeerNet) {
         let Some(slot) = self.resources.get_mut(resource) else {
             return;
         };
-        let paths = net.paths.clone();
-        slot.nets.insert(peer, net);
+        slot.nets.insert(peer, net.clone());
         if let Some(connecting) = slot.connecting.get_mut(&peer) {
-            if let Some(key) = connecting.take() {
+            for key in std::mem::take(connecting) {
                 self.remove_connecting(key);
             }
             self.begin_connecting(resource, peer);
         }
-        self.leave_removed_path(resource, peer, &paths);
+        self.follow_paths(resource, peer, &net);
     }
 
     fn begin_connecting(&mut self, resource: Key, peer: NodeId) {
-        let random = self.random();
         let Some(slot) = self.resources.get_mut(resource) else {
             return;
         };
-        let (Some(net), Some(None)) = (slot.nets.get(&peer), slot.connecting.get(&peer)) else {
+        let (Some(net), Some([])) = (
+            slot.nets.get(&peer),
+            slot.connecting.get(&peer).map(Vec::as_slice),
+        ) else {
             return;
         };
         if net.paths.is_empty() {
             tracing::warn!(resource = slot.name, peer = peer.0, "the peer has no path");
             return;
         }
-        let larger = |path: &crate::tcp::Path| address_is_larger(path.local, path.peer);
+        let attempts = if net.load_balance_paths {
+            net.each_path().collect()
+        } else {
+            vec![net.clone()]
+        };
+        let keys: Vec<Key> = attempts
+            .into_iter()
+            .map(|net| self.new_connecting(resource, peer, net, None))
+            .collect();
+        if let Some(slot) = self.resources.get_mut(resource) {
+            slot.connecting.insert(peer, keys.clone());
+        }
+        for key in keys {
+            self.listen(key);
+            self.act(key);
+        }
+    }
+
+    /// Begins to connect over one more path of a link.
+    pub(super) fn begin_joining(&mut self, link: Key, path: Path) {
+        let Some(found) = self.links.get(link) else {
+            return;
+        };
+        let (resource, peer) = (found.resource, found.peer);
+        let net = PeerNet {
+            paths: vec![path],
+            ..found.net.clone()
+        };
+        let key = self.new_connecting(resource, peer, net, Some(link));
+        if let Some(found) = self.links.get_mut(link) {
+            found.joining.push(key);
+        }
+        self.listen(key);
+        self.act(key);
+    }
+
+    /// The attempts over other paths of a new link are to join it.
+    pub(super) fn adopt_joining(&mut self, link: Key) {
+        let joining = self.links.get(link).map(|found| found.joining.clone());
+        for key in joining.unwrap_or_default() {
+            if let Some(connecting) = self.connecting.get_mut(key) {
+                connecting.joins = Some(link);
+            }
+        }
+    }
+
+    /// Ends the attempts to connect over further paths of a link.
+    pub(super) fn drop_joining(&mut self, link: Key) {
+        if let Some(found) = self.links.get_mut(link) {
+            for key in std::mem::take(&mut found.joining) {
+                self.remove_connecting(key);
+            }
+        }
+    }
+
+    fn new_connecting(
+        &mut self,
+        resource: Key,
+        peer: NodeId,
+        net: PeerNet,
+        joins: Option<Key>,
+    ) -> Key {
+        let random = self.random();
+        let larger = |path: &Path| address_is_larger(path.local, path.peer);
         let config = PairingConfig {
             connect_int: net.connect_int,
             socket_check: net.check_time(),
             larger: net.paths.iter().map(larger).collect(),
         };
-        let connecting = Connecting {
+        self.connecting.insert(Connecting {
             resource,
             peer,
+            joins,
             listeners: net.paths.iter().map(|_| None).collect(),
-            net: net.clone(),
+            net,
             pairing: Pairing::new(config, random),
             listen_again: None,
             sockets: BTreeMap::new(),
@@ -142,11 +215,7 @@ impl<E: Engine> Shard<E> {
             attempt: None,
             arrivals: Vec::new(),
             armed: Armed::default(),
-        };
-        let key = self.connecting.insert(connecting);
-        slot.connecting.insert(peer, Some(key));
-        self.listen(key);
-        self.act(key);
+        })
     }
 
     /// Opens the listeners that are missing.
@@ -207,7 +276,8 @@ impl<E: Engine> Shard<E> {
                 Action::SendInitial { socket, stream } => {
                     let fd = connecting.sockets.get(&socket);
                     // A socket that is dead already is found dead by the next check.
-                    let _ = fd.map(|fd| SockRef::from(fd).send(&first_packet(stream)));
+                    let _ =
+                        fd.map(|fd| SockRef::from(fd).send(&first_packet(stream, &connecting.net)));
                 }
                 Action::Close { socket } => {
                     if let Some(fd) = connecting.sockets.remove(&socket) {
@@ -299,11 +369,13 @@ impl<E: Engine> Shard<E> {
             return;
         }
         let fd: Fd = Arc::new(socket);
+        let framing = connecting.net.framing();
         // Accepted sockets inherit this from the listener in some systems; the ring wants to wait.
         let _ = SockRef::from(&fd).set_nonblocking(false);
-        let op = self
-            .ring
-            .push(Owner::FirstPacket.token(key), first_packet_op(&fd, 0));
+        let op = self.ring.push(
+            Owner::FirstPacket.token(key),
+            first_packet_op(&fd, 0, framing),
+        );
         let until = self.now + connecting.net.ping_timeout.times(4);
         connecting.arrivals.push(Arrival {
             fd,
@@ -336,9 +408,10 @@ impl<E: Engine> Shard<E> {
         let arrival = &mut connecting.arrivals[at];
         let count = done.result.unwrap_or(0) as usize;
         arrival.bytes.extend_from_slice(&bytes[..count]);
-        let first = match wire::decode_initial(&arrival.bytes) {
+        let framing = connecting.net.framing();
+        let first = match framing.first(&arrival.bytes) {
             Ok(None) if count > 0 => {
-                let op = first_packet_op(&fd, arrival.bytes.len());
+                let op = first_packet_op(&fd, arrival.bytes.len(), framing);
                 arrival.op = self.ring.push(Owner::FirstPacket.token(key), op);
                 return;
             }
@@ -394,14 +467,32 @@ impl<E: Engine> Shard<E> {
             return;
         };
         let (resource, peer) = (connecting.resource, connecting.peer);
-        if let Some(slot) = self.resources.get_mut(resource) {
-            slot.connecting.remove(&peer);
-        }
-        let net = connecting.net.clone();
-        let path = net.paths[path];
+        let path = connecting.net.paths[path];
+        let joins = connecting.joins;
         // Dropping it closes the listeners: further attempts of the peer are refused.
         drop(connecting);
-        self.link_up(resource, peer, [data, control], (net, path), resolve);
+        if let Some(link) = joins {
+            if let Some(found) = self.links.get_mut(link) {
+                found.joining.retain(|other| *other != key);
+            }
+            return self.add_lane(link, path, [data, control]);
+        }
+        let Some(slot) = self.resources.get_mut(resource) else {
+            return;
+        };
+        let Some(net) = slot.nets.get(&peer).cloned() else {
+            return;
+        };
+        let mut others = slot.connecting.remove(&peer).unwrap_or_default();
+        others.retain(|other| *other != key);
+        self.link_up(
+            resource,
+            peer,
+            [data, control],
+            (net, path),
+            others,
+            resolve,
+        );
     }
 
     pub(super) fn remove_connecting(&mut self, key: Key) {
@@ -425,19 +516,19 @@ impl<E: Engine> Shard<E> {
     }
 }
 
-fn first_packet(stream: Stream) -> Vec<u8> {
+fn first_packet(stream: Stream, net: &PeerNet) -> Vec<u8> {
     let packet = match stream {
         Stream::Data => Packet::InitialData,
         Stream::Control => Packet::InitialMeta,
     };
-    let mut bytes = Vec::new();
+    let mut bytes = net.framing().prefix().to_vec();
     wire::encode(&packet, VolumeNr::NONE, &Dialect::INITIAL, &mut bytes);
     bytes
 }
 
 /// Receives the rest of a first packet, and not one byte more.
-fn first_packet_op(fd: &Fd, have: usize) -> Op {
-    let len = FIRST_PACKET_BYTES - have;
+fn first_packet_op(fd: &Fd, have: usize, framing: Framing) -> Op {
+    let len = framing.prefix().len() + FIRST_PACKET_BYTES - have;
     Op::Recv {
         fd: fd.clone(),
         into: Memory::Bytes(vec![0; len]),

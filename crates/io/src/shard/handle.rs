@@ -14,13 +14,13 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use super::mailbox::{Mailbox, Message};
 use super::{
     Engine, PendingCommand, ResourceId, Service, ServiceId, ServiceWaker, Shard, ShardConfig,
-    ShardEnv, ShardPort, Slot, Subscriber,
+    ShardEnv, ShardPort, Slot, Subscriber, UsedPaths,
 };
 use crate::arena::Key;
 use crate::pool::BufferPool;
 use crate::port::PortSink;
 use crate::ring::RingKind;
-use crate::tcp::{Path, PeerNet};
+use crate::tcp::PeerNet;
 use crate::timers::Armed;
 
 /// Takes a command's result, on the shard's thread.
@@ -37,7 +37,7 @@ pub struct ResourceView {
     /// The core's report.
     pub snapshot: Snapshot,
     /// The paths of the links that stand.
-    pub paths: BTreeMap<NodeId, Path>,
+    pub paths: UsedPaths,
 }
 
 /// A running shard. Clones name the same shard.

@@ -1,7 +1,5 @@
 //! Established links: bytes in and out, progress, and the end.
 
-use std::collections::BTreeMap;
-
 use lockstep_core::event::{Input, LinkDownReason, LinkId, Payload, Stream, Tag};
 use lockstep_core::report::Event;
 use lockstep_core::time::{Duration, Instant};
@@ -10,7 +8,8 @@ use lockstep_format::wire::Packet;
 use lockstep_format::wire::alg::DigestAlg;
 use socket2::SockRef;
 
-use super::{Engine, Owner, Shard, TimerKey};
+use super::lanes::Lanes;
+use super::{Engine, Owner, Shard, TimerKey, UsedPaths};
 use crate::arena::Key;
 use crate::digest::digest_by;
 use crate::pool::{Claim, IoBuf};
@@ -22,24 +21,37 @@ use crate::transmit::Transmitter;
 
 /// Two streams to a peer.
 pub(super) struct Link {
-    resource: Key,
-    peer: NodeId,
-    data: Half,
+    pub(super) resource: Key,
+    pub(super) peer: NodeId,
+    pub(super) data: Half,
     control: Half,
-    net: PeerNet,
+    pub(super) net: PeerNet,
+    /// Its path, or the first one.
     path: Path,
-    armed: Armed,
+    pub(super) armed: Armed,
+    /// Attempts to connect over further paths.
+    pub(super) joining: Vec<Key>,
+    /// When to look at its lanes.
+    pub(super) watch_at: Option<Instant>,
     /// It is in `Shard::dirty_links`.
     dirty: bool,
     /// The core closed it; what was sent before goes out until then.
-    draining: Option<Instant>,
+    pub(super) draining: Option<Instant>,
+}
+
+/// How the bytes of a stream travel.
+pub(super) enum Way {
+    /// Over one connection.
+    Socket(Fd),
+    /// In chunks over the connections of several paths.
+    Lanes(Lanes),
 }
 
 /// One stream.
-struct Half {
-    fd: Fd,
-    receiver: Receiver,
-    transmitter: Transmitter,
+pub(super) struct Half {
+    pub(super) way: Way,
+    pub(super) receiver: Receiver,
+    pub(super) transmitter: Transmitter,
     receiving: Option<OpKey>,
     /// When something was received last.
     received: Instant,
@@ -68,9 +80,9 @@ const QUIET_TIME: Duration = Duration::from_secs(5);
 const DRAIN_TIME: Duration = Duration::from_secs(2);
 
 impl Half {
-    fn new(fd: Fd, stream: Stream) -> Half {
+    fn new(way: Way, stream: Stream) -> Half {
         Half {
-            fd,
+            way,
             receiver: Receiver::new(stream),
             transmitter: Transmitter::default(),
             receiving: None,
@@ -92,11 +104,20 @@ impl Half {
 }
 
 impl Link {
-    fn half(&mut self, stream: Stream) -> &mut Half {
+    pub(super) fn half(&mut self, stream: Stream) -> &mut Half {
         match stream {
             Stream::Data => &mut self.data,
             Stream::Control => &mut self.control,
         }
+    }
+
+    /// The paths in use.
+    pub(super) fn paths(&self) -> impl Iterator<Item = Path> + '_ {
+        let (one, lanes) = match &self.data.way {
+            Way::Socket(_) => (Some(self.path), None),
+            Way::Lanes(lanes) => (None, Some(lanes.paths())),
+        };
+        one.into_iter().chain(lanes.into_iter().flatten())
     }
 
     /// The earliest moment at which something has taken too long.
@@ -114,7 +135,13 @@ impl Link {
     /// When to look next.
     fn next_look(&self) -> Option<Instant> {
         let rests = [&self.data, &self.control].into_iter();
-        rests.filter_map(Half::rest_at).chain(self.deadline()).min()
+        let times = rests.filter_map(Half::rest_at).chain(self.deadline());
+        times.chain(self.watch()).min()
+    }
+
+    /// When to look at its lanes.
+    fn watch(&self) -> Option<Instant> {
+        self.watch_at.filter(|_| self.draining.is_none())
     }
 }
 
@@ -139,7 +166,7 @@ fn stream_of(owner: Owner) -> Stream {
     }
 }
 
-const STREAMS: [Stream; 2] = [Stream::Data, Stream::Control];
+pub(super) const STREAMS: [Stream; 2] = [Stream::Data, Stream::Control];
 
 impl<E: Engine> Shard<E> {
     /// Both connections to a peer stand.
@@ -149,26 +176,38 @@ impl<E: Engine> Shard<E> {
         peer: NodeId,
         [data, control]: [Fd; 2],
         (net, path): (PeerNet, Path),
+        joining: Vec<Key>,
         resolve_conflicts: bool,
     ) {
-        for (fd, stream) in [(&data, Stream::Data), (&control, Stream::Control)] {
+        let balanced = net.load_balance_paths;
+        let half = |fd: &Fd, stream| {
+            if balanced {
+                return Half::new(Way::Lanes(Lanes::default()), stream);
+            }
             if let Err(error) = socket::prepare_stream(fd, stream) {
                 // Slower at worst; an unusable socket shows itself at the first transfer.
                 tracing::warn!(%error, peer = peer.0, ?stream, "cannot set a socket option");
             }
-        }
+            Half::new(Way::Socket(fd.clone()), stream)
+        };
         let link = Link {
             resource,
             peer,
-            data: Half::new(data, Stream::Data),
-            control: Half::new(control, Stream::Control),
+            data: half(&data, Stream::Data),
+            control: half(&control, Stream::Control),
             net,
             path,
             armed: Armed::default(),
+            joining,
+            watch_at: None,
             dirty: false,
             draining: None,
         };
         let key = self.links.insert(link);
+        if balanced {
+            self.add_lane(key, path, [data, control]);
+            self.adopt_joining(key);
+        }
         if let Some(slot) = self.resources.get_mut(resource) {
             slot.links.push(key);
         }
@@ -187,24 +226,34 @@ impl<E: Engine> Shard<E> {
     }
 
     /// The paths that links of a resource run over.
-    pub(super) fn used_paths(&self, resource: Key) -> BTreeMap<NodeId, Path> {
+    pub(super) fn used_paths(&self, resource: Key) -> UsedPaths {
         let links = self.resources.get(resource).map(|slot| &slot.links[..]);
         let links = links.unwrap_or_default().iter();
         links
             .filter_map(|key| self.links.get(*key))
             .filter(|link| link.draining.is_none())
-            .map(|link| (link.peer, link.path))
+            .map(|link| (link.peer, link.paths().collect()))
             .collect()
     }
 
-    /// Ends the link to a peer if its path is none of these any more.
-    pub(super) fn leave_removed_path(&mut self, resource: Key, peer: NodeId, paths: &[Path]) {
+    /// The paths to a peer are these now: its link ends without one that it uses, or lets the one
+    /// go and takes new ones if it uses all.
+    pub(super) fn follow_paths(&mut self, resource: Key, peer: NodeId, net: &PeerNet) {
+        let paths = &net.paths;
         let links = self.resources.get(resource).map(|slot| slot.links.clone());
         for key in links.unwrap_or_default() {
-            let removed = self.links.get(key).is_some_and(|link| {
-                link.peer == peer && link.draining.is_none() && !paths.contains(&link.path)
-            });
-            if removed {
+            let Some(link) = self.links.get_mut(key) else {
+                continue;
+            };
+            if link.peer != peer || link.draining.is_some() {
+                continue;
+            }
+            if link.net.load_balance_paths {
+                link.net = net.clone();
+                self.drop_joining(key);
+                self.leave_path(key, |path| !paths.contains(path));
+                self.join_paths(key);
+            } else if !paths.contains(&link.path) {
                 tracing::info!(peer = peer.0, "the path in use was removed");
                 self.link_down(key, LinkDownReason::Closed);
             }
@@ -283,14 +332,17 @@ impl<E: Engine> Shard<E> {
         self.dirty_links = links;
     }
 
-    fn start_send(&mut self, key: Key, stream: Stream) {
+    pub(super) fn start_send(&mut self, key: Key, stream: Stream) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
         let half = link.half(stream);
+        let Way::Socket(fd) = &half.way else {
+            return self.spread_out(key, stream);
+        };
         if let Some(list) = half.transmitter.take() {
             let op = Op::Send {
-                fd: half.fd.clone(),
+                fd: fd.clone(),
                 list,
             };
             half.sending = Some(self.ring.push(send_owner(stream).token(key), op));
@@ -335,13 +387,16 @@ impl<E: Engine> Shard<E> {
             return;
         };
         let half = link.half(stream);
+        let Way::Socket(fd) = &half.way else {
+            return self.receive_on_lanes(key, stream);
+        };
         let Target {
             memory: into,
             start,
             len,
         } = half.receiver.target();
         let op = Op::Recv {
-            fd: half.fd.clone(),
+            fd: fd.clone(),
             into,
             start,
             len,
@@ -403,7 +458,11 @@ impl<E: Engine> Shard<E> {
                 return;
             };
             if link.draining.is_some() {
-                link.half(stream).receiver = Receiver::new(stream);
+                let half = link.half(stream);
+                half.receiver = Receiver::new(stream);
+                if let Way::Lanes(lanes) = &mut half.way {
+                    lanes.discard();
+                }
                 return self.start_receive(key, stream);
             }
             let (resource, peer) = (link.resource, link.peer);
@@ -457,6 +516,15 @@ impl<E: Engine> Shard<E> {
                     self.pump();
                 }
                 Parsed::More { partial } => {
+                    match self.supply(key, stream) {
+                        Ok(true) => continue,
+                        Ok(false) => {}
+                        Err(error) => {
+                            let peer = peer.0;
+                            tracing::warn!(peer, ?stream, %error, "the peer broke the protocol");
+                            return self.link_down(key, LinkDownReason::Protocol);
+                        }
+                    }
                     if partial && packets == 0 {
                         let input = Input::Progress {
                             peer,
@@ -478,9 +546,9 @@ impl<E: Engine> Shard<E> {
         }
     }
 
-    fn arm_link(&mut self, key: Key) {
+    pub(super) fn arm_link(&mut self, key: Key) {
         if let Some(link) = self.links.get_mut(key)
-            && let Some(at) = link.deadline()
+            && let Some(at) = link.deadline().into_iter().chain(link.watch()).min()
         {
             self.timers.arm(&mut link.armed, TimerKey::Link(key), at);
         }
@@ -512,13 +580,18 @@ impl<E: Engine> Shard<E> {
                 self.ring.cancel(receive);
             }
         }
-        if let Some(later) = link.next_look() {
+        if link.net.load_balance_paths {
+            self.look_at_lanes(key);
+        }
+        if let Some(link) = self.links.get_mut(key)
+            && let Some(later) = link.next_look()
+        {
             self.timers.arm(&mut link.armed, TimerKey::Link(key), later);
         }
     }
 
     /// A link ended by itself: the core is told, unless it closed the link.
-    fn link_down(&mut self, key: Key, reason: LinkDownReason) {
+    pub(super) fn link_down(&mut self, key: Key, reason: LinkDownReason) {
         let Some(link) = self.links.get(key) else {
             return;
         };
@@ -554,6 +627,10 @@ impl<E: Engine> Shard<E> {
             return self.remove_link(key);
         }
         link.draining = Some(now + DRAIN_TIME);
+        self.drop_joining(key);
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
         // A stream that was parked for memory reads on only to see the end.
         if !std::mem::replace(&mut link.dirty, true) {
             self.dirty_links.push(key);
@@ -565,7 +642,7 @@ impl<E: Engine> Shard<E> {
     /// Goes on with closing: what is queued leaves, then the end of the data stream is announced,
     /// and when the peer has ended it too, that of the control stream. So the peer does not see
     /// the end of one stream before the last packet of the other, and no reset loses bytes.
-    fn drain(&mut self, key: Key) {
+    pub(super) fn drain(&mut self, key: Key) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
@@ -573,12 +650,22 @@ impl<E: Engine> Shard<E> {
         if link.draining.is_none() || queued(&link.data) || queued(&link.control) {
             return;
         }
+        for half in [&mut link.data, &mut link.control] {
+            if let Way::Lanes(lanes) = &half.way {
+                half.ended = lanes.have_ended();
+            }
+        }
         for stream in STREAMS {
             let due = stream == Stream::Data || link.data.ended;
             let half = link.half(stream);
             if due && !std::mem::replace(&mut half.shut, true) {
-                // An error means that the connection has ended already.
-                let _ = SockRef::from(&half.fd).shutdown(std::net::Shutdown::Write);
+                match &mut half.way {
+                    // An error means that the connection has ended already.
+                    Way::Socket(fd) => {
+                        let _ = SockRef::from(&*fd).shutdown(std::net::Shutdown::Write);
+                    }
+                    Way::Lanes(lanes) => lanes.shut(),
+                }
             }
         }
         if link.data.ended && link.control.ended {
@@ -588,13 +675,25 @@ impl<E: Engine> Shard<E> {
 
     /// Forgets a link. Its sockets close when the ring gives their operations back.
     pub(super) fn remove_link(&mut self, key: Key) {
+        self.drop_joining(key);
         let Some(mut link) = self.links.remove(key) else {
             return;
         };
         for stream in STREAMS {
             let half = link.half(stream);
-            // The end reaches the peer now, although operations still own the descriptor.
-            let _ = SockRef::from(&half.fd).shutdown(std::net::Shutdown::Both);
+            match &mut half.way {
+                // The end reaches the peer now, although operations still own the descriptor.
+                Way::Socket(fd) => {
+                    let _ = SockRef::from(&*fd).shutdown(std::net::Shutdown::Both);
+                }
+                Way::Lanes(lanes) => {
+                    let (ops, lanes) = lanes.close();
+                    ops.into_iter().for_each(|op| self.ring.cancel(op));
+                    for key in lanes {
+                        self.lanes.remove(key);
+                    }
+                }
+            }
             for op in [half.receiving.take(), half.sending.take()]
                 .into_iter()
                 .flatten()

@@ -5,13 +5,14 @@
 //! emitted within a turn leave in one gathered send. The shard never looks into a core's state
 //! to decide anything; it only renders reports.
 //!
-//! `links` moves bytes of established links, `connect` makes links, `disks` runs disk operations,
+//! `links` moves bytes of established links, `lanes` those over several paths at once, `connect` makes links, `disks` runs disk operations,
 //! `ports` serves front ends, `handle` is the shard from outside.
 
 mod connect;
 mod disks;
 mod engine;
 mod handle;
+mod lanes;
 mod links;
 mod mailbox;
 mod ports;
@@ -94,7 +95,10 @@ pub struct ResourceId(u64);
 
 /// Told of events of resources, on the shard's thread. With an [`Event::Step`] come the paths that
 /// were in use then.
-pub type Subscriber = Box<dyn FnMut(ResourceId, &Event, &BTreeMap<NodeId, Path>) + Send>;
+pub type Subscriber = Box<dyn FnMut(ResourceId, &Event, &UsedPaths) + Send>;
+
+/// The paths that links to peers run over.
+pub type UsedPaths = BTreeMap<NodeId, Vec<Path>>;
 
 /// The shard itself; lives on its thread.
 pub(crate) struct Shard<E: Engine> {
@@ -115,6 +119,8 @@ pub(crate) struct Shard<E: Engine> {
     subscribers: Vec<Subscriber>,
     tells_steps: bool,
     links: Arena<links::Link>,
+    /// Which link a path of a stream belongs to.
+    lanes: Arena<LaneRef>,
     /// Links with packets that were queued in this turn.
     dirty_links: Vec<Key>,
     connecting: Arena<connect::Connecting>,
@@ -141,7 +147,7 @@ struct Slot<E> {
     armed: Armed,
     nets: BTreeMap<NodeId, PeerNet>,
     /// Peers that the core wants to be connected to.
-    connecting: BTreeMap<NodeId, Option<Key>>,
+    connecting: BTreeMap<NodeId, Vec<Key>>,
     links: Vec<Key>,
     disks: BTreeMap<VolumeNr, disks::OpenDisk>,
     ports: Vec<Key>,
@@ -154,6 +160,13 @@ enum TimerKey {
     Resource(Key),
     Connecting(Key),
     Link(Key),
+}
+
+/// A path of one stream of a link.
+#[derive(Clone, Copy, Debug)]
+struct LaneRef {
+    link: Key,
+    stream: lockstep_core::event::Stream,
 }
 
 struct PendingCommand {
@@ -170,18 +183,22 @@ enum Owner {
     ReceiveControl,
     SendData,
     SendControl,
+    LaneReceive,
+    LaneSend,
     Connect,
     FirstPacket,
     Service,
 }
 
-const OWNERS: [Owner; 9] = [
+const OWNERS: [Owner; 11] = [
     Owner::Disk,
     Owner::Open,
     Owner::ReceiveData,
     Owner::ReceiveControl,
     Owner::SendData,
     Owner::SendControl,
+    Owner::LaneReceive,
+    Owner::LaneSend,
     Owner::Connect,
     Owner::FirstPacket,
     Owner::Service,
@@ -240,6 +257,7 @@ impl<E: Engine> Shard<E> {
             subscribers: Vec::new(),
             tells_steps: false,
             links: Arena::default(),
+            lanes: Arena::default(),
             dirty_links: Vec::new(),
             connecting: Arena::default(),
             opening: Arena::default(),
@@ -323,6 +341,8 @@ impl<E: Engine> Shard<E> {
             Owner::Open => self.disk_opened(key),
             Owner::ReceiveData | Owner::ReceiveControl => self.received(owner, key, done),
             Owner::SendData | Owner::SendControl => self.sent(owner, key, done),
+            Owner::LaneReceive => self.lane_received(key, done),
+            Owner::LaneSend => self.lane_sent(key, done),
             Owner::Connect => self.connect_completed(key, done),
             Owner::FirstPacket => self.first_packet_received(key, done),
             Owner::Service => self.service_completed(key, done),
@@ -572,7 +592,7 @@ impl<E: Engine> Shard<E> {
     fn event(&mut self, key: Key, event: &Event) {
         let paths = match event {
             Event::Step(_) => self.used_paths(key),
-            _ => BTreeMap::new(),
+            _ => UsedPaths::new(),
         };
         for subscriber in &mut self.subscribers {
             subscriber(ResourceId(key.0), event, &paths);

@@ -29,6 +29,7 @@ use crate::ring::{Done, Errno, RingKind};
 use crate::tcp::test_address::unique;
 use crate::tcp::{Acceptor, Path, PeerNet};
 
+mod balanced;
 mod paths;
 mod services;
 mod stalls;

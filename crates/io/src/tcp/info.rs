@@ -19,6 +19,10 @@ pub struct TcpInfo {
     pub segment_bytes: u32,
     /// Segments under way.
     pub unacknowledged_segments: u32,
+    /// How often in a row the oldest one was sent again.
+    pub retransmissions: u8,
+    /// Milliseconds since something was acknowledged.
+    pub since_acknowledgement_ms: u32,
     /// Segments that were sent again since the connection began.
     pub retransmitted_segments: u32,
     /// Bytes in them; 0 where the kernel does not count them (before Linux 4.19).
@@ -68,6 +72,8 @@ impl TcpInfo {
             congestion_window_segments: word(80),
             segment_bytes: word(16),
             unacknowledged_segments: word(24),
+            retransmissions: bytes[2],
+            since_acknowledgement_ms: word(56),
             retransmitted_segments: word(100),
             retransmitted_bytes: long(208),
             delivery_bytes_per_second: long(160),
@@ -121,6 +127,8 @@ mod tests {
         }
         bytes[148..152].copy_from_slice(&u32::MAX.to_ne_bytes());
         bytes[160..168].copy_from_slice(&8u64.to_ne_bytes());
+        bytes[2] = 10;
+        bytes[56..60].copy_from_slice(&11u32.to_ne_bytes());
         bytes[208..216].copy_from_slice(&9u64.to_ne_bytes());
         let info = TcpInfo::read(&bytes);
         let wanted = TcpInfo {
@@ -130,6 +138,8 @@ mod tests {
             congestion_window_segments: 5,
             segment_bytes: 1,
             unacknowledged_segments: 2,
+            retransmissions: 10,
+            since_acknowledgement_ms: 11,
             retransmitted_segments: 6,
             retransmitted_bytes: 9,
             delivery_bytes_per_second: 8,

@@ -1,6 +1,7 @@
 //! Links over TCP: listeners, pairing of two connections, socket options (wire.md, 2).
 
 pub mod acceptor;
+pub mod first;
 pub mod info;
 pub mod namespace;
 pub mod pairing;

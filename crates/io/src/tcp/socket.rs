@@ -9,6 +9,8 @@ use lockstep_core::options::NetOptions;
 use lockstep_core::time::Duration;
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, TcpKeepalive, Type};
 
+use super::first::Framing;
+use super::info::TcpInfo;
 use super::namespace::NetNamespace;
 use crate::ring::Fd;
 
@@ -24,12 +26,16 @@ pub struct Path {
 /// How a peer is reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerNet {
-    /// Paths in the configuration's order; alternatives.
+    /// Paths in the configuration's order; alternatives, or all used at once.
     pub paths: Vec<Path>,
+    /// `load-balance-paths`: all paths are used at once.
+    pub load_balance_paths: bool,
     /// Where their addresses are, if not in the process's own namespace.
     pub namespace: Option<NetNamespace>,
     /// `connect-int`.
     pub connect_int: Duration,
+    /// `ping-int`: a path must show that it works about so often.
+    pub ping_int: Duration,
     /// `ping-timeout`.
     pub ping_timeout: Duration,
     /// `socket-check-timeout`; zero means `ping-timeout`.
@@ -49,14 +55,33 @@ impl PeerNet {
     pub fn new(paths: Vec<Path>, net: &NetOptions) -> PeerNet {
         PeerNet {
             paths,
+            load_balance_paths: false,
             namespace: None,
             connect_int: Duration::from_secs(u64::from(net.connect_int_s)),
+            ping_int: Duration::from_secs(u64::from(net.ping_int_s)),
             ping_timeout: Duration::from_tenths(u64::from(net.ping_timeout_tenths)),
             socket_check: Duration::from_tenths(u64::from(net.socket_check_timeout_tenths)),
             send_timeout: Duration::from_tenths(u64::from(net.timeout_tenths)),
             ko_count: net.ko_count,
             send_buffer_bytes: 0,
             receive_buffer_bytes: 0,
+        }
+    }
+
+    /// The same for each path alone.
+    pub fn each_path(&self) -> impl Iterator<Item = PeerNet> + '_ {
+        self.paths.iter().map(|path| PeerNet {
+            paths: vec![*path],
+            ..self.clone()
+        })
+    }
+
+    /// How the bytes on its connections are framed.
+    pub fn framing(&self) -> Framing {
+        if self.load_balance_paths {
+            Framing::Chunks
+        } else {
+            Framing::Plain
         }
     }
 
@@ -171,6 +196,81 @@ pub(crate) fn prepare_stream(fd: &impl AsFd, stream: Stream) -> io::Result<()> {
     Ok(())
 }
 
+/// Makes the kernel find out within about `ping-int` and `ping-timeout` that a path is broken over
+/// which nothing is sent.
+pub(crate) fn watch(fd: &impl AsFd, ping_int: Duration, ping_timeout: Duration) -> io::Result<()> {
+    let seconds = |time: Duration| std::time::Duration::from_secs(time.0.div_ceil(1_000_000_000));
+    let keepalive = TcpKeepalive::new()
+        .with_time(seconds(ping_int))
+        .with_interval(seconds(ping_timeout))
+        .with_retries(WATCH_PROBES);
+    SockRef::from(fd).set_tcp_keepalive(&keepalive)
+}
+
+/// Nothing has been acknowledged for so long although something was sent, again and again.
+pub(crate) fn is_silent(fd: &impl AsFd, silence: Duration) -> bool {
+    TcpInfo::of(fd).is_ok_and(|info| {
+        let since_ack = Duration::from_millis(u64::from(info.since_acknowledgement_ms));
+        info.unacknowledged_segments > 0 && info.retransmissions > 0 && since_ack >= silence
+    })
+}
+
+/// How full a socket's send buffer is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SendRoom {
+    /// Bytes that it has.
+    pub(crate) used: usize,
+    /// Bytes that it takes without waiting.
+    pub(crate) free: usize,
+}
+
+impl SendRoom {
+    /// It may wait for ever.
+    pub(crate) const ENDLESS: SendRoom = SendRoom {
+        used: 0,
+        free: usize::MAX,
+    };
+
+    /// It is to get so many bytes.
+    pub(crate) fn take(&mut self, bytes: usize) {
+        if *self != SendRoom::ENDLESS {
+            self.used += bytes;
+            self.free = self.free.saturating_sub(bytes);
+        }
+    }
+}
+
+/// Asks for a socket's send buffer.
+pub(crate) fn send_room(fd: &impl AsFd) -> SendRoom {
+    /// Place of the buffer's size in `SO_MEMINFO`.
+    const SIZE: usize = 3;
+    /// Place of what is used of it.
+    const USED: usize = 5;
+    let raw = fd.as_fd().as_raw_fd();
+    let mut words = [0u32; 9];
+    let mut size = size_of_val(&words) as libc::socklen_t;
+    // SAFETY: the kernel writes at most `size` bytes, which `words` has, and any bytes are valid.
+    let result = unsafe {
+        let to = words.as_mut_ptr().cast();
+        libc::getsockopt(raw, libc::SOL_SOCKET, libc::SO_MEMINFO, to, &raw mut size)
+    };
+    if result < 0 {
+        return SendRoom::default();
+    }
+    SendRoom {
+        used: words[USED] as usize,
+        free: words[SIZE].saturating_sub(words[USED]) as usize,
+    }
+}
+
+/// Bytes that were sent and are not acknowledged.
+pub(crate) fn unacknowledged(fd: &impl AsFd) -> usize {
+    let mut count: libc::c_int = 0;
+    // SAFETY: the request writes one `int`, which `count` is.
+    let result = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+    if result < 0 { 0 } else { count.max(0) as usize }
+}
+
 fn set_priority(fd: &impl AsFd, priority: libc::c_int) -> io::Result<()> {
     let raw = fd.as_fd().as_raw_fd();
     let size = size_of::<libc::c_int>() as libc::socklen_t;
@@ -204,6 +304,8 @@ pub(crate) fn plain_ip(ip: IpAddr) -> IpAddr {
     ip.to_canonical()
 }
 
+/// So many unanswered probes mean that a path is broken.
+const WATCH_PROBES: u32 = 3;
 /// Twice the largest number of peers.
 const BACKLOG: i32 = 64;
 

@@ -35,7 +35,7 @@ fn a_link_whose_path_is_removed_ends_and_comes_back_on_another() {
         let used = |n: usize| {
             let node: &Node = &nodes[n];
             let view = node.shard.view(node.id).unwrap().unwrap();
-            view.paths.get(&NodeId(1)).copied()
+            view.paths.get(&NodeId(1))?.first().copied()
         };
         assert_eq!(used(0), None);
         for (n, node) in nodes.iter().enumerate() {

@@ -1,0 +1,151 @@
+//! Connections that use all their paths at once.
+
+use lockstep_core::command::CommandError;
+
+use super::*;
+
+/// Two nodes with two paths between them.
+struct Balanced {
+    nodes: [Node; 2],
+    addresses: [[SocketAddr; 2]; 2],
+}
+
+impl Balanced {
+    fn new(ring: RingKind, name: &str) -> Option<Balanced> {
+        let env = env();
+        let nodes = [Node::new(ring, &env)?, Node::new(ring, &env)?];
+        let addresses = [[unique(), unique()], [unique(), unique()]];
+        for (n, node) in nodes.iter().enumerate() {
+            node.attach(&format!("ram:{DISK_BYTES}:{name}-{ring:?}-{n}"));
+        }
+        Some(Balanced { nodes, addresses })
+    }
+
+    fn path(&self, n: usize, path: usize) -> Path {
+        Path {
+            local: self.addresses[n][path],
+            peer: self.addresses[1 - n][path],
+        }
+    }
+
+    fn tell(&self, n: usize, paths: &[usize]) {
+        let mut net = net(self.addresses[n][0], self.addresses[1 - n][0]);
+        net.paths = paths.iter().map(|p| self.path(n, *p)).collect();
+        net.load_balance_paths = true;
+        let node = &self.nodes[n];
+        node.shard.set_peer(node.id, NodeId(1), net);
+    }
+
+    fn connect(&self) {
+        let answers = self.begin_to_connect();
+        self.wait_for_up(answers);
+    }
+
+    fn begin_to_connect(&self) -> [Receiver<Result<Answer, CommandError>>; 2] {
+        let command = |node: &Node| node.shard.command(node.id, connect());
+        self.nodes.each_ref().map(command)
+    }
+
+    fn wait_for_up(&self, answers: [Receiver<Result<Answer, CommandError>>; 2]) {
+        for answer in answers {
+            answer.recv().unwrap().unwrap();
+        }
+        for node in &self.nodes {
+            assert!(matches!(node.told.recv().unwrap(), Told::Up { .. }));
+        }
+    }
+
+    /// Waits until both nodes use exactly these paths.
+    fn wait_for(&self, paths: &[usize]) {
+        for (n, node) in self.nodes.iter().enumerate() {
+            let mut wanted: Vec<Path> = paths.iter().map(|p| self.path(n, *p)).collect();
+            wanted.sort_by_key(|path| path.local);
+            loop {
+                let view = node.shard.view(node.id).unwrap().unwrap();
+                let mut used = view.paths.get(&NodeId(1)).cloned().unwrap_or_default();
+                used.sort_by_key(|path| path.local);
+                if used == wanted {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+#[test]
+fn writes_reach_the_peer_over_paths_that_come_and_go() {
+    on_both_rings(|ring| {
+        let Some(pair) = Balanced::new(ring, "balanced") else {
+            return;
+        };
+        let mut port = None;
+        let mut expected = vec![0; DISK_BYTES as usize];
+        let mut salt = 0;
+        let mut write = |pair: &Balanced| {
+            let port = port.get_or_insert_with(|| pair.nodes[0].port());
+            for (sector, len) in [(0, 4096), (64, 1 << 20), (4000, 512), (2100, 300_032)] {
+                salt += 1;
+                let bytes = pattern(len, salt);
+                port.write(sector, &bytes).unwrap();
+                expected[sector as usize * 512..][..len].copy_from_slice(&bytes);
+                assert!(matches!(pair.nodes[0].told.recv().unwrap(), Told::Sent(_)));
+            }
+            for n in 0..2 {
+                let path = format!("ram:{DISK_BYTES}:balanced-{ring:?}-{n}");
+                let mut found = vec![0; DISK_BYTES as usize];
+                assert!(RamDisk::of_path(&path).unwrap().read(0, &mut found));
+                assert!(found == expected, "node {n}");
+            }
+        };
+        // The link stands with its first path, the other joins it.
+        pair.tell(0, &[0, 1]);
+        pair.tell(1, &[0, 1]);
+        pair.connect();
+        write(&pair);
+        pair.wait_for(&[0, 1]);
+        write(&pair);
+        // Each path leaves and joins again, told to one node or to both.
+        for left in [0, 1] {
+            let stays = [1 - left];
+            pair.tell(left, &stays);
+            pair.wait_for(&stays);
+            write(&pair);
+            pair.tell(1 - left, &stays);
+            write(&pair);
+            pair.tell(0, &[0, 1]);
+            pair.tell(1, &[0, 1]);
+            pair.wait_for(&[0, 1]);
+            write(&pair);
+        }
+        // Without any path in common the link ends.
+        pair.tell(0, &[0]);
+        pair.wait_for(&[0]);
+        pair.tell(0, &[1]);
+        for node in &pair.nodes {
+            assert!(matches!(node.told.recv().unwrap(), Told::Down(_)));
+        }
+    });
+}
+
+#[test]
+fn a_peer_that_does_not_balance_its_paths_is_not_taken() {
+    on_both_rings(|ring| {
+        let Some(pair) = Balanced::new(ring, "unlike") else {
+            return;
+        };
+        pair.tell(0, &[0, 1]);
+        let node = &pair.nodes[1];
+        let plain = net(pair.addresses[1][0], pair.addresses[0][0]);
+        node.shard.set_peer(node.id, NodeId(1), plain);
+        let answers = pair.begin_to_connect();
+        // Many attempts fail; then both are told the same.
+        let stranger = std::net::TcpListener::bind(pair.addresses[1][1]).unwrap();
+        for _ in 0..6 {
+            drop(stranger.accept().unwrap());
+        }
+        drop(stranger);
+        pair.tell(1, &[0, 1]);
+        pair.wait_for_up(answers);
+    });
+}
