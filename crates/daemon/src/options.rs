@@ -93,20 +93,7 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
     for (name, value) in texts {
         t.set(name, value)?;
     }
-    if !matches!(t.transport.as_str(), "" | "tcp") {
-        return Err(OptionError::Unsupported {
-            name: "transport",
-            value: t.transport,
-            reason: "connections run over tcp",
-        });
-    }
-    if t.tls {
-        return Err(OptionError::Unsupported {
-            name: "tls",
-            value: "yes".into(),
-            reason: "connections are not encrypted",
-        });
-    }
+    check_transport(&t)?;
     Ok(core::NetOptions {
         protocol: match t.protocol {
             table::Protocol::A => core::Protocol::A,
@@ -149,6 +136,37 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
         congestion_fill_sectors: u64::from(t.congestion_fill_sectors),
         congestion_extents: t.congestion_extents,
     })
+}
+
+/// Whether `net` options that were accepted want all paths to be used at once.
+pub fn load_balances(texts: &OptionTexts) -> bool {
+    texts.get("load-balance-paths").map(String::as_str) == Some("yes")
+}
+
+fn check_transport(t: &table::NetOptions) -> Result<(), OptionError> {
+    let unsupported = |name, value: &str, reason| {
+        Err(OptionError::Unsupported {
+            name,
+            value: value.to_owned(),
+            reason,
+        })
+    };
+    if !matches!(t.transport.as_str(), "" | "tcp" | "lb-tcp") {
+        let reason = "connections run over tcp or lb-tcp";
+        return unsupported("transport", &t.transport, reason);
+    }
+    if t.load_balance_paths && t.transport == "tcp" {
+        let reason = "it needs transport lb-tcp, or none given";
+        return unsupported("load-balance-paths", "yes", reason);
+    }
+    if t.tls && t.load_balance_paths {
+        let reason = "there is no TLS over load-balanced paths";
+        return unsupported("tls", "yes", reason);
+    }
+    if t.tls {
+        return unsupported("tls", "yes", "connections are not encrypted");
+    }
+    Ok(())
 }
 
 /// The texts of `net` options with what the peer changed since they were given.
@@ -518,11 +536,21 @@ mod tests {
             Moment::Change,
         );
         assert!(fixed.unwrap_err().to_string().contains("transport"));
+        let error = |given: &[(&str, &str)]| net(&texts(given)).unwrap_err().to_string();
+        assert!(error(&[("transport", "rdma")]).contains("rdma"));
+        let balanced = ("load-balance-paths", "yes");
+        assert!(error(&[("transport", "tcp"), balanced]).contains("needs transport lb-tcp"));
+        assert!(error(&[("tls", "yes"), balanced]).contains("no TLS over load-balanced"));
+        let change = merged(Set::Net, &texts(&[]), &texts(&[balanced]), Moment::Change);
         assert!(
-            net(&texts(&[("transport", "rdma")]))
+            change
                 .unwrap_err()
                 .to_string()
-                .contains("rdma")
+                .contains("load-balance-paths")
         );
+        for transport in ["", "lb-tcp"] {
+            assert!(net(&texts(&[("transport", transport), balanced])).is_ok());
+        }
+        assert!(net(&texts(&[("transport", "lb-tcp")])).is_ok());
     }
 }
