@@ -5,6 +5,7 @@
 
 mod connections;
 mod inherit;
+mod proxied;
 mod volumes;
 
 use alloc::collections::BTreeMap;
@@ -19,6 +20,7 @@ use super::parse::{Diagnostic, Severity};
 
 pub(super) use connections::end_address;
 pub use inherit::inherit;
+pub use proxied::check_proxied;
 
 /// The machine on which the configuration is used.
 pub struct Node<'a> {

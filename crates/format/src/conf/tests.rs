@@ -8,7 +8,7 @@ use super::model::{Address, Config, SourceFile};
 use super::parse::{
     FileError, FileText, Files, NoFiles, ParseOptions, Parsed, Severity, parse, parse_show,
 };
-use super::resolve::{Node, add_names, inherit, resolve};
+use super::resolve::{Node, add_names, check_proxied, inherit, resolve};
 use super::{dump, dump_xml};
 
 const ALL: &str = include_str!("../../../../testdata/conf/all.conf");
@@ -66,6 +66,7 @@ fn resolve_errors(text: &str) -> String {
     };
     let mut found = resolve(&mut parsed.config, &node);
     found.extend(inherit(&mut parsed.config));
+    found.extend(check_proxied(&parsed.config));
     found
         .iter()
         .map(|found| format!("{}\n", found.text))
@@ -340,6 +341,34 @@ fn host_sections_are_checked() {
         found.contains("/etc/drbd.conf:2: in resource r a hostname (\"c\") is given"),
         "{found}"
     );
+}
+
+#[test]
+fn a_proxy_carries_the_tcp_transport_only() {
+    let with = |net: &str| {
+        let end = |name: &str, n: u8| {
+            format!(
+                "host {name} address 127.0.0.1:79{n}0 via proxy on {name} \
+                 {{ inside 127.0.0.2:79{n}1; outside 10.0.0.{n}:7000; }}\n"
+            )
+        };
+        resolve_errors(&format!(
+            "common {{ net {{ {net} }} }} resource r {{ volume 0 {{ device minor 1; disk /d; \
+             meta-disk internal; }}\n\
+             on a {{ node-id 0; }} on b {{ node-id 1; }}\nconnection {{ {}{} }} }}",
+            end("a", 1),
+            end("b", 2)
+        ))
+    };
+    for fine in ["", "transport tcp;", "transport lb-tcp;"] {
+        assert_eq!(with(fine), "", "{fine}");
+    }
+    assert_eq!(
+        with("transport lb-tcp; load-balance-paths yes;"),
+        "/etc/drbd.conf:3: in resource r: a connection through a proxy needs transport tcp, \
+         which 'load-balance-paths yes' is not.\n"
+    );
+    assert!(with("transport rdma;").contains("'transport rdma' is not"));
 }
 
 #[test]

@@ -27,7 +27,7 @@ use lockstep_daemon::handlers::HandlerEntry;
 use lockstep_format::conf::model::{Config, Resource, Settings, SourceFile};
 use lockstep_format::conf::options;
 use lockstep_format::conf::parse::{Diagnostic, ParseOptions, Severity, parse};
-use lockstep_format::conf::resolve::{Node, inherit, resolve, resync_after_minor};
+use lockstep_format::conf::resolve::{Node, check_proxied, inherit, resolve, resync_after_minor};
 
 use args::Args;
 use commands::{Action, Command};
@@ -225,6 +225,7 @@ fn load(
         );
         if needs_options {
             checked?;
+            check(check_proxied(config), err)?;
         }
     }
     check_resync_after(config, system.is_interactive, err)?;
