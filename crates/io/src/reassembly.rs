@@ -185,6 +185,14 @@ pub enum ChunkError {
     },
 }
 
+impl ChunkError {
+    /// What a peer sends that has given the connection up and begins a new one: to this node the
+    /// path looks like a further one of the old connection.
+    pub fn is_new_beginning(&self) -> bool {
+        matches!(self, ChunkError::Behind { found: 1, .. })
+    }
+}
+
 impl Default for Reassembly {
     fn default() -> Self {
         Reassembly { next: 1 }

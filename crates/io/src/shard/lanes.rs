@@ -431,7 +431,17 @@ impl<E: Engine> Shard<E> {
         )
     }
 
-    /// The paths of a link that stay get chunks, those for which this holds do not.
+    pub(super) fn bad_chunk(&mut self, key: Key, stream: Stream, error: ChunkError) {
+        let peer = self.links.get(key).map(|link| link.peer.0);
+        if error.is_new_beginning() {
+            tracing::info!(peer, ?stream, %error, "the peer has begun a new connection");
+            return self.link_down(key, LinkDownReason::Closed);
+        }
+        tracing::warn!(peer, ?stream, %error, "the peer broke the protocol");
+        self.link_down(key, LinkDownReason::Protocol);
+    }
+
+    /// Paths for which this holds get no new chunks, and leave when they are empty.
     pub(super) fn leave_path(&mut self, key: Key, leaves: impl Fn(&Path) -> bool) {
         let now = self.now;
         let Some(link) = self.links.get_mut(key) else {

@@ -519,11 +519,7 @@ impl<E: Engine> Shard<E> {
                     match self.supply(key, stream) {
                         Ok(true) => continue,
                         Ok(false) => {}
-                        Err(error) => {
-                            let peer = peer.0;
-                            tracing::warn!(peer, ?stream, %error, "the peer broke the protocol");
-                            return self.link_down(key, LinkDownReason::Protocol);
-                        }
+                        Err(error) => return self.bad_chunk(key, stream, error),
                     }
                     if partial && packets == 0 {
                         let input = Input::Progress {

@@ -197,11 +197,12 @@ pub(crate) fn prepare_stream(fd: &impl AsFd, stream: Stream) -> io::Result<()> {
 }
 
 /// Makes the kernel find out within about `ping-int` and `ping-timeout` that a path is broken over
-/// which nothing is sent.
+/// which nothing is sent. It asks twice in that time, so that what is sent then has time for its
+/// acknowledgement before the path counts as silent.
 pub(crate) fn watch(fd: &impl AsFd, ping_int: Duration, ping_timeout: Duration) -> io::Result<()> {
     let seconds = |time: Duration| std::time::Duration::from_secs(time.0.div_ceil(1_000_000_000));
     let keepalive = TcpKeepalive::new()
-        .with_time(seconds(ping_int))
+        .with_time(seconds(Duration(ping_int.0 / 2)))
         .with_interval(seconds(ping_timeout))
         .with_retries(WATCH_PROBES);
     SockRef::from(fd).set_tcp_keepalive(&keepalive)

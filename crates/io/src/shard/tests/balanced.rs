@@ -149,3 +149,92 @@ fn a_peer_that_does_not_balance_its_paths_is_not_taken() {
         pair.wait_for_up(answers);
     });
 }
+
+/// What a peer does with its data connection.
+#[derive(PartialEq, Eq)]
+enum Then {
+    Wait,
+    Reset,
+}
+
+/// A peer that makes both connections of the only path itself, and then sends this on the data
+/// stream: why the link ends.
+fn end_after(ring: RingKind, bytes: &[u8], then: Then) -> Option<LinkDownReason> {
+    use std::io::Write;
+    let env = env();
+    let node = Node::new(ring, &env)?;
+    let address = unique();
+    // Bound, but not listening: attempts to connect are refused, and nobody else gets it.
+    let peer = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    peer.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into())
+        .unwrap();
+    let nobody = peer.local_addr().unwrap().as_socket().unwrap();
+    let mut to = net(address, nobody);
+    to.load_balance_paths = true;
+    node.shard.set_peer(node.id, NodeId(1), to);
+    let answer = node.shard.command(node.id, connect());
+    let connect = |command: u8| loop {
+        if let Ok(mut stream) = std::net::TcpStream::connect(address) {
+            let first = [
+                0, 0, 0, 0, 0, 0, 0, 8, 0x83, 0x74, 0x02, 0x67, 0xff, command, 0, 0,
+            ];
+            stream.write_all(&first[..11]).unwrap();
+            stream.write_all(&first[11..]).unwrap();
+            break stream;
+        }
+    };
+    let (mut data, control) = (connect(0xf2), connect(0xf1));
+    answer.recv().unwrap().unwrap();
+    assert!(matches!(node.told.recv().unwrap(), Told::Up { .. }));
+    data.write_all(bytes).unwrap();
+    if then == Then::Reset {
+        socket2::SockRef::from(&data)
+            .set_linger(Some(std::time::Duration::ZERO))
+            .unwrap();
+        drop(data);
+    }
+    let Told::Down(reason) = node.told.recv().unwrap() else {
+        panic!("nothing else happens")
+    };
+    drop(control);
+    Some(reason)
+}
+
+#[test]
+fn chunks_that_cannot_be_end_the_link() {
+    on_both_rings(|ring| {
+        let wrong: [(&[u8], LinkDownReason); 4] = [
+            // Empty; too large; far ahead; the first one again, as of a new connection.
+            (&[0, 0, 0, 1, 0, 0, 0, 0], LinkDownReason::Protocol),
+            (&[0, 0, 0, 1, 1, 0, 0, 1], LinkDownReason::Protocol),
+            (&[9, 0, 0, 1, 0, 0, 0, 1, 5], LinkDownReason::Protocol),
+            (
+                &[0, 0, 0, 1, 0, 0, 0, 1, 0x86, 0, 0, 0, 1, 0, 0, 0, 1, 0x20],
+                LinkDownReason::Closed,
+            ),
+        ];
+        for (bytes, reason) in wrong {
+            let Some(found) = end_after(ring, bytes, Then::Wait) else {
+                return;
+            };
+            assert_eq!(found, reason, "{bytes:?}");
+        }
+    });
+}
+
+#[test]
+fn the_only_path_takes_the_link_with_it() {
+    on_both_rings(|ring| {
+        for bytes in [&[][..], &[0, 0, 0, 1, 0, 0, 0, 2, 0x86]] {
+            let Some(found) = end_after(ring, bytes, Then::Reset) else {
+                return;
+            };
+            let inside = if bytes.is_empty() {
+                LinkDownReason::Closed
+            } else {
+                LinkDownReason::Broken
+            };
+            assert_eq!(found, inside, "{bytes:?}");
+        }
+    });
+}
