@@ -23,6 +23,9 @@ use lockstep_io::transmit::Transmitter;
 /// An address with its port.
 type End = ([u8; 4], u16);
 
+/// Where a segment comes from and goes to.
+type Ends = (End, End);
+
 /// One direction of a TCP connection.
 #[derive(Default)]
 struct Flow {
@@ -31,7 +34,7 @@ struct Flow {
 }
 
 /// What arrives on the flows, in the order of the capture.
-fn arrivals() -> Vec<((End, End), Vec<u8>)> {
+fn arrivals() -> Vec<(Ends, Vec<u8>)> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../testdata/captures/9x/33-2node-lb-tcp-balanced.pcap.gz");
     let mut bytes = Vec::new();
@@ -69,7 +72,7 @@ fn arrivals() -> Vec<((End, End), Vec<u8>)> {
 }
 
 /// A TCP segment over IPv4: its ends, flags, sequence and payload.
-fn segment(frame: &[u8]) -> Option<((End, End), u8, u32, &[u8])> {
+fn segment(frame: &[u8]) -> Option<(Ends, u8, u32, &[u8])> {
     let ip = frame.get(14..)?;
     if frame[12..14] != [8, 0] || ip[9] != 6 {
         return None;
@@ -213,7 +216,7 @@ fn dialect(stream: Stream, before: usize) -> Dialect {
 fn received() -> Vec<Half> {
     let mut halves: Vec<Half> = Vec::new();
     // Each direction of a connection with its half and the lane in that.
-    let mut places: BTreeMap<(End, End), (usize, usize)> = BTreeMap::new();
+    let mut places: BTreeMap<Ends, (usize, usize)> = BTreeMap::new();
     // The last part of an address names the node.
     let mut names: Vec<(bool, u8)> = Vec::new();
     for (ends, bytes) in arrivals() {

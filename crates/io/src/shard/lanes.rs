@@ -362,7 +362,7 @@ impl<E: Engine> Shard<E> {
                 lanes.reassembly.received_directly(&mut entry.inlet, count);
             }
         }
-        let local = entry.path.local;
+        let left = entry.path;
         match done.result {
             Ok(0) => {
                 entry.ended = true;
@@ -370,10 +370,11 @@ impl<E: Engine> Shard<E> {
                     return self.drain(key);
                 }
                 if !entry.inlet.is_between_chunks() {
+                    let local = left.local;
                     tracing::info!(peer, ?stream, %local, "the peer ended a path within a chunk");
                     return self.link_down(key, LinkDownReason::Closed);
                 }
-                self.leave_path(key, |path| path.local == local);
+                self.leave_path(key, |path| *path == left);
             }
             Ok(_) => {
                 // What the peer uses already it takes bytes from.
@@ -399,13 +400,13 @@ impl<E: Engine> Shard<E> {
         if draining {
             return self.drain(key);
         }
-        let local = entry.path.local;
+        let (left, local) = (entry.path, entry.path.local);
         if !entry.is_between_chunks() {
             tracing::info!(peer, ?stream, %local, %errno, "a path failed with bytes under way");
             return self.link_down(key, LinkDownReason::Broken);
         }
         tracing::info!(peer, ?stream, %local, %errno, "a path failed");
-        self.leave_path(key, |path| path.local == local);
+        self.leave_path(key, |path| *path == left);
     }
 
     /// Gives the receiver the stream's next bytes; `false` if they have not come.
