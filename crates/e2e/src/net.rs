@@ -122,6 +122,16 @@ impl Network {
         inside(&self.nodes[node], || ip(&format!("link set eth1 {state}")))
     }
 
+    /// Takes a node's second link off its switch, which nobody is told of.
+    pub fn cut_second_link_silently(&self, node: usize) -> Result<()> {
+        self.switch(&format!("link set second{node} nomaster"))
+    }
+
+    /// Undoes that.
+    pub fn mend_second_link(&self, node: usize) -> Result<()> {
+        self.switch(&format!("link set second{node} master other0"))
+    }
+
     /// Puts a guest in the place of a node, whose cables become tap devices: the namespace in which
     /// QEMU has to run, and each device with the guest's address. The second link comes before.
     pub fn join_guest(&self, node: usize) -> Result<(PathBuf, Vec<(String, String)>)> {

@@ -249,12 +249,31 @@ fn writes_go_on_when_a_network_fails_and_when_both_do_for_a_while() -> Result<()
     wait_for_paths(&cluster, [true, true])?;
     load.wait_for_progress()?;
 
+    // Nobody is told, whichever of the two it is.
+    cluster.network().cut_second_link_silently(0)?;
+    wait_for_paths(&cluster, [true, false])?;
+    load.wait_for_progress()?;
+    cluster.network().mend_second_link(0)?;
+    wait_for_paths(&cluster, [true, true])?;
+    load.wait_for_progress()?;
     cluster.cut(1, Cut::Silent)?;
     wait_for_paths(&cluster, [false, true])?;
     load.wait_for_progress()?;
     cluster.mend(1, Cut::Silent)?;
     wait_for_paths(&cluster, [true, true])?;
     load.wait_for_progress()?;
+
+    // For a moment only: what was lost is sent again, and the connection may stay.
+    for node in [0, 1, 0] {
+        cluster.network().cut_second_link_silently(node)?;
+        for _ in 0..5 {
+            // Takes about as long as a segment waits before it is sent again.
+            established(&cluster, 0)?;
+        }
+        cluster.network().mend_second_link(node)?;
+        load.wait_for_progress()?;
+    }
+    wait_for_paths(&cluster, [true, true])?;
 
     cluster.cut(1, Cut::Silent)?;
     cluster.network().set_second_link(0, true)?;

@@ -13,8 +13,9 @@ use crate::transmit::Transmitter;
 
 /// Parts of payload are multiples of this many bytes.
 const PART_BYTES: usize = 4096;
-/// No part of payload is larger, so that several paths have something to do.
-const PART_BYTES_MAX: usize = 256 << 10;
+/// No part of payload is larger, so that one write keeps several paths busy. Larger than what is
+/// worth to be received without a copy.
+const PART_BYTES_MAX: usize = 64 << 10;
 
 /// The chunks of a stream: the next one, and those under way.
 #[derive(Debug)]

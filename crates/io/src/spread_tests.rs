@@ -102,7 +102,7 @@ fn payload_is_cut_where_a_path_has_no_more_room() {
     let (mut spread, mut from) = (Spread::default(), Transmitter::default());
     let len = 1 << 20;
     push(&mut from, len, 1);
-    let rooms = [90_112 + 17, usize::MAX, 0];
+    let rooms = [49_152 + 17, usize::MAX, 0];
     let (chunks, lists) = cut_all(&mut spread, &mut from, &rooms);
     assert_eq!(chunks[0], (1, 48));
     assert_eq!(chunks[1], (2, 8 + PART_BYTES_MAX));
@@ -111,7 +111,7 @@ fn payload_is_cut_where_a_path_has_no_more_room() {
         (3, 8 + PART_BYTES),
         "without room it is the least"
     );
-    assert_eq!(chunks[3], (4, 8 + 90_112));
+    assert_eq!(chunks[3], (4, 8 + 49_152));
     // What the paths have, put together by sequence, is the payload.
     let mut parts = std::collections::BTreeMap::new();
     for list in lists {

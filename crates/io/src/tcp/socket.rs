@@ -221,7 +221,7 @@ pub(crate) fn is_silent(fd: &impl AsFd, silence: Duration) -> bool {
 pub(crate) struct SendRoom {
     /// Bytes that it has.
     pub(crate) used: usize,
-    /// Bytes that it takes without waiting.
+    /// Bytes that it may get.
     pub(crate) free: usize,
 }
 
@@ -241,7 +241,8 @@ impl SendRoom {
     }
 }
 
-/// Asks for a socket's send buffer.
+/// Asks for a socket's send buffer. The kernel lets a buffer grow only when it was too small for a
+/// while, so a small one may get more than it takes without waiting.
 pub(crate) fn send_room(fd: &impl AsFd) -> SendRoom {
     /// Place of the buffer's size in `SO_MEMINFO`.
     const SIZE: usize = 3;
@@ -260,7 +261,7 @@ pub(crate) fn send_room(fd: &impl AsFd) -> SendRoom {
     }
     SendRoom {
         used: words[USED] as usize,
-        free: words[SIZE].saturating_sub(words[USED]) as usize,
+        free: words[SIZE].max(SEND_ROOM_MIN).saturating_sub(words[USED]) as usize,
     }
 }
 
@@ -305,6 +306,8 @@ pub(crate) fn plain_ip(ip: IpAddr) -> IpAddr {
     ip.to_canonical()
 }
 
+/// Bytes that a send buffer is given in any case.
+const SEND_ROOM_MIN: u32 = 256 << 10;
 /// So many unanswered probes mean that a path is broken.
 const WATCH_PROBES: u32 = 3;
 /// Twice the largest number of peers.
