@@ -744,12 +744,18 @@ impl Resource {
         }
     }
 
-    /// Role of the conflict resolver (semantics.md, 9.1).
+    /// Role of the conflict resolver (semantics.md, 9.1). With several paths at once the nodes may
+    /// differ on which one stood first, and both would come to the same role; nodes of this project
+    /// go by their ids then.
     pub(crate) fn resolves_conflicts(&self, peer: NodeId) -> bool {
-        self.connections
-            .get(&peer)
-            .and_then(|c| c.link.as_ref())
-            .is_some_and(|l| l.resolve_conflicts)
+        let Some(conn) = self.connections.get(&peer) else {
+            return false;
+        };
+        match &conn.link {
+            Some(_) if conn.net.load_balance_paths && conn.is_lockstep() => self.node_id > peer,
+            Some(link) => link.resolve_conflicts,
+            None => false,
+        }
     }
 
     /// `connect`.

@@ -168,6 +168,8 @@ pub struct NetOptions {
     pub always_asbp: bool,
     /// `fencing`, default dont-care.
     pub fencing: Fencing,
+    /// `load-balance-paths`, default no: all paths are used at once. Fixed when the peer is made.
+    pub load_balance_paths: bool,
     /// `_name`: the peer's host name.
     pub peer_name: String,
     /// `allow-remote-read`, default yes.
@@ -207,6 +209,7 @@ impl Default for NetOptions {
             rr_conflict: AfterSplitBrain::Disconnect,
             always_asbp: false,
             fencing: Fencing::DontCare,
+            load_balance_paths: false,
             peer_name: String::new(),
             allow_remote_read: true,
             socket_check_timeout_tenths: 0,

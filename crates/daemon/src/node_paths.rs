@@ -129,7 +129,6 @@ impl Node {
             paths.push(path(&p.local, &p.remote)?);
         }
         let mut net = PeerNet::new(paths, &options::net(&configured.options)?);
-        net.load_balance_paths = options::load_balances(&configured.options);
         net.namespace = configured.namespace;
         let bytes = |name: &str| {
             let text = configured.options.get(name);

@@ -125,6 +125,7 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
             table::Fencing::ResourceOnly => core::Fencing::ResourceOnly,
             table::Fencing::ResourceAndStonith => core::Fencing::ResourceAndStonith,
         },
+        load_balance_paths: t.load_balance_paths,
         peer_name: t.connection_name,
         allow_remote_read: t.allow_remote_read,
         socket_check_timeout_tenths: t.socket_check_timeout_tenths_s,
@@ -136,11 +137,6 @@ pub fn net(texts: &OptionTexts) -> Result<core::NetOptions, OptionError> {
         congestion_fill_sectors: u64::from(t.congestion_fill_sectors),
         congestion_extents: t.congestion_extents,
     })
-}
-
-/// Whether `net` options that were accepted want all paths to be used at once.
-pub fn load_balances(texts: &OptionTexts) -> bool {
-    texts.get("load-balance-paths").map(String::as_str) == Some("yes")
 }
 
 fn check_transport(t: &table::NetOptions) -> Result<(), OptionError> {

@@ -745,7 +745,8 @@ impl World {
                     let up = Input::LinkUp {
                         peer: node_id(y),
                         link: LinkId(link),
-                        resolve_conflicts: x == a,
+                        // With several paths each may have accepted its own first one.
+                        resolve_conflicts: x == a || self.setup.net.load_balance_paths,
                     };
                     self.input(x, up);
                 }

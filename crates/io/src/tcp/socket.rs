@@ -55,7 +55,7 @@ impl PeerNet {
     pub fn new(paths: Vec<Path>, net: &NetOptions) -> PeerNet {
         PeerNet {
             paths,
-            load_balance_paths: false,
+            load_balance_paths: net.load_balance_paths,
             namespace: None,
             connect_int: Duration::from_secs(u64::from(net.connect_int_s)),
             ping_int: Duration::from_secs(u64::from(net.ping_int_s)),

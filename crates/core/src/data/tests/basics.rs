@@ -299,3 +299,24 @@ fn a_ping_before_the_versions_are_agreed_on_is_answered_afterwards() {
     assert!(world.deliver((1, 0, link, true)), "the features");
     assert_eq!(answers(&world), 1);
 }
+
+#[test]
+fn nodes_of_one_connection_have_unlike_roles_whatever_their_first_paths_say() {
+    for load_balance_paths in [false, true] {
+        let setup = Setup {
+            net: NetOptions {
+                load_balance_paths,
+                ..Setup::default().net
+            },
+            ..Setup::default()
+        };
+        let mut w = World::new(1, 2, setup);
+        w.pass(Duration::from_secs(3));
+        let decides = |index: usize| {
+            let resource = &w.nodes[index].resource;
+            assert!(resource.connections[&node_id(1 - index)].is_lockstep());
+            resource.resolves_conflicts(node_id(1 - index))
+        };
+        assert_ne!(decides(0), decides(1), "{load_balance_paths}");
+    }
+}
