@@ -112,6 +112,12 @@ pub struct Link {
     pub own_integrity: Option<DigestAlg>,
     /// A ping was sent and not answered.
     pub ping_outstanding: bool,
+    /// Pings that were sent, also those that no time-out watches.
+    pub pings_sent: u64,
+    /// How many of them are answered.
+    pub pings_answered: u64,
+    /// The number of the ping that is outstanding.
+    pub ping_number: u64,
     /// A ping came before the versions were agreed on here, and is answered when they are.
     pub ping_unanswered: bool,
     /// Resyncs from an 8.4 source that end when so many more pings are answered.
@@ -273,6 +279,9 @@ impl Resource {
             peer_integrity: None,
             own_integrity: None,
             ping_outstanding: false,
+            pings_sent: 0,
+            pings_answered: 0,
+            ping_number: 0,
             ping_unanswered: false,
             ends_after_pings: Vec::new(),
             dry_run: false,
@@ -710,12 +719,38 @@ impl Resource {
         // may have agreed by the time it reads this. The limit of the handshake stands in.
         if link.phase != Phase::Features {
             link.ping_outstanding = true;
+            link.pings_sent += 1;
+            link.ping_number = link.pings_sent;
             self.send(peer, Stream::Control, VolumeNr::NONE, Packet::Ping);
         }
         self.restart_ping_timer(peer);
     }
 
+    /// Sends a ping that may be answered whenever that is: what went before it on the control stream has arrived
+    /// then. Gives its number.
+    pub(crate) fn ping_without_haste(&mut self, peer: NodeId) -> Option<u64> {
+        let conn = self.connections.get_mut(&peer);
+        let link = conn.and_then(|c| c.link.as_mut())?;
+        link.pings_sent += 1;
+        let number = link.pings_sent;
+        self.send(peer, Stream::Control, VolumeNr::NONE, Packet::Ping);
+        Some(number)
+    }
+
     fn ping_answered(&mut self, peer: NodeId) {
+        if let Some(link) = self
+            .connections
+            .get_mut(&peer)
+            .and_then(|c| c.link.as_mut())
+        {
+            link.pings_answered += 1;
+            let answered = link.pings_answered;
+            let early = link.ping_outstanding && answered < link.ping_number;
+            self.acks_arrived(peer, answered);
+            if early {
+                return;
+            }
+        }
         if let Some(link) = self
             .connections
             .get_mut(&peer)
@@ -731,7 +766,6 @@ impl Resource {
         self.keep_words_about(peer);
         self.restart_ping_timer(peer);
         self.legacy_acks_arrived(peer);
-        self.acks_arrived(peer);
         self.late_marks_answered(peer);
         self.doubt_answered(peer);
         self.pings_progress();

@@ -54,8 +54,8 @@ impl Limits {
 pub(crate) struct Open {
     /// Writes and barriers without an answer, oldest first, and when they were sent.
     asked: VecDeque<(u64, Key)>,
-    /// A ping without an answer.
-    ping: Option<u64>,
+    /// Pings without an answer: when their time began.
+    pings: VecDeque<u64>,
     /// Writes since the last barrier.
     epoch: u32,
     /// Parts of resyncs.
@@ -91,14 +91,14 @@ pub(crate) fn sent(w: &mut World, node: usize, link: LinkId, packet: &Packet) {
         Packet::Barrier(barrier) => Key::Barrier(barrier.barrier),
         Packet::Ping => {
             if let Some(open) = open(w, node, link.0) {
-                open.ping.get_or_insert(now);
+                open.pings.push_back(now);
             }
             return;
         }
         // The time-out of a ping that is under way begins anew with other options.
         Packet::ProtocolUpdate(_) => {
-            let ping = open(w, node, link.0).and_then(|open| open.ping.as_mut());
-            if let Some(ping) = ping {
+            let open = open(w, node, link.0);
+            for ping in open.into_iter().flat_map(|open| &mut open.pings) {
                 *ping = now;
             }
             return;
@@ -132,6 +132,14 @@ fn count(w: &mut World, node: usize, link: LinkId, packet: &Packet) {
 
 /// A packet reaches a node.
 pub(crate) fn heard(w: &mut World, node: usize, link: u64, packet: &Packet) {
+    let now = w.now;
+    // What comes on the control stream gives the answer to a ping the whole time again.
+    if let Packet::Ping | Packet::PingAck = packet {
+        let open = open(w, node, link);
+        for ping in open.into_iter().flat_map(|open| &mut open.pings) {
+            *ping = now;
+        }
+    }
     let write = match packet {
         Packet::RecvAck(ack)
         | Packet::WriteAck(ack)
@@ -151,7 +159,7 @@ pub(crate) fn heard(w: &mut World, node: usize, link: u64, packet: &Packet) {
         }
         Packet::PingAck => {
             if let Some(open) = open(w, node, link) {
-                open.ping = None;
+                open.pings.pop_front();
             }
             return;
         }
@@ -184,7 +192,7 @@ pub(crate) fn strikes(w: &mut World, node: usize, peer: NodeId, text: &str) {
     // Whoever stood still looks at the clock before it reads what came meanwhile, so it has to look twice.
     let awake_since = w.nodes[node].frozen_until;
     if is_silent && now <= awake_since + limits.ping {
-        let asked = open(w, node, link).and_then(|open| open.ping);
+        let asked = open(w, node, link).and_then(|open| open.pings.back().copied());
         let late = asked.map_or(0, |at| awake_since.saturating_sub(at + limits.ping));
         if late >= LATE && now < awake_since + AWAKE {
             w.fail(format!(
@@ -201,7 +209,7 @@ pub(crate) fn strikes(w: &mut World, node: usize, peer: NodeId, text: &str) {
     };
     let (since, limit) = match waits {
         true => (open.asked.front().map(|(at, _)| *at), limits.answer),
-        false => (open.ping, limits.ping),
+        false => (open.pings.front().copied(), limits.ping),
     };
     if since.is_none_or(|since| now < since + limit) {
         let waited = since.map(|since| (now - since) / MS);

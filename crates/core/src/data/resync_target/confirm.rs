@@ -16,8 +16,8 @@ pub(super) enum Confirm {
     /// Nothing.
     #[default]
     Unasked,
-    /// They have arrived when so many pings are answered.
-    Answers(u8),
+    /// They have arrived when the ping of this number is answered.
+    Asked(u64),
     /// They have arrived.
     Arrived,
 }
@@ -28,45 +28,28 @@ impl Resource {
         if planted!(self, EndsUnconfirmed) {
             return true;
         }
-        let connection = self.connections.get(&peer);
-        let link = connection.and_then(|c| c.link.as_ref());
-        let outstanding = link.is_some_and(|link| link.ping_outstanding);
-        let Some(sync) = self.target(volume, peer) else {
-            return false;
-        };
-        match sync.confirm {
-            Confirm::Arrived => return true,
-            Confirm::Answers(_) => return false,
-            Confirm::Unasked => {}
-        }
-        // A ping that is under way already went before the last ack.
-        sync.confirm = Confirm::Answers(if outstanding { 2 } else { 1 });
-        self.ping(peer);
-        false
-    }
-
-    /// The peer has answered a ping.
-    pub(crate) fn acks_arrived(&mut self, peer: NodeId) {
-        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
-        let mut more = false;
-        for volume in volumes {
-            let Some(sync) = self.target(volume, peer) else {
-                continue;
-            };
-            match sync.confirm {
-                Confirm::Answers(2..) => {
-                    sync.confirm = Confirm::Answers(1);
-                    more = true;
-                }
-                Confirm::Answers(_) => {
-                    sync.confirm = Confirm::Arrived;
-                    self.target_kick(volume, peer);
-                }
-                Confirm::Unasked | Confirm::Arrived => {}
+        let confirm = self.target(volume, peer).map(|sync| sync.confirm);
+        if confirm == Some(Confirm::Unasked) {
+            // On a line that is slow because of the resync the answer takes its time: it has all of it.
+            let number = self.ping_without_haste(peer);
+            if let Some((sync, number)) = self.target(volume, peer).zip(number) {
+                sync.confirm = Confirm::Asked(number);
             }
         }
-        if more {
-            self.ping(peer);
+        confirm == Some(Confirm::Arrived)
+    }
+
+    /// The peer has answered so many pings.
+    pub(crate) fn acks_arrived(&mut self, peer: NodeId, answered: u64) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            if let Some(sync) = self.target(volume, peer)
+                && let Confirm::Asked(number) = sync.confirm
+                && number <= answered
+            {
+                sync.confirm = Confirm::Arrived;
+                self.target_kick(volume, peer);
+            }
         }
     }
 
