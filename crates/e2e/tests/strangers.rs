@@ -16,7 +16,7 @@ fn setup(test: u8) -> Setup {
         disk_mib: 64,
         net: "protocol C; connect-int 1;".into(),
         // A resync of 60 MiB takes some time.
-        disk: "c-plan-ahead 0; resync-rate 4M;".into(),
+        disk: "c-plan-ahead 0; resync-rate 4M; c-min-rate 0;".into(),
         cramped: None,
         daemon: Vec::new(),
         test,

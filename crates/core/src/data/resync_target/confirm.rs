@@ -8,7 +8,6 @@ use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::ReplState;
 
 use crate::resource::Resource;
-use crate::state::ReplSets;
 
 /// What a target knows of its last acks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,7 +58,8 @@ impl Resource {
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
         for volume in volumes {
             let repl = self.state.peer_device(volume, peer).repl;
-            if repl.is_sync_source()
+            // One that is paused waits for another source, say, and is not at its end.
+            if repl == ReplState::SyncSource
                 && self.out_of_sync_blocks(volume, peer) == 0
                 && let Some(pd) = self.peer_device_mut(volume, peer)
             {
