@@ -58,6 +58,13 @@ struct Lane {
 }
 
 impl Lane {
+    fn shut(&mut self) {
+        if !std::mem::replace(&mut self.shut, true) {
+            // An error means that the connection has ended already.
+            let _ = SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
+        }
+    }
+
     /// No bytes are under way that its end would lose.
     fn is_between_chunks(&self) -> bool {
         let unacknowledged = socket::unacknowledged(&self.fd);
@@ -90,12 +97,17 @@ impl Lanes {
         }
     }
 
-    /// Ends this node's side of the stream.
-    pub(super) fn shut(&mut self) {
-        for lane in &mut self.lanes {
-            lane.shut = true;
-            // An error means that the connection has ended already.
-            let _ = SockRef::from(&lane.fd).shutdown(std::net::Shutdown::Write);
+    /// Ends this node's side of both streams as far as it is due: path after path, the data stream
+    /// of each first, as kernels do.
+    pub(super) fn shut_in_turn(&mut self, control: &mut Lanes) {
+        for (data, control) in self.lanes.iter_mut().zip(&mut control.lanes) {
+            data.shut();
+            if data.ended {
+                control.shut();
+            }
+            if !(data.ended && control.ended) {
+                return;
+            }
         }
     }
 

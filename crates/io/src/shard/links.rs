@@ -660,9 +660,13 @@ impl<E: Engine> Shard<E> {
                     Way::Socket(fd) => {
                         let _ = SockRef::from(&*fd).shutdown(std::net::Shutdown::Write);
                     }
-                    Way::Lanes(lanes) => lanes.shut(),
+                    Way::Lanes(_) => {}
                 }
             }
+        }
+        if let (Way::Lanes(data), Way::Lanes(control)) = (&mut link.data.way, &mut link.control.way)
+        {
+            data.shut_in_turn(control);
         }
         if link.data.ended && link.control.ended {
             self.remove_link(key);

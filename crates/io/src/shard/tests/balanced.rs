@@ -238,3 +238,97 @@ fn the_only_path_takes_the_link_with_it() {
         }
     });
 }
+
+/// The first packet of a connection, as a chunk.
+fn first(command: u8) -> [u8; 16] {
+    [
+        0, 0, 0, 0, 0, 0, 0, 8, 0x83, 0x74, 0x02, 0x67, 0xff, command, 0, 0,
+    ]
+}
+
+/// Waits until the other end sends nothing more.
+fn wait_for_end(stream: &mut std::net::TcpStream) {
+    use std::io::Read;
+    stream.read_to_end(&mut Vec::new()).unwrap();
+}
+
+/// Nothing has come, and no end either, for as long as it takes to be sure enough.
+fn is_quiet(stream: &std::net::TcpStream) -> bool {
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    stream.set_nonblocking(true).unwrap();
+    let found = stream.peek(&mut [0]);
+    stream.set_nonblocking(false).unwrap();
+    found.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+}
+
+/// As kernels do (wire.md, 9.1).
+#[test]
+fn paths_end_one_after_the_other() {
+    use std::io::{Read, Write};
+    on_both_rings(|ring| {
+        let env = env();
+        let Some(node) = Node::new(ring, &env) else {
+            return;
+        };
+        let own = [unique(), unique()];
+        let peers = [unique(), unique()];
+        let listeners = peers.map(|address| std::net::TcpListener::bind(address).unwrap());
+        let mut to = net(own[0], peers[0]);
+        to.paths = std::iter::zip(own, peers)
+            .map(|(local, peer)| Path { local, peer })
+            .collect();
+        to.load_balance_paths = true;
+        // Each node makes one connection of each path.
+        to.connect_int = Duration::from_secs(2);
+        node.shard.set_peer(node.id, NodeId(1), to);
+        let answer = node.shard.command(node.id, connect());
+        let mut up = Some(answer);
+        let mut streams = Vec::new();
+        for path in [0, 1] {
+            let mut theirs = listeners[path].accept().unwrap().0;
+            let mut bytes = [0; 16];
+            theirs.read_exact(&mut bytes).unwrap();
+            let is_data = bytes == first(0xf2);
+            let socket =
+                socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+            socket
+                .bind(&SocketAddr::new(peers[path].ip(), 0).into())
+                .unwrap();
+            socket.connect(&own[path].into()).unwrap();
+            let mut ours = std::net::TcpStream::from(socket);
+            let command = if is_data { 0xf1 } else { 0xf2 };
+            ours.write_all(&first(command)).unwrap();
+            streams.push(if is_data {
+                [theirs, ours]
+            } else {
+                [ours, theirs]
+            });
+            if let Some(answer) = up.take() {
+                answer.recv().unwrap().unwrap();
+                assert!(matches!(node.told.recv().unwrap(), Told::Up { .. }));
+            }
+        }
+        loop {
+            let view = node.shard.view(node.id).unwrap().unwrap();
+            if view
+                .paths
+                .get(&NodeId(1))
+                .is_some_and(|paths| paths.len() == 2)
+            {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        let command = Command::Disconnect {
+            peer: NodeId(1),
+            force: false,
+        };
+        let answer = node.shard.command(node.id, command);
+        let mut streams: VecDeque<_> = streams.into_iter().flatten().collect();
+        while let Some(mut stream) = streams.pop_front() {
+            wait_for_end(&mut stream);
+            assert!(streams.iter().all(is_quiet), "the others wait");
+        }
+        answer.recv().unwrap().unwrap();
+    });
+}
