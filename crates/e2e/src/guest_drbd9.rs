@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::guest::{COMMAND_LIMIT, Guest, GuestNetwork, GuestSetup, HostFiles, can_emulate};
 use crate::guest_drbd::DRBD_LIMIT;
 use crate::guest_host::HostNode;
-use crate::guest_image::{DRBD9_MODULES, DrbdModule};
+use crate::guest_image::{BALANCING, DRBD9_MODULES, DrbdModule};
 use crate::net::{Cut, Network, address, second_address};
 use crate::{NAMES, can_mount};
 
@@ -38,6 +38,24 @@ pub fn can_join_drbd9() -> bool {
         return false;
     }
     can_emulate() && can_mount()
+}
+
+/// Whether the kernel's nodes can use all paths at once: their module is there, and their tools know the option.
+pub fn can_balance_with_drbd9() -> bool {
+    if !can_join_drbd9() {
+        return false;
+    }
+    let directory = std::env::var_os(DRBD9_MODULES).unwrap_or_default();
+    let module = std::path::Path::new(&directory).join(format!("{BALANCING}.ko"));
+    let tool = fs::read("/usr/sbin/drbdsetup").unwrap_or_default();
+    let known = b"load-balance-paths";
+    let present = module.exists() && tool.windows(known.len()).any(|words| words == known);
+    if !present {
+        eprintln!(
+            "skipped: this machine lacks: {BALANCING} and drbd-utils that know load-balance-paths"
+        );
+    }
+    present
 }
 
 /// What a node runs.
@@ -810,14 +828,14 @@ fn word(value: &Value) -> String {
     value.as_str().unwrap_or("").to_string()
 }
 
-/// tcpdump on the bridge, if a file for it is named.
+/// tcpdump on both bridges, if a file for it is named.
 fn dump(network: &Network) -> Result<Option<Child>> {
     let Some(file) = std::env::var_os("LOCKSTEP_GUEST_PCAP") else {
         return Ok(None);
     };
     let child = Command::new("nsenter")
         .arg(format!("--net={}", network.switch_path().display()))
-        .args(["tcpdump", "-q", "-U", "-s", "0", "-i", "bridge0", "-w"])
+        .args(["tcpdump", "-q", "-U", "-s", "0", "-i", "any", "-w"])
         .arg(file)
         .arg("tcp")
         .stdin(Stdio::null())

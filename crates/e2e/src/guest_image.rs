@@ -30,8 +30,11 @@ pub enum DrbdModule {
 }
 
 /// Names the directory with `drbd.ko` and `drbd_transport_tcp.ko` of DRBD 9, built for the guests'
-/// kernel. No distribution has them.
+/// kernel, and with [`BALANCING`] where there is one. No distribution has them.
 pub const DRBD9_MODULES: &str = "LOCKSTEP_DRBD9_MODULES";
+
+/// DRBD 9's transport over all paths at once.
+pub const BALANCING: &str = "drbd_transport_lb-tcp";
 
 /// What QEMU boots, and which modules can be loaded afterwards.
 #[derive(Clone, Debug)]
@@ -100,8 +103,12 @@ fn drbd9_modules(
     let directory =
         std::env::var_os(DRBD9_MODULES).with_context(|| format!("no {DRBD9_MODULES}"))?;
     let mut files = BTreeMap::new();
-    for name in ["drbd", "drbd_transport_tcp"] {
-        let path = Path::new(&directory).join(format!("{name}.ko"));
+    for file in ["drbd", "drbd_transport_tcp", BALANCING] {
+        let path = Path::new(&directory).join(format!("{file}.ko"));
+        if file == BALANCING && !path.exists() {
+            continue;
+        }
+        let name = plain(file);
         let module = fs::read(&path).with_context(|| format!("{}", path.display()))?;
         let magic = modinfo(&module, "vermagic").unwrap_or_default();
         let built_for = magic.split(' ').next().unwrap_or_default();
@@ -120,9 +127,9 @@ fn drbd9_modules(
                     .collect::<Vec<_>>(),
             );
         }
-        line.push(name.to_string());
-        order.insert(name.to_string(), line);
-        files.insert(name.to_string(), path);
+        line.push(name.clone());
+        order.insert(name.clone(), line);
+        files.insert(name, path);
     }
     Ok(files)
 }

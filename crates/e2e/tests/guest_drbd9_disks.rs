@@ -1,8 +1,10 @@
 //! One Lockstep node and one kernel DRBD 9 node: disks that come and go, grow, shrink and are
 //! exchanged, nodes without a disk, and other settings of disks and paths, in both role assignments.
 
-use anyhow::{Result, ensure};
-use lockstep_e2e::guest_drbd9::{Kind, Nine, NineSetup, can_join_drbd9, scribble_words};
+use anyhow::{Context, Result, ensure};
+use lockstep_e2e::guest_drbd9::{
+    Kind, Nine, NineSetup, can_balance_with_drbd9, can_join_drbd9, scribble_words,
+};
 
 use Kind::{Kernel, Lockstep};
 
@@ -212,6 +214,75 @@ fn a_connection_with_two_paths_survives_the_loss_of_either() -> Result<()> {
         cluster.network().set_second_link(0, false)?;
         cluster.finish(job)?;
         cluster.wait_in_sync()?;
+        cluster.adm(source, "secondary r0")?;
+    }
+    cluster.check_end(&[])
+}
+
+/// What has passed the two interfaces of the Lockstep node.
+fn passed_bytes(cluster: &Nine) -> Result<[u64; 2]> {
+    let of = |interface: &str| {
+        let output = cluster.network().inside(0, || {
+            let words = ["-json", "-statistics", "link", "show", "dev", interface];
+            Ok(std::process::Command::new("ip").args(words).output()?)
+        })?;
+        let links: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let bytes = |way: &str| links[0]["stats64"][way]["bytes"].as_u64();
+        let sum = bytes("tx").zip(bytes("rx")).map(|(tx, rx)| tx + rx);
+        sum.with_context(|| format!("what has passed {interface}: {output:?}"))
+    };
+    Ok([of("eth0")?, of("eth1")?])
+}
+
+fn wait_for_both_paths(cluster: &Nine) -> Result<()> {
+    cluster.wait("both paths established", |cluster| {
+        for node in [0, 1] {
+            let status = cluster.status(node)?;
+            let paths = status["connections"][0]["paths"].as_array().cloned();
+            let paths = paths.with_context(|| format!("paths in {status}"))?;
+            if paths.len() != 2 || paths.iter().any(|path| path["established"] != true) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    })
+}
+
+#[test]
+fn all_paths_at_once_carry_writes_and_either_may_fail() -> Result<()> {
+    if !can_balance_with_drbd9() {
+        return Ok(());
+    }
+    let net = "transport lb-tcp; load-balance-paths yes; ping-int 2; verify-alg crc32c;";
+    let mut setup = NineSetup::new(&PAIR, 9580).net(net);
+    setup.two_paths = true;
+    let cluster = Nine::start_equal(setup)?;
+    for (source, target) in ROLES {
+        cluster.make_primary(source)?;
+        wait_for_both_paths(&cluster)?;
+        cluster.scribble(source, 0)?;
+        let bulk = "dd if=/dev/urandom of=$D bs=1M count=12 conv=notrunc,fsync 2>/dev/null";
+        let before = passed_bytes(&cluster)?;
+        cluster.wait("both paths carry writes", |cluster| {
+            cluster.sh(source, 0, bulk)?;
+            let now = passed_bytes(cluster)?;
+            Ok((0..2).all(|path| now[path] - before[path] > 256 << 10))
+        })?;
+        let job = cluster.job(source, 0, &scribble_words(source, 300))?;
+        cluster.cut(0, true)?;
+        cluster.wait_connected()?;
+        cluster.cut(0, false)?;
+        cluster.network().set_second_link(0, true)?;
+        cluster.wait_connected()?;
+        cluster.network().set_second_link(0, false)?;
+        cluster.finish(job)?;
+        cluster.wait_in_sync()?;
+        for node in [target, source] {
+            cluster.adm(node, "disconnect r0")?;
+            cluster.scribble(source, 0)?;
+            cluster.adm(node, "connect r0")?;
+            cluster.wait_in_sync()?;
+        }
         cluster.adm(source, "secondary r0")?;
     }
     cluster.check_end(&[])
