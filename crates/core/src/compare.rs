@@ -889,8 +889,7 @@ fn apply_disk_states(h: &Handshake<'_>, verdict: &mut Verdict) {
             && source == DiskState::Inconsistent;
         (by_rule && verdict.strategy.is_arbitrary()) || no_sync || crashed
     } else {
-        let arbitrary = h.is_lockstep() && verdict.strategy.is_arbitrary();
-        verdict.rule == Rule::BothOff && (one_inconsistent || arbitrary) || no_sync
+        one_inconsistent && (verdict.rule == Rule::BothOff || no_sync)
     };
     if !applies {
         return;
