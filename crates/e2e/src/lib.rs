@@ -8,6 +8,7 @@ pub mod hold;
 pub mod load;
 pub mod net;
 pub mod postgres;
+pub mod writer;
 
 pub mod wan;
 

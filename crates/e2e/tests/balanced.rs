@@ -1,74 +1,13 @@
 //! Connections that use two paths over two networks at once (`load-balance-paths`).
 
-use std::fs;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
-use std::time::Instant;
-
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use lockstep_e2e::net::{Cut, address, second_address};
-use lockstep_e2e::{Cluster, PATIENCE, Setup, can_mount};
+use lockstep_e2e::writer::Writer;
+use lockstep_e2e::{Cluster, Setup, can_mount};
 
 const TEST: u8 = 207;
 /// What one write of the load has.
 const WRITE_BYTES: usize = 256 << 10;
-
-/// Writes large blocks, each durable, until it is told to end.
-struct Load {
-    stop: Arc<AtomicBool>,
-    written: Arc<AtomicU64>,
-    thread: JoinHandle<Result<()>>,
-}
-
-impl Load {
-    fn start(device: &Path) -> Result<Load> {
-        let file = fs::File::options().write(true).open(device)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let written = Arc::new(AtomicU64::new(0));
-        let (told, count) = (stop.clone(), written.clone());
-        let thread = std::thread::spawn(move || {
-            while !told.load(Ordering::Relaxed) {
-                let n = count.load(Ordering::Relaxed);
-                let bytes: Vec<u8> = (0..WRITE_BYTES)
-                    .map(|at| (at / 512) as u8 ^ n as u8)
-                    .collect();
-                file.write_all_at(&bytes, n * 7 % 120 * WRITE_BYTES as u64)?;
-                file.sync_all()?;
-                count.fetch_add(1, Ordering::Relaxed);
-            }
-            Ok(())
-        });
-        Ok(Load {
-            stop,
-            written,
-            thread,
-        })
-    }
-
-    fn written(&self) -> u64 {
-        self.written.load(Ordering::Relaxed)
-    }
-
-    /// Waits until some more blocks are written.
-    fn wait_for_progress(&self) -> Result<()> {
-        let enough = self.written() + 10;
-        let begin = Instant::now();
-        while self.written() < enough {
-            ensure!(begin.elapsed() < PATIENCE, "no write returns");
-            ensure!(!self.thread.is_finished(), "a write failed");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-        Ok(())
-    }
-
-    fn end(self) -> Result<()> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().map_err(|_| anyhow!("a panic"))?
-    }
-}
 
 /// Two nodes with two networks, connected over both.
 fn cluster(test: u8) -> Result<Cluster> {
@@ -151,7 +90,7 @@ fn path(verb: &str, node: usize, of: fn(usize) -> String) -> String {
     format!("{verb} r0 {peer} ipv4:{own}:7788 ipv4:{other}:7788")
 }
 
-fn finish(cluster: &Cluster, load: Load) -> Result<()> {
+fn finish(cluster: &Cluster, load: Writer) -> Result<()> {
     load.wait_for_progress()?;
     load.end()?;
     cluster.wait_in_sync()?;
@@ -176,7 +115,7 @@ fn both_paths_carry_traffic_and_either_may_leave_under_load() -> Result<()> {
         return Ok(());
     }
     let cluster = cluster(TEST)?;
-    let load = Load::start(&cluster.device(0, TEST, 0)?)?;
+    let load = Writer::start(&cluster.device(0, TEST, 0)?, WRITE_BYTES, 120)?;
     // A path that has just joined is spared until the peer certainly has it too.
     let joined = sent_bytes(&cluster, 0, "eth1")?;
     cluster.wait("the second path carries data", |c| {
@@ -239,7 +178,7 @@ fn writes_go_on_when_a_network_fails_and_when_both_do_for_a_while() -> Result<()
     }
     let test = TEST + 1;
     let cluster = cluster(test)?;
-    let load = Load::start(&cluster.device(0, test, 0)?)?;
+    let load = Writer::start(&cluster.device(0, test, 0)?, WRITE_BYTES, 120)?;
     load.wait_for_progress()?;
 
     cluster.network().set_second_link(0, true)?;

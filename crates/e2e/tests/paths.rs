@@ -1,65 +1,11 @@
 //! Connections with two paths over two networks, and what is added and removed under I/O.
 
-use std::fs;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
-use std::time::Instant;
-
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use lockstep_e2e::net::{Cut, address, second_address};
-use lockstep_e2e::{Cluster, PATIENCE, Setup, can_mount};
+use lockstep_e2e::writer::Writer;
+use lockstep_e2e::{Cluster, Setup, can_mount};
 
 const TEST: u8 = 97;
-
-/// Writes blocks, each durable, until it is told to end.
-struct Writer {
-    stop: Arc<AtomicBool>,
-    written: Arc<AtomicU64>,
-    thread: JoinHandle<Result<()>>,
-}
-
-impl Writer {
-    fn start(device: &Path) -> Result<Writer> {
-        let file = fs::File::options().write(true).open(device)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let written = Arc::new(AtomicU64::new(0));
-        let (told, count) = (stop.clone(), written.clone());
-        let thread = std::thread::spawn(move || {
-            while !told.load(Ordering::Relaxed) {
-                let n = count.load(Ordering::Relaxed);
-                file.write_all_at(&[n as u8; 4096], n * 7 % 4096 * 4096)?;
-                file.sync_all()?;
-                count.fetch_add(1, Ordering::Relaxed);
-            }
-            Ok(())
-        });
-        Ok(Writer {
-            stop,
-            written,
-            thread,
-        })
-    }
-
-    /// Waits until some more blocks are written.
-    fn wait_for_progress(&self) -> Result<()> {
-        let enough = self.written.load(Ordering::Relaxed) + 10;
-        let begin = Instant::now();
-        while self.written.load(Ordering::Relaxed) < enough {
-            ensure!(begin.elapsed() < PATIENCE, "no write returns");
-            ensure!(!self.thread.is_finished(), "a write failed");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-        Ok(())
-    }
-
-    fn end(self) -> Result<()> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().map_err(|_| anyhow!("a panic"))?
-    }
-}
 
 /// The address of this end of each path, and whether the path is in use.
 fn paths(cluster: &Cluster, node: usize) -> Result<Vec<(String, bool)>> {
@@ -114,7 +60,7 @@ fn a_connection_fails_over_between_its_paths_under_io() -> Result<()> {
     })?;
     cluster.network().add_second_link()?;
     cluster.first_primary(0)?;
-    let writer = Writer::start(&cluster.device(0, TEST, 0)?)?;
+    let writer = Writer::start(&cluster.device(0, TEST, 0)?, 4096, 4096)?;
     writer.wait_for_progress()?;
     wait_for_path(&cluster, address)?;
 
@@ -181,7 +127,7 @@ fn a_peer_leaves_a_cluster_of_three_and_comes_back_under_io() -> Result<()> {
         test,
     })?;
     cluster.first_primary(0)?;
-    let writer = Writer::start(&cluster.device(0, test, 0)?)?;
+    let writer = Writer::start(&cluster.device(0, test, 0)?, 4096, 4096)?;
     writer.wait_for_progress()?;
 
     // The third node is taken out of the cluster.
