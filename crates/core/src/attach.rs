@@ -160,6 +160,7 @@ impl Resource {
             layout: None,
             generations,
             crashed_primary: false,
+            crashed_for: NodeMask::EMPTY,
             primary_lost_quorum: false,
             restore_quorum: false,
             degraded: NodeMask::EMPTY,
@@ -388,6 +389,10 @@ impl Resource {
         disk.io.plant(self.planted);
         disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY)
             && !planted!(self, CrashedPrimaryForgotten);
+        disk.crashed_for = match disk.crashed_primary {
+            true => (0..NodeId::COUNT).map(NodeId).collect(),
+            false => NodeMask::EMPTY,
+        };
         disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM)
             && !planted!(self, LostQuorumForgotten);
         disk.restore_quorum = superblock
@@ -410,6 +415,7 @@ impl Resource {
             disk.generations.flags.remove(DeviceFlags::HAVE_QUORUM);
         }
         disk.format = format;
+        disk.writer.size_named = superblock.effective_size.0 != 0;
         disk.superblock = Some(superblock);
         let al_byte = layout.al_byte();
         let al_len = geometry.al.bytes() as u32;

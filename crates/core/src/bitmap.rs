@@ -122,13 +122,13 @@ impl Bitmap {
         self.set_bits(slot, bits)
     }
 
-    /// Sets every bit that a write touches in all slots but those of `except` (bit n is slot n).
-    pub fn set_range_in_all(&mut self, sector: Sector, size_bytes: u32, except: u32) {
-        for slot in 0..self.shape.slots() {
-            if except >> slot & 1 == 0 {
-                self.set_range(slot, sector, size_bytes);
-            }
-        }
+    /// Sets every bit that a write touches in all slots but those of `except` (bit n is slot n);
+    /// returns how many were not set.
+    pub fn set_range_in_all(&mut self, sector: Sector, size_bytes: u32, except: u32) -> u64 {
+        let slots = (0..self.shape.slots()).filter(|slot| except >> slot & 1 == 0);
+        slots
+            .map(|slot| self.set_range(slot, sector, size_bytes))
+            .sum()
     }
 
     /// Clears the bits of blocks that lie wholly in the range; returns how many were set.

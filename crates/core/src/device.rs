@@ -4,7 +4,7 @@ use alloc::collections::VecDeque;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{Dagtag, NodeId, Uuid, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{ReplState, UuidFlags};
 
 use crate::command::MetaIndex;
@@ -107,6 +107,8 @@ pub struct LocalDisk {
     pub generations: Generations,
     /// The node was a Primary that went down without a graceful end (flag `CRASHED_PRIMARY`).
     pub crashed_primary: bool,
+    /// The peers that have not met this disk since it holds what a crashed Primary has completed.
+    pub(crate) crashed_for: NodeMask,
     /// It was a Primary that lost quorum (flag `PRIMARY_LOST_QUORUM`).
     pub primary_lost_quorum: bool,
     /// A last man standing keeps its quorum over a restart (semantics.md, 8.3).
@@ -172,6 +174,12 @@ pub struct MetaWriter {
     pub hold: bool,
     /// The next write flushes the data first: this disk's copy became the only good one.
     pub flush_data: bool,
+    /// The superblock on the disk names the size that the bitmap and the activity log are of.
+    pub size_named: bool,
+    /// The superblock in flight does.
+    pub size_in_flight: bool,
+    /// The activity log waits for that: without a size nothing is read from it after a crash.
+    pub size_awaited: bool,
     /// What waits for a count to be durable, in ascending order.
     pub waiting: VecDeque<(u64, AfterMeta)>,
 }

@@ -316,6 +316,9 @@ impl Resource {
             self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
             return;
         }
+        if flags.is_empty() && self.spreads_to(peer, volume) {
+            return;
+        }
         let Some(set) = self.own_uuids(peer, volume, flags) else {
             return;
         };
@@ -1025,6 +1028,7 @@ impl Resource {
         let Some(result) = self.compare_with(peer, volume, theirs, phase) else {
             return;
         };
+        self.compared_beside_crashed(peer, volume);
         let strategy = result.strategy;
         if self.is_left_to_third(volume, peer, &result) {
             return;

@@ -24,6 +24,7 @@ pub mod compare;
 pub mod compare84;
 mod congestion;
 pub mod connection;
+mod crashed_copy;
 pub mod data;
 pub mod device;
 mod disk_look;

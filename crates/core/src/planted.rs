@@ -857,6 +857,18 @@ registry! {
         "A survivor waits for ever for what nobody says of a Primary that was demoted.";
     ResyncReversed "resync-reversed"
         "A source may be invalidated by its target.";
+    SizeNotAwaited "size-not-awaited"
+        "The activity log is written before the metadata name the volume's size.";
+    ConfirmsBeforeDurable "confirms-before-durable"
+        "A follower names a new generation to its Primary before it is written down.";
+    CrashedCopyUntold "crashed-copy-untold"
+        "A crashed Primary is ahead of the first peer that it meets only, and not whoever was copied from it.";
+    OtherSourceClears "other-source-clears"
+        "What one source has sent settles a mark though a reply of another source has replaced it.";
+    LateBarrierForgotten "late-barrier-forgotten"
+        "An epoch that has ended already when its writes are sent to a peer is not ended there.";
+    UnackedCountDurable "unacked-count-durable"
+        "Marks of writes that not all peers have are taken for durable when a resync replaces the blocks.";
     SlotCountsDurable "slot-counts-durable"
         "Blocks are replaced though their marks in a slot that was filled are not durable.";
     OutdatedForEver "outdated-for-ever"

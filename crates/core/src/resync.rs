@@ -219,6 +219,7 @@ impl Resource {
             disk.generations.history = Default::default();
         }
         disk.crashed_primary = false;
+        self.copied_from_crashed(peer, volume);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.behind = behind;
             pd.resync_ready = false;

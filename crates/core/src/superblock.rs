@@ -2,8 +2,8 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::VolumeNr;
-use lockstep_format::wire::DiskState;
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState};
 
 use crate::device::AfterMeta;
 use crate::event::MetaOp;
@@ -71,10 +71,15 @@ impl Resource {
             return;
         }
         let count = disk.writer.changed;
-        let Some((offset, bytes)) = disk.encode_superblock(size, members, up_to_date_somewhere)
-        else {
+        let persist_size = up_to_date_somewhere || disk.writer.size_awaited;
+        let Some((offset, bytes)) = disk.encode_superblock(size, members, persist_size) else {
             return;
         };
+        let named = disk
+            .superblock
+            .as_ref()
+            .map_or(Sector(0), |b| b.effective_size);
+        disk.writer.size_in_flight = named.0 != 0;
         disk.writer.in_flight = Some(count);
         // A clean log says that nothing has to be copied after a power cut: so nothing may be
         // left in the disk's cache.
@@ -119,6 +124,8 @@ impl Resource {
             false => count,
         };
         disk.writer.durable = count;
+        disk.writer.size_named |= disk.writer.size_in_flight;
+        let logged = disk.writer.size_named && core::mem::take(&mut disk.writer.size_awaited);
         let mut due = Vec::new();
         while disk
             .writer
@@ -132,6 +139,9 @@ impl Resource {
         }
         if !planted!(self, LaterChangesUnwritten) {
             self.push_superblock(volume);
+        }
+        if logged {
+            self.write_al_block(volume);
         }
         for then in due {
             self.meta_durable(volume, then);
@@ -168,11 +178,23 @@ impl Resource {
     }
 
     /// A newer generation has been taken over, and is not durable: who hears of it counts on that. It is told once it is.
-    fn spreads_later(&self, volume: VolumeNr) -> bool {
+    pub(crate) fn spreads_later(&self, volume: VolumeNr) -> bool {
         let disk = self.devices.get(&volume).and_then(|d| d.disk.as_ref());
         let mut waiting = disk.into_iter().flat_map(|d| &d.writer.waiting);
         waiting.any(|(_, then)| matches!(then, AfterMeta::SpreadUuids))
             && !planted!(self, SpreadsEarly)
+    }
+
+    /// The peer hears of that generation when it is durable, and nothing of it before. Who attaches waits for the
+    /// UUIDs, and its Primary does not take them for a confirmation.
+    pub(crate) fn spreads_to(&self, peer: NodeId, volume: VolumeNr) -> bool {
+        let p = self.state.peer_device(volume, peer);
+        let attaches = [DiskState::Attaching, DiskState::Negotiating];
+        p.repl >= ReplState::Established
+            && !attaches.contains(&p.disk)
+            && !attaches.contains(&self.state.disk(volume))
+            && self.spreads_later(volume)
+            && !planted!(self, ConfirmsBeforeDurable)
     }
 
     /// All metadata changes of the volume up to now are durable.

@@ -326,6 +326,7 @@ impl Resource {
             return;
         };
         let own_up = after.disk == DiskState::UpToDate;
+        let primary = new.primary_peer().is_some() || new.role == Role::Primary;
         for (peer, p) in &after.peers {
             let before = old.peer_device(volume, *peer);
             self.target_heard(volume, *peer, (before.repl, p.repl));
@@ -386,6 +387,9 @@ impl Resource {
             let Some(device) = self.devices.get_mut(&volume) else {
                 return;
             };
+            if own_up && p.disk == DiskState::UpToDate && p.repl >= ReplState::Established {
+                device.met_whole(*peer, &before, primary);
+            }
             let Some(pd) = device.peers.get_mut(peer) else {
                 continue;
             };
@@ -397,14 +401,6 @@ impl Resource {
             pd.joined_behind = p.repl > ReplState::Off
                 && p.disk != DiskState::UpToDate
                 && (before.repl == ReplState::Off || pd.joined_behind);
-            if own_up && p.disk == DiskState::UpToDate && p.repl >= ReplState::Established {
-                if let Some(disk) = device.disk.as_mut() {
-                    disk.crashed_primary = false;
-                }
-                if let Some(uuids) = pd.uuids.as_mut() {
-                    uuids.flags.remove(UuidFlags::CRASHED_PRIMARY);
-                }
-            }
             let forced = after.disk == DiskState::Inconsistent
                 && before.disk == DiskState::Inconsistent
                 && p.disk == DiskState::UpToDate

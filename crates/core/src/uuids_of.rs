@@ -433,7 +433,8 @@ impl Resource {
                 .get(&peer)
                 .is_some_and(|c| c.discard_my_data),
         );
-        flags.set(UuidFlags::CRASHED_PRIMARY, disk.crashed_primary);
+        let crashed = disk.crashed_primary || self.speaks_for_crashed(peer, volume);
+        flags.set(UuidFlags::CRASHED_PRIMARY, crashed);
         flags.set(UuidFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
         let stayed = pd.reconnect || planted!(self, ReconnectFlagAlways);
         flags.set(UuidFlags::RECONNECT, stayed);

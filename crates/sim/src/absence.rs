@@ -7,8 +7,9 @@ use lockstep_core::event::RequestKind;
 use lockstep_core::options::{Fencing, OnCongestion, Quorum};
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
-use lockstep_format::units::VolumeNr;
+use lockstep_format::units::{Uuid, VolumeNr};
 
+use crate::at_rest::change_waits;
 use crate::calm;
 use crate::check;
 use crate::disk::Lose;
@@ -83,6 +84,16 @@ fn primary_is_gone(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) 
         w.set_blocked(primary, *peer, false);
         w.set_blocked(*peer, primary, false);
     }
+    if went_on_alone(w, &peers) || nobody_follows(w, primary, &peers) {
+        let until = w.now + LOOKED_AT;
+        let what = "the survivors of a Primary that went on alone are looked at";
+        wait_for(w, o, SOON, what, |w, _| {
+            (w.now < until).then(|| "they are".into())
+        });
+        if w.violation.is_some() || are_outdated(w, &peers) {
+            return;
+        }
+    }
     let had = contents(w, &peers);
     are_alike(w, o, &peers, "its survivors come to rest");
     if all_stay {
@@ -112,6 +123,49 @@ fn primary_is_gone(w: &mut World, o: &mut Operator, plan: &Plan, rng: &mut Rng) 
         calm::requests(w, o, plan, rng);
         are_alike(w, o, &peers, "survivors have got a Primary");
     }
+}
+
+/// The Primary has completed something that none of its survivors has: it had lost them all before.
+fn went_on_alone(w: &World, peers: &[usize]) -> bool {
+    (0..w.config.volumes).any(|volume| {
+        let mut blocks = w.history.touched(volume).into_iter();
+        blocks.any(|block| {
+            peers.iter().all(|node| {
+                let found = w.nodes[*node].disks[usize::from(volume)].content[block as usize];
+                !w.history.is_current(volume, block, found, w.now)
+            })
+        })
+    })
+}
+
+/// None of the survivors is of the generation that the Primary had made when it died.
+fn nobody_follows(w: &World, primary: usize, peers: &[usize]) -> bool {
+    let of = |node: usize, volume: u16| {
+        let block = w.nodes[node].disks[usize::from(volume)].superblock();
+        block.ok().map(|block| block.current_uuid)
+    };
+    (0..w.config.volumes).any(|volume| {
+        of(primary, volume).is_some_and(|made| {
+            let follows = |uuid: Uuid| uuid.same_generation(made);
+            !peers
+                .iter()
+                .any(|node| of(*node, volume).is_some_and(follows))
+        })
+    })
+}
+
+/// They know that the data of some volume are elsewhere.
+fn are_outdated(w: &World, nodes: &[usize]) -> bool {
+    let of = |node: usize, volume: u16| {
+        let snapshot = w.snapshot(node)?;
+        let mut devices = snapshot.devices.iter();
+        let device = devices.find(|d| d.volume.0 == volume)?;
+        Some(device.disk_state)
+    };
+    (0..w.config.volumes).any(|volume| {
+        let mut all = nodes.iter();
+        all.all(|node| of(*node, volume) == Some(DiskState::Outdated))
+    })
 }
 
 /// Writes of which not every peer gets as many: streams stand still, links break. Says whether none did: who is lost before
@@ -337,7 +391,7 @@ fn are_alike(w: &mut World, o: &mut Operator, nodes: &[usize], what: &str) {
     let what = format!("while a node is away {what}");
     // What a crash has marked is copied at the rate of resyncs.
     wait_for_copies(w, o, SOON, &what, |w, _| {
-        let missing = are_at_rest(w, nodes);
+        let missing = are_at_rest(w, nodes).or_else(|| change_waits(w, nodes.iter().copied()));
         since = match missing {
             None => since.or(Some(w.now)),
             Some(_) => None,

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use lockstep_core::event::{Input, LinkId};
 use lockstep_core::options::Protocol;
-use lockstep_core::state::DiskState;
+use lockstep_core::state::{DiskState, ReplSets};
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::{BlockAck, ConfirmStable, PeerAck};
@@ -276,6 +276,16 @@ fn part_is_durable(w: &mut World, node: usize, link: u64, ack: &ConfirmStable) {
     }
 }
 
+/// Two nodes copy the disk in turn. The one that turns out to be behind may have sent an older block over a write;
+/// the disk is not whole, the log tells what was written, and the other one copies it.
+fn copied_by_two(w: &World, node: usize, volume: u16) -> bool {
+    let snapshot = w.nodes[node].resource.as_ref().map(|r| r.snapshot());
+    let connections = snapshot.iter().flat_map(|s| &s.connections);
+    let disks = connections.flat_map(|c| &c.peer_devices);
+    let copies = disks.filter(|p| p.volume.0 == volume && p.repl_state.is_sync_target());
+    !is_consistent(w, node, usize::from(volume)) && copies.count() > 1
+}
+
 /// What a node calls durable is, or it has refused it before, or marks it itself.
 fn is_durable(w: &mut World, node: usize, link: u64, entry: &Received, what: &str) -> bool {
     let Received::Write {
@@ -309,6 +319,9 @@ fn is_durable(w: &mut World, node: usize, link: u64, entry: &Received, what: &st
     let Some((block, old)) = lost else {
         return true;
     };
+    if copied_by_two(w, node, *volume) {
+        return true;
+    }
     let text = format!(
         "{} acknowledges {what}, but would lose block {block} of volume {volume} of it with its power \
          and have version {old} there; {}",

@@ -26,6 +26,15 @@ pub(crate) fn is_clean(w: &mut World) {
     }
 }
 
+/// A cluster-wide change waits for its next try, which may be some seconds away.
+pub(crate) fn change_waits(w: &World, nodes: impl IntoIterator<Item = usize>) -> Option<String> {
+    nodes.into_iter().find_map(|node| {
+        let resource = w.nodes[node].resource.as_ref()?;
+        let waits = resource.changes_pending() > 0;
+        waits.then(|| format!("a cluster-wide change of {} waits", name(node)))
+    })
+}
+
 /// No table has an entry of something that has ended.
 fn nothing_is_left(w: &World) -> Option<String> {
     (0..w.nodes.len()).find_map(|node| {

@@ -154,7 +154,12 @@ pub(crate) fn suspects(w: &World, volume: usize, node: usize, peer: usize, block
     let resource = w.nodes[node].resource.as_ref();
     let known =
         resource.and_then(|r| r.suspects(VolumeNr(volume as u16), id(peer), Sector(block * 8)));
-    known.unwrap_or_else(|| w.nodes[node].disks[volume].is_marked(peer, block))
+    known.unwrap_or_else(|| {
+        let disk = &w.nodes[node].disks[volume];
+        let copied = w.storage().len() > 2 && is_partial_disk(disk);
+        // What a disk that is not whole marks towards anybody an attach makes marks towards all.
+        disk.is_marked(peer, block) || copied && disk.marks_somebody(block)
+    })
 }
 
 /// A front end waits for a request of the block: whatever becomes of it is not decided.

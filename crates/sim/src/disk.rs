@@ -825,6 +825,11 @@ impl Disk {
         looked.is_ok() && found
     }
 
+    /// Whether it is marked towards any node.
+    pub(crate) fn marks_somebody(&self, block: u64) -> bool {
+        (0..usize::from(NodeId::COUNT)).any(|peer| self.is_marked(peer, block))
+    }
+
     /// The same without the activity log.
     pub(crate) fn bitmap(&self, peer: usize, blocks: &[u64]) -> Result<Vec<bool>, String> {
         let mut marks = Vec::with_capacity(blocks.len());

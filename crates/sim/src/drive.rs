@@ -242,7 +242,9 @@ impl<'a> Drive<'a> {
             };
             let missing = match lacks_a_disk {
                 true => Some(String::new()),
-                false => rest(w).or_else(holds),
+                false => rest(w)
+                    .or_else(holds)
+                    .or_else(|| at_rest::change_waits(w, 0..w.nodes.len())),
             };
             // It must stay so for a while: a late link or a ping may still end a connection.
             whole_since = match missing {

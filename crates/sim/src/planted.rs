@@ -154,6 +154,12 @@ fn shows(bug: Planted) -> Shows {
         | P::PartCopied
         | P::AskerTrusted
         | P::OutdatedForEver
+        | P::SizeNotAwaited
+        | P::ConfirmsBeforeDurable
+        | P::CrashedCopyUntold
+        | P::OtherSourceClears
+        | P::LateBarrierForgotten
+        | P::UnackedCountDurable
         | P::SlotCountsDurable
         | P::ResyncReversed
         | P::DemotedAwaited
@@ -969,6 +975,12 @@ const RARE: &[Planted] = &[
     Planted::PartCopied,
     Planted::AskerTrusted,
     Planted::OutdatedForEver,
+    Planted::SizeNotAwaited,
+    Planted::ConfirmsBeforeDurable,
+    Planted::CrashedCopyUntold,
+    Planted::OtherSourceClears,
+    Planted::LateBarrierForgotten,
+    Planted::UnackedCountDurable,
     Planted::SlotCountsDurable,
     Planted::ResyncReversed,
     Planted::DemotedAwaited,

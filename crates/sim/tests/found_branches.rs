@@ -81,3 +81,10 @@ fn a_demoted_primary_is_no_lost_one_where_everybody_leaves_it() {
 fn the_source_of_a_primary_is_no_target_of_its_equals() {
     planned_holds(Some(3), 2_400_008_904, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A follower named a generation, because another one had, before it was written down; a third dropped its slot by that, the
+/// follower lost its power, and its disk was unrelated to theirs.
+#[test]
+fn nothing_is_said_of_a_generation_that_is_not_durable() {
+    planned_holds(Some(3), 2_500_002_438, (None, Vec::new()), "0-99", "0-999");
+}

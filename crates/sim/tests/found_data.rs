@@ -116,3 +116,31 @@ fn an_older_write_does_not_clear_the_mark_of_one_that_has_failed() {
 fn marks_of_a_whole_slot_are_durable_before_blocks_are_replaced() {
     planned_holds(Some(4), 2_400_001_433, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// What had failed at a client, and a peer ack then marked towards everybody, counted as durable: a resync replaced these
+/// blocks before it was.
+#[test]
+fn marks_of_a_peer_ack_are_durable_before_blocks_are_replaced() {
+    planned_holds(Some(3), 2_500_002_256, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A follower wrote before its metadata named a size. It died, the log could mark nothing of no size, and what it had
+/// written stood nowhere.
+#[test]
+fn the_log_is_not_used_before_the_size_is_written_down() {
+    planned_holds(Some(3), 2_500_002_163, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A target left one source for another one, which replaced a block that the first had sent a moment before; when that
+/// was flushed the block counted as equal with the first.
+#[test]
+fn what_another_source_has_replaced_settles_no_mark() {
+    planned_holds(Some(4), 2_500_001_286, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// With protocol A a crashed Primary came back and one survivor was copied from it. The other survivor, of the same
+/// generation, was taken for the source of both, and what the Primary had completed alone was lost.
+#[test]
+fn who_was_copied_from_a_crashed_primary_speaks_for_it() {
+    planned_holds(Some(3), 2_500_000_366, (None, Vec::new()), "0-99", "0-999");
+}

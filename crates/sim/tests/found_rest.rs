@@ -230,3 +230,10 @@ fn questions_of_a_broken_link_are_not_kept() {
     planned_holds(Some(2), 910_001_984, (None, vec![]), "7,13", "2,4,6");
     planned_holds(Some(2), 910_001_984, (None, vec![]), "0-99", "0-999");
 }
+
+/// Frozen writes of two epochs were sent once more to a peer. Nothing ended the second one there, and the Primary met nobody
+/// else before it was.
+#[test]
+fn an_epoch_that_is_sent_late_is_ended() {
+    planned_holds(Some(4), 2_500_000_678, (None, Vec::new()), "0-99", "0-999");
+}

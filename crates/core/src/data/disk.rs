@@ -208,6 +208,14 @@ impl DiskIo {
         news
     }
 
+    /// Marks a range in all slots but those of `except`; bit n is slot n.
+    pub(crate) fn mark_all(&mut self, sector: Sector, size_bytes: u32, except: u32) {
+        let news = self.bitmap.set_range_in_all(sector, size_bytes, except);
+        if news > 0 && self.has_third_slots() && !planted!(self.bitmap, UnackedCountDurable) {
+            self.note_fresh(sector, size_bytes);
+        }
+    }
+
     fn note_fresh(&mut self, sector: Sector, size_bytes: u32) {
         for extent in Extents::of(sector, size_bytes).iter() {
             self.fresh_pages.extend(self.bitmap.extent_pages(extent));
@@ -535,8 +543,22 @@ impl Resource {
         }
     }
 
-    fn write_al_block(&mut self, volume: VolumeNr) {
+    /// Writes the transaction that is prepared, once a superblock names the size: a disk whose first use was
+    /// written down without one would come back after a crash with no block that the log could mark.
+    pub(crate) fn write_al_block(&mut self, volume: VolumeNr) {
         let evicts_early = planted!(self, EvictBeforeFlush);
+        let unsized_log = planted!(self, SizeNotAwaited);
+        let disk = self.devices.get_mut(&volume).and_then(|d| d.attached_mut());
+        let Some(disk) = disk else {
+            return;
+        };
+        if !disk.writer.size_named && !unsized_log {
+            if disk.io.prepared.is_some() && !disk.writer.size_awaited {
+                disk.writer.size_awaited = true;
+                self.write_superblock(volume);
+            }
+            return;
+        }
         let Some(io) = self.disk_io(volume) else {
             return;
         };

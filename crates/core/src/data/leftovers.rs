@@ -11,6 +11,11 @@ use crate::resource::Resource;
 use crate::timers::Timer;
 
 impl Resource {
+    /// Cluster-wide changes that run here, or wait for their turn or their next try.
+    pub fn changes_pending(&self) -> usize {
+        self.twopc.pending()
+    }
+
     /// The first thing that no node has which is connected, whole, and has nothing to do: in words, or none.
     pub fn leftover(&self) -> Option<String> {
         let whole = [

@@ -807,7 +807,7 @@ impl Resource {
     ) {
         if let Some(io) = self.disk_io(volume) {
             let slots = io.slot_mask(except);
-            io.bitmap.set_range_in_all(sector, size_bytes, slots);
+            io.mark_all(sector, size_bytes, slots);
         }
         self.copies_differ(volume, except.complement(), sector, size_bytes);
     }

@@ -33,6 +33,7 @@ mod pieces;
 mod replication;
 mod thin;
 mod third;
+mod two_sources;
 mod unanswered;
 
 use confirm::Confirm;
@@ -702,6 +703,7 @@ impl Resource {
         let primary = self.state.primary_peer();
         self.overtake_peer_writes(volume, sector, size, primary);
         self.overtake_source_reads(volume, sector, size);
+        self.overtake_copies(volume, peer, sector, size);
         self.forward_marks(volume, peer, NodeMask::EMPTY, sector, size);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;

@@ -383,6 +383,9 @@ impl Resource {
         conn.io.epoch = epoch;
         conn.io.epoch_writes += 1;
         conn.io.epoch_is_open = true;
+        // Sent late, it may be the last one of an epoch that has ended: no other write will tell.
+        let over = epoch != self.io.epoch && !planted!(self, LateBarrierForgotten);
+        self.io.barriers_due |= over;
         conn.io.sent.push_back(key);
         conn.io.sent_count += 1;
         conn.io.ap_in_flight_sectors += u64::from(size) / Sector::SIZE;
