@@ -15,6 +15,7 @@ use crate::event::CommandId;
 use crate::generation::Rotation;
 use crate::open::{Access, OpenStep};
 use crate::options::{Fencing, Quorum};
+use crate::promote::not_compared;
 use crate::resource::Resource;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
@@ -294,6 +295,10 @@ impl Resource {
                     if !force && self.may_stand_by() {
                         self.stand_by(true);
                         self.answer(item.id, Ok(Answer::Done));
+                        continue;
+                    }
+                    if let Some(volume) = self.not_compared_yet().filter(|_| !force) {
+                        self.answer(item.id, Err(command_error(not_compared(volume))));
                         continue;
                     }
                     let kind = WishKind::Promote {

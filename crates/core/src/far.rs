@@ -8,7 +8,7 @@
 //! needs no such word: every other majority has a node that knows of its generation.
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
-use lockstep_format::wire::Role;
+use lockstep_format::wire::{DiskState, Role};
 
 use crate::options::Quorum;
 use crate::resource::Resource;
@@ -62,6 +62,17 @@ impl Resource {
             self.twopc.told = self.twopc.told.union(heard);
             self.twopc.telling = self.twopc.telling.union(far);
         }
+    }
+
+    /// This node has just lost a Primary, and is about to ask who is left. A question of another node may have begun
+    /// before that, and would show what was then.
+    pub(crate) fn asks_itself(&self) -> bool {
+        let mut disks = self.state.devices.values();
+        let serves = disks.any(|d| d.disk == DiskState::UpToDate);
+        self.timers.is_set(Timer::EmptyTwopc)
+            && !serves
+            && !self.twopc.lost_primaries.is_empty()
+            && !planted!(self, OldAnswerOutdates)
     }
 
     /// After a state change: what was told holds while this Primary serves data, and for a node until it is a

@@ -867,6 +867,8 @@ registry! {
         "What one source has sent settles a mark though a reply of another source has replaced it.";
     LateBarrierForgotten "late-barrier-forgotten"
         "An epoch that has ended already when its writes are sent to a peer is not ended there.";
+    OldAnswerOutdates "old-answer-outdates"
+        "A question that began before a Primary was lost outdates who has lost it.";
     UnackedCountDurable "unacked-count-durable"
         "Marks of writes that not all peers have are taken for durable when a resync replaces the blocks.";
     SlotCountsDurable "slot-counts-durable"

@@ -1,7 +1,9 @@
 //! Promotion by command: what it waits for, and what its next try does differently (semantics.md, 7.1).
 
 use alloc::boxed::Box;
+use alloc::format;
 
+use lockstep_format::units::VolumeNr;
 use lockstep_format::wire::{DiskState, ReplState, Role};
 
 use crate::admin::{Wait, Waiting};
@@ -9,7 +11,7 @@ use crate::command::ErrorCode;
 use crate::connection::Connection;
 use crate::event::CommandId;
 use crate::resource::Resource;
-use crate::state::ReplSets;
+use crate::state::{DeviceState, ReplSets};
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::twopc::WishKind;
@@ -70,6 +72,19 @@ impl Resource {
         });
         planted!(self, PromotesUnsettled)
             || !pings && !unclear && !self.timers.is_set(Timer::EmptyTwopc) && !self.in_handshake()
+    }
+
+    /// A volume whose disk here may be current or not, which is being found out, though there is one that is. As a Primary
+    /// this node would write to its own disk under a generation that only others have.
+    pub(crate) fn not_compared_yet(&self) -> Option<VolumeNr> {
+        let unclear = |d: &DeviceState| {
+            let mut peers = d.peers.values();
+            d.disk == DiskState::Consistent
+                && peers.any(|p| p.repl >= ReplState::Established && p.disk == DiskState::UpToDate)
+        };
+        let mut volumes = self.state.devices.iter();
+        let found = volumes.find(|(_, d)| unclear(d)).map(|(volume, _)| *volume);
+        found.filter(|_| !planted!(self, PromotesUnsettled))
     }
 
     /// This node wants it, now or later.
@@ -166,5 +181,16 @@ impl Resource {
             }
             _ => None,
         }
+    }
+}
+
+/// The refusal of a promotion that has waited long enough.
+pub(crate) fn not_compared(volume: VolumeNr) -> Refusal {
+    let text = format!(
+        "volume {volume}: this node's disk is still being compared with the one that is UpToDate; try again"
+    );
+    Refusal {
+        code: ErrorCode::IN_TRANSIENT_STATE,
+        text,
     }
 }

@@ -270,6 +270,9 @@ impl Resource {
                     conn.notify_lost_primary = was_primary && named;
                     conn.dagtag_fresh = false;
                 }
+                if was_primary {
+                    self.twopc.lost_primaries.insert(*peer);
+                }
                 for device in self.devices.values_mut() {
                     if let Some(pd) = device.peers.get_mut(peer) {
                         pd.reconnect = true;
@@ -280,6 +283,7 @@ impl Resource {
             }
             if before.conn < ConnState::Connected && c.conn == ConnState::Connected {
                 // A Primary that was lost is back: its handshake decides.
+                self.twopc.lost_primaries.remove(*peer);
                 for pd in self.devices.values_mut().flat_map(|d| d.peers.values_mut()) {
                     if pd.reconcile == (Reconcile::Pending { lost: *peer }) {
                         pd.reconcile = Reconcile::No;

@@ -48,6 +48,8 @@ pub struct Twopc {
     pub(crate) telling: NodeMask,
     /// Those that have.
     pub(crate) told: NodeMask,
+    /// Primaries that were lost since this node's last question.
+    pub(crate) lost_primaries: NodeMask,
 }
 
 impl Twopc {
@@ -823,6 +825,7 @@ impl Resource {
         match &wish.kind {
             WishKind::Empty => {
                 self.hard_change(Change::new().members(members));
+                self.twopc.lost_primaries = self.twopc.lost_primaries.intersection(t.lost);
                 self.empty_committed(t.primary_nodes, t.lost, incapable);
             }
             WishKind::Connect(peer) => {

@@ -116,7 +116,13 @@ impl Resource {
                 return;
             }
         }
-        self.accept(peer, volume, prepare, is_connect);
+        let asks = prepare.change == StateChange::default() && volume.is_none();
+        if asks && self.asks_itself() {
+            let (tid, initiator) = (head.tid, head.initiator_node_id);
+            self.reply(peer, tid, initiator, ReplyKind::Retry, None);
+        } else {
+            self.accept(peer, volume, prepare, is_connect);
+        }
         self.resume_yielded();
     }
 

@@ -26,12 +26,16 @@ pub(crate) fn is_clean(w: &mut World) {
     }
 }
 
-/// A cluster-wide change waits for its next try, which may be some seconds away.
+/// A cluster-wide change waits for its next try, which may be some seconds away, or metadata are being written.
 pub(crate) fn change_waits(w: &World, nodes: impl IntoIterator<Item = usize>) -> Option<String> {
     nodes.into_iter().find_map(|node| {
         let resource = w.nodes[node].resource.as_ref()?;
         let waits = resource.changes_pending() > 0;
-        waits.then(|| format!("a cluster-wide change of {} waits", name(node)))
+        let writes = resource.disk_operations() > 0;
+        if waits {
+            return Some(format!("a cluster-wide change of {} waits", name(node)));
+        }
+        writes.then(|| format!("a disk operation of {} runs", name(node)))
     })
 }
 

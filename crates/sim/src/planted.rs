@@ -159,6 +159,7 @@ fn shows(bug: Planted) -> Shows {
         | P::CrashedCopyUntold
         | P::OtherSourceClears
         | P::LateBarrierForgotten
+        | P::OldAnswerOutdates
         | P::UnackedCountDurable
         | P::SlotCountsDurable
         | P::ResyncReversed
@@ -980,6 +981,7 @@ const RARE: &[Planted] = &[
     Planted::CrashedCopyUntold,
     Planted::OtherSourceClears,
     Planted::LateBarrierForgotten,
+    Planted::OldAnswerOutdates,
     Planted::UnackedCountDurable,
     Planted::SlotCountsDurable,
     Planted::ResyncReversed,

@@ -88,3 +88,11 @@ fn the_source_of_a_primary_is_no_target_of_its_equals() {
 fn nothing_is_said_of_a_generation_that_is_not_durable() {
     planned_holds(Some(3), 2_500_002_438, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A clock jumped, and a node stopped waiting to know whether its disk was current and became Primary beside one that was:
+/// it wrote to its disk under a generation that only the other one had.
+#[test]
+fn nobody_is_promoted_before_its_disk_is_compared() {
+    planned_holds(Some(3), 2_500_006_787, (None, Vec::new()), "0-99", "0-999");
+    planned_holds(Some(4), 2_400_003_411, (None, Vec::new()), "0-99", "0-999");
+}

@@ -57,3 +57,10 @@ fn a_survivor_that_is_being_outdated_has_no_say() {
     let kinds = (Some(kinds), vec![Extra::Every]);
     planned_holds(Some(3), 46, kinds, "0-99", "0-999");
 }
+
+/// A node had voted when its Primary was there, which died before the commit: by that vote another one was Outdated, and by
+/// that one all.
+#[test]
+fn a_vote_of_before_the_loss_outdates_nobody_who_asks_anew() {
+    planned_holds(Some(4), 2_500_002_853, (None, Vec::new()), "0-99", "0-999");
+}

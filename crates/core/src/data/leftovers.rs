@@ -16,6 +16,11 @@ impl Resource {
         self.twopc.pending()
     }
 
+    /// Disk operations that run.
+    pub fn disk_operations(&self) -> usize {
+        self.tags.timed().count()
+    }
+
     /// The first thing that no node has which is connected, whole, and has nothing to do: in words, or none.
     pub fn leftover(&self) -> Option<String> {
         let whole = [
