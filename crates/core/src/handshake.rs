@@ -911,6 +911,15 @@ impl Resource {
             self.attach_handshake(peer, volume, theirs);
             return;
         }
+        if peer_disk == DiskState::Negotiating
+            && mine.repl > ReplState::Established
+            && !self.is_legacy(peer)
+            && !planted!(self, AttachToldTwice)
+        {
+            // What an attaching node has said before; this node's answer is on its way.
+            self.hard_change(change);
+            return;
+        }
         // The end of a resync as its source hears of it.
         let source = mine.repl.is_sync_source() || mine.repl == ReplState::WfBitmapS;
         let peer_was_target = self

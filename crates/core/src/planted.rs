@@ -869,6 +869,8 @@ registry! {
         "An epoch that has ended already when its writes are sent to a peer is not ended there.";
     OldAnswerOutdates "old-answer-outdates"
         "A question that began before a Primary was lost outdates who has lost it.";
+    AttachToldTwice "attach-told-twice"
+        "An attaching node that says so once more ends the resync that its first word has begun.";
     UnackedCountDurable "unacked-count-durable"
         "Marks of writes that not all peers have are taken for durable when a resync replaces the blocks.";
     SlotCountsDurable "slot-counts-durable"

@@ -160,6 +160,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OtherSourceClears
         | P::LateBarrierForgotten
         | P::OldAnswerOutdates
+        | P::AttachToldTwice
         | P::UnackedCountDurable
         | P::SlotCountsDurable
         | P::ResyncReversed
@@ -982,6 +983,7 @@ const RARE: &[Planted] = &[
     Planted::OtherSourceClears,
     Planted::LateBarrierForgotten,
     Planted::OldAnswerOutdates,
+    Planted::AttachToldTwice,
     Planted::UnackedCountDurable,
     Planted::SlotCountsDurable,
     Planted::ResyncReversed,
