@@ -155,12 +155,8 @@ fn shows(bug: Planted) -> Shows {
         | P::AskerTrusted
         | P::OutdatedForEver
         | P::SizeNotAwaited
-        | P::ConfirmsBeforeDurable
         | P::CrashedCopyUntold
         | P::OtherSourceClears
-        | P::LateBarrierForgotten
-        | P::OldAnswerOutdates
-        | P::AttachToldTwice
         | P::UnackedCountDurable
         | P::SlotCountsDurable
         | P::ResyncReversed
@@ -185,6 +181,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DisklessVotes
         | P::ResyncEndNotDurable
         | P::VoteForgotten
+        | P::ConfirmsBeforeDurable
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
@@ -484,6 +481,9 @@ fn shows(bug: Planted) -> Shows {
         | P::EarlyEndIgnored
         | P::OldTargetNotCompared
         | P::DifferencesForgotten
+        | P::LateBarrierForgotten
+        | P::OldAnswerOutdates
+        | P::AttachToldTwice
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
