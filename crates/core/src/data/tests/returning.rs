@@ -174,3 +174,42 @@ fn nothing_is_asked_of_a_disk_that_is_being_attached() {
         w.check_same_data();
     }
 }
+
+/// With protocol A a crashed Primary has completed a write alone. It comes back and meets one survivor, and that one the
+/// other, which is of the same generation: the write goes on to it, and not the other way.
+#[test]
+fn what_a_crashed_primary_completed_alone_reaches_everybody() {
+    let mut seen = 0;
+    for seed in 0..40 {
+        let mut setup = Setup::default();
+        setup.net.protocol = Protocol::A;
+        let mut w = clean(seed, 3, setup);
+        w.pass(Duration::from_secs(1));
+        let early = w.write(0, 800, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, early));
+        let id = w.request(0, RequestKind::Write { fua: true }, 8, 4096, 7);
+        while !w.done(0, id) {
+            w.step();
+        }
+        w.crash(0);
+        w.apart = [(0, 1)].into();
+        w.pass(Duration::from_secs(20));
+        let has = |w: &World, index: usize| w.nodes[index].data.block(1) == [7; 4096];
+        if has(&w, 1) || has(&w, 2) || !has(&w, 0) {
+            continue;
+        }
+        seen += 1;
+        w.restart(0);
+        w.pass(Duration::from_secs(20));
+        assert!(has(&w, 0) && has(&w, 2), "seed {seed}: {:#?}", w.log);
+        w.apart.clear();
+        w.pass_until("in sync again", 60, World::in_sync);
+        assert!(
+            (0..3).all(|index| has(&w, index)),
+            "seed {seed}: {:#?}",
+            w.log
+        );
+    }
+    assert!(seen > 0, "in no world was it alone");
+}

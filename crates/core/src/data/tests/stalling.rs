@@ -335,3 +335,32 @@ fn a_connection_that_drains_ends_when_it_has_drained_whoever_disconnects_it() {
     );
     w.check_same_data();
 }
+
+/// A superblock without a size is on the disk: after a crash the log could mark no block of it.
+#[test]
+fn the_log_is_written_once_the_metadata_name_the_size() {
+    let mut w = clean(3, 2, Setup::default());
+    let device = w.nodes[1].resource.devices.get_mut(&VOLUME).unwrap();
+    let disk = device.attached_mut().unwrap();
+    let log = disk.layout.as_ref().unwrap().al_byte();
+    disk.writer.size_named = false;
+    w.hanging.node = Some(1);
+    let id = w.write(0, 3 * 8192, 4096, 7);
+    w.pass(Duration::from_millis(100));
+    let held: Vec<u64> = w
+        .hanging
+        .held
+        .iter()
+        .filter_map(|todo| match todo {
+            Todo::Meta(_, _, MetaOp::Write { offset, .. }) => Some(*offset),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(held.len(), 1, "the superblock is written first: {held:?}");
+    assert!(!(log..log + 32_768).contains(&held[0]));
+    assert!(!w.done(0, id));
+    w.answers_again();
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, id));
+    assert_eq!(w.nodes[1].data.block(3 * 1024), [7; 4096]);
+}
