@@ -57,6 +57,15 @@ struct Lane {
     shut: bool,
 }
 
+/// Which of two nodes ends a path first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EndOrder {
+    /// The peer, which takes an end that comes before its own for the loss of the path.
+    Peer,
+    /// This node: the peer had its time.
+    First,
+}
+
 impl Lane {
     fn shut(&mut self) {
         if !std::mem::replace(&mut self.shut, true) {
@@ -97,15 +106,18 @@ impl Lanes {
         }
     }
 
-    /// Ends this node's side of both streams as far as it is due: path after path, the data stream
-    /// of each first, as kernels do.
-    pub(super) fn shut_in_turn(&mut self, control: &mut Lanes) {
+    /// Ends this node's side of both streams as far as it is due: of each path after the peer's, or
+    /// first, then path after path, the data stream of each before its control stream.
+    pub(super) fn shut_in_turn(&mut self, control: &mut Lanes, order: EndOrder) {
         for (data, control) in self.lanes.iter_mut().zip(&mut control.lanes) {
-            data.shut();
-            if data.ended {
+            let first = order == EndOrder::First;
+            if first || data.ended {
+                data.shut();
+            }
+            if control.ended || (first && data.ended) {
                 control.shut();
             }
-            if !(data.ended && control.ended) {
+            if first && !(data.ended && control.ended) {
                 return;
             }
         }

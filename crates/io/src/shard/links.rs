@@ -8,7 +8,7 @@ use lockstep_format::wire::Packet;
 use lockstep_format::wire::alg::DigestAlg;
 use socket2::SockRef;
 
-use super::lanes::Lanes;
+use super::lanes::{EndOrder, Lanes};
 use super::{Engine, Owner, Shard, TimerKey, UsedPaths};
 use crate::arena::Key;
 use crate::digest::digest_by;
@@ -37,6 +37,8 @@ pub(super) struct Link {
     dirty: bool,
     /// The core closed it; what was sent before goes out until then.
     pub(super) draining: Option<Instant>,
+    /// Until then the peer ends each path of the closed link before this node does.
+    awaits_end: Option<Instant>,
 }
 
 /// How the bytes of a stream travel.
@@ -123,7 +125,7 @@ impl Link {
     /// The earliest moment at which something has taken too long.
     fn deadline(&self) -> Option<Instant> {
         if self.draining.is_some() {
-            return self.draining;
+            return self.draining.into_iter().chain(self.awaits_end).min();
         }
         let halves = [(&self.data, Stream::Data), (&self.control, Stream::Control)];
         let stalls = halves.into_iter().filter_map(|(half, stream)| {
@@ -202,6 +204,7 @@ impl<E: Engine> Shard<E> {
             watch_at: None,
             dirty: false,
             draining: None,
+            awaits_end: None,
         };
         let key = self.links.insert(link);
         if balanced {
@@ -559,7 +562,13 @@ impl<E: Engine> Shard<E> {
             return;
         }
         match link.deadline() {
-            Some(due) if due <= now && link.draining.is_some() => return self.remove_link(key),
+            Some(due) if due <= now && link.draining.is_some() => {
+                if link.awaits_end.take_if(|at| *at <= now).is_none() {
+                    return self.remove_link(key);
+                }
+                self.arm_link(key);
+                return self.drain(key);
+            }
             Some(due) if due <= now => {
                 tracing::warn!(peer = link.peer.0, "the peer takes no bytes any more");
                 return self.link_down(key, LinkDownReason::SendTimeout);
@@ -623,6 +632,11 @@ impl<E: Engine> Shard<E> {
             return self.remove_link(key);
         }
         link.draining = Some(now + DRAIN_TIME);
+        if link.net.load_balance_paths {
+            // A kernel ends all paths by itself, some 10 ms from socket to socket. One that it sees
+            // ended before is left over in its next connection, which then hangs (wire.md, 9.1).
+            link.awaits_end = Some(now + link.net.ping_timeout);
+        }
         self.drop_joining(key);
         let Some(link) = self.links.get_mut(key) else {
             return;
@@ -666,7 +680,11 @@ impl<E: Engine> Shard<E> {
         }
         if let (Way::Lanes(data), Way::Lanes(control)) = (&mut link.data.way, &mut link.control.way)
         {
-            data.shut_in_turn(control);
+            let order = match link.awaits_end {
+                Some(_) => EndOrder::Peer,
+                None => EndOrder::First,
+            };
+            data.shut_in_turn(control, order);
         }
         if link.data.ended && link.control.ended {
             self.remove_link(key);

@@ -1,7 +1,7 @@
 //! Shards with a toy core: two of them keep a copy of each write on the other's disk.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
@@ -873,6 +873,54 @@ fn a_closed_link_delivers_its_last_packet_and_can_be_made_again() {
             reason,
             LinkDownReason::Closed | LinkDownReason::Broken
         ));
+    });
+}
+
+#[test]
+fn a_closed_link_ends_each_path_after_its_peer() {
+    use std::io::Read;
+    on_both_rings(|ring| {
+        let Some(node) = Node::new(ring, &env()) else {
+            return;
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut net = net(unique(), listener.local_addr().unwrap());
+        net.load_balance_paths = true;
+        net.ping_timeout = Duration::from_secs(60);
+        node.shard.set_peer(node.id, NodeId(1), net);
+        let answer = node.shard.command(node.id, connect());
+        let mut streams = [listener.accept().unwrap().0, listener.accept().unwrap().0];
+        answer.recv().unwrap().unwrap();
+        assert!(matches!(node.told.recv().unwrap(), Told::Up { .. }));
+        node.run(Command::Disconnect {
+            peer: NodeId(1),
+            force: false,
+        })
+        .unwrap();
+        let chunk = |stream: &mut TcpStream| {
+            let mut header = [0; 8];
+            stream.read_exact(&mut header).unwrap();
+            let len = u32::from_be_bytes(header[4..].try_into().unwrap());
+            let mut bytes = vec![0; len as usize];
+            stream.read_exact(&mut bytes).unwrap();
+            bytes
+        };
+        // The first packet of each, and the last one of the link.
+        let first = streams.each_mut().map(chunk);
+        let data = usize::from(first[1][..6] == [0x83, 0x74, 0x02, 0x67, 0xff, 0xf2]);
+        chunk(&mut streams[data]);
+        // Whichever the peer ends first ends, and the other one does not.
+        let mut end = [0];
+        for (ends, stays) in [(1 - data, Some(data)), (data, None)] {
+            streams[ends].shutdown(std::net::Shutdown::Write).unwrap();
+            assert_eq!(streams[ends].read(&mut end).unwrap(), 0);
+            if let Some(stays) = stays {
+                streams[stays].set_nonblocking(true).unwrap();
+                let read = streams[stays].read(&mut end).unwrap_err();
+                assert_eq!(read.kind(), std::io::ErrorKind::WouldBlock);
+                streams[stays].set_nonblocking(false).unwrap();
+            }
+        }
     });
 }
 
