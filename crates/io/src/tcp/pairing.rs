@@ -209,7 +209,13 @@ impl Pairing {
     /// `deadline` has come.
     pub fn timeout(&mut self, now: Instant, alive: Alive<'_>) {
         match self.phase {
-            Phase::Accepting { until } if until <= now => self.new_round(alive),
+            Phase::Accepting { until } if until <= now => {
+                self.drop_dead(alive);
+                // Both may stand already: a crossed connection had interrupted the check.
+                if !self.check_both(now) {
+                    self.new_round(alive);
+                }
+            }
             Phase::Checking { until } if until <= now => {
                 self.drop_dead(alive);
                 match (self.data, self.control, self.path) {

@@ -71,6 +71,23 @@ fn the_smaller_address_connects_control() {
 }
 
 #[test]
+fn a_connection_that_ends_before_its_first_packet_does_not_stop_the_check() {
+    for seed in 0..8 {
+        let mut node = pairing(&[true], seed);
+        node.connected(Instant(0), SocketId(1));
+        node.accepted(Instant(1), 0, SocketId(2), Some(Stream::Control), ALL_ALIVE);
+        // Seen from a kernel that already had both.
+        node.accepted(Instant(2), 0, SocketId(3), None, ALL_ALIVE);
+        while let Some(at) = node.deadline() {
+            node.timeout(at, ALL_ALIVE);
+        }
+        let done = |action: &Action| matches!(action, Action::Established { .. });
+        let seen = actions(&mut node);
+        assert!(seen.iter().any(done), "seed {seed}: {seen:?}");
+    }
+}
+
+#[test]
 fn both_connections_may_come_from_one_side() {
     // This node accepts both while its own attempt hangs; the attempt is given up.
     let mut node = pairing(&[true], 1);
