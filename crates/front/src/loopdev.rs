@@ -168,9 +168,20 @@ fn finish_attach(number: LoopNumber, device: &File, settings: Settings) -> io::R
         ("queue/add_random", "0"),
         ("queue/rotational", "0"),
     ] {
-        set(number, setting, value);
+        // Each change stops the device's queue for some 20 ms, and most devices are as they should be.
+        if !is_set(number, setting, value) {
+            set(number, setting, value);
+        }
     }
     Ok(())
+}
+
+/// Whether a setting has this value already; a choice among several stands in brackets.
+fn is_set(number: LoopNumber, setting: &str, value: &str) -> bool {
+    let chosen = format!("[{value}]");
+    fs::read_to_string(number.sysfs().join(setting)).is_ok_and(|text| {
+        text.trim() == value || text.split_whitespace().any(|word| word == chosen)
+    })
 }
 
 /// An administrator's limit on discards outlives the binding too, and the kernel takes no other
