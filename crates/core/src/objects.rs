@@ -239,7 +239,9 @@ impl Resource {
                 format!("volume {volume} has a disk; detach it first"),
             );
         }
-        if self.state.role == Role::Primary {
+        // One without a size has never had data, whatever the Primary does with the others.
+        let is_open = device.openers.readers > 0 || device.openers.writers > 0;
+        if self.state.role == Role::Primary && (is_open || device.size_sectors > 0) {
             return fail(
                 ErrorCode::DEVICE_IN_USE,
                 format!("volume {volume} belongs to a Primary; demote it first"),

@@ -214,6 +214,32 @@ fn a_volume_that_was_taken_away_joins_again() {
 }
 
 #[test]
+fn a_primary_lets_a_volume_go_that_has_never_had_a_size() {
+    let mut w = connected(1, 2, Setup::default());
+    let promote = w.command(0, Command::Primary { force: false });
+    w.pass(Duration::from_secs(1));
+    assert!(matches!(w.answers.get(&promote), Some(Ok(_))));
+    add(&mut w, 0);
+    w.pass(Duration::from_secs(1));
+    let gone = w.command(0, Command::DelVolume { volume: VOLUME });
+    w.pass(Duration::from_secs(1));
+    assert!(matches!(w.answers.get(&gone), Some(Ok(_))));
+    // One that has been used belongs to the Primary, also without its disk.
+    for index in 0..2 {
+        add(&mut w, index);
+        attach(&mut w, index);
+        w.pass(Duration::from_secs(1));
+    }
+    w.command(0, Command::Primary { force: true });
+    w.pass_until("the first sync", 60, World::in_sync);
+    w.detach(0);
+    w.pass(Duration::from_secs(1));
+    let refused = w.command(0, Command::DelVolume { volume: VOLUME });
+    w.pass(Duration::from_secs(1));
+    assert!(matches!(w.answers.get(&refused), Some(Err(_))));
+}
+
+#[test]
 fn nodes_that_speak_8_4_take_the_first_words() {
     for seed in 0..20 {
         let mut setup = Setup::default();
