@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
-use lockstep_front::closes::Closes;
+use lockstep_front::closes::{Closes, Touch};
 use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Discards, Opening};
 use lockstep_front::gate::{Access, Session};
 use lockstep_front::ublk::Lifetime;
@@ -28,6 +28,7 @@ use crate::board::Board;
 use crate::generations::Generations;
 use crate::holding::{Holding, Key, Left, Promotion, Verdict};
 use crate::node::NodeConfig;
+use crate::opener::Opener;
 use crate::options;
 use crate::place::Place;
 use crate::report::{DeviceReport, ResourceReport};
@@ -48,6 +49,8 @@ enum Order {
         resource: String,
         done: SyncSender<()>,
     },
+    /// Somebody has opened a device.
+    Opened(BlockNumber),
     /// Somebody who could write has closed a device.
     Closed(BlockNumber),
     /// How a device is used, as was found out on another thread.
@@ -295,6 +298,7 @@ struct Served {
     device: BlockDevice,
     size_bytes: u64,
     access: BlockAccess,
+    opener: Opener,
     /// Held by the thread that finds out how the device is used.
     check: Arc<Mutex<()>>,
     /// Such a thread is on its way.
@@ -371,6 +375,7 @@ impl Worker {
                     // Who asked may have stopped waiting.
                     let _ = done.send(());
                 }
+                Ok(Order::Opened(number)) => self.opened(number),
                 Ok(Order::Closed(number)) => self.closed(number),
                 Ok(Order::Checked { key, uses, usage }) => self.checked(&key, uses, usage),
                 Ok(Order::Release {
@@ -598,6 +603,19 @@ impl Worker {
         }
     }
 
+    /// Whoever has opened it for writing is a user from now on, as with a kernel.
+    fn opened(&mut self, number: BlockNumber) {
+        let mut all = self.devices.iter();
+        let found = all.find(|(_, served)| served.device.number() == number);
+        if let Some((key, served)) = found
+            && served.access == BlockAccess::ReadWrite
+            && self.suspended(&key.0).is_none()
+            && let Some(gate) = served.device.gate()
+        {
+            served.opener.opened(number, gate.clone());
+        }
+    }
+
     /// Whoever has closed it may have been its last user: an automatic Primary is Secondary again at once,
     /// as other nodes may ask for the next moment.
     fn closed(&mut self, number: BlockNumber) {
@@ -806,6 +824,7 @@ impl Worker {
                         device,
                         size_bytes,
                         access: spec.access,
+                        opener: Opener::default(),
                         check: Arc::default(),
                         checking: false,
                         closed: false,
@@ -1051,17 +1070,21 @@ fn watch_mounts(orders: SyncSender<Order>) -> std::io::Result<()> {
     thread.spawn(watch).map(drop)
 }
 
-/// Has a device looked at when somebody who could write has closed it.
+/// Has a device looked at when somebody has opened it, or closed it and could write.
 fn watch_closes(closes: Arc<Closes>, orders: SyncSender<Order>) -> std::io::Result<()> {
     let watch = move || {
         loop {
-            let numbers = match closes.wait() {
-                Ok(numbers) => numbers,
+            let touches = match closes.wait() {
+                Ok(touches) => touches,
                 Err(error) => return tracing::warn!(%error, "closed devices are seen later"),
             };
-            for number in numbers {
+            for (number, touch) in touches {
+                let order = match touch {
+                    Touch::Opened => Order::Opened(number),
+                    Touch::Closed => Order::Closed(number),
+                };
                 // With a full queue it is looked at soon anyway.
-                if let Err(TrySendError::Disconnected(_)) = orders.try_send(Order::Closed(number)) {
+                if let Err(TrySendError::Disconnected(_)) = orders.try_send(order) {
                     return;
                 }
             }

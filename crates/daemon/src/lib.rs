@@ -24,6 +24,7 @@ pub mod names;
 mod namespaces;
 pub mod node;
 mod notify;
+mod opener;
 pub mod options;
 mod path_pairs;
 mod peers;

@@ -178,6 +178,40 @@ fn reading_promotes_nobody_and_writing_is_refused_beside_a_primary() -> Result<(
     cluster.check_same_data(0, 46)
 }
 
+/// As with a kernel, whose users need not have written anything yet.
+#[test]
+fn who_has_opened_a_device_for_writing_is_a_user_before_the_first_write() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let cluster = secondaries(99, "")?;
+    let device = cluster.device(0, 99, 0)?;
+    for _ in 0..3 {
+        let file = fs::File::options().read(true).write(true).open(&device)?;
+        cluster.wait("the open promotes", |c| Ok(role(c, 0)? == "Primary"))?;
+        ensure!(is_open(&cluster, 0)?, "open");
+        let refused = cluster.adm_raw(1, &["primary", "r0"])?;
+        ensure!(!refused.status.success(), "promoted beside its user");
+        drop(file);
+        wait_closed(&cluster, 0)?;
+    }
+    // Beside a Primary it stays without effect until the role is free.
+    cluster.adm(1, &["primary", "r0"])?;
+    let file = fs::File::options().write(true).open(&device)?;
+    cluster.wait("the refusal", |c| {
+        Ok(c.log(0)?.contains("node 1 is Primary"))
+    })?;
+    cluster.adm(1, &["secondary", "r0"])?;
+    cluster.wait("the demotion is known", |c| {
+        Ok(c.status(0)?["connections"][0]["peer-role"] == "Secondary")
+    })?;
+    file.write_all_at(&[7; 4096], 0)?;
+    file.sync_all()?;
+    drop(file);
+    wait_closed(&cluster, 0)?;
+    cluster.check_same_data(0, 46)
+}
+
 #[test]
 fn the_command_after_the_last_close_finds_a_secondary() -> Result<()> {
     if !can_mount() {
@@ -222,7 +256,8 @@ fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
     let reader = fs::File::open(&link)?;
     ensure!(!call(&["del-minor", minor])?, "deleted while it is open");
     drop(reader);
-    ensure!(call(&["del-minor", minor])?, "del-minor");
+    let gone = cluster.setup_raw(0, &["del-minor", minor])?;
+    ensure!(gone.status.success(), "del-minor: {gone:?}");
     ensure!(!link.exists(), "its device stays");
     let used = cluster.setup_raw(0, &["del-minor", "9600"])?;
     let said = String::from_utf8_lossy(&used.stderr);

@@ -1,7 +1,7 @@
-//! Tells when somebody who could write to a block device has closed it.
+//! Tells when somebody has opened a block device, and when somebody who could write to it has closed it.
 //!
 //! It is a hint, no more: who opened another node of the same device is not seen, and others may still
-//! have it open.
+//! have it open. Nor is an open held up until it is told, and a mount is none.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,6 +15,15 @@ use rustix::fs::inotify::{
 };
 
 use crate::BlockNumber;
+
+/// What somebody has done with a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Touch {
+    /// Opened it, for whatever.
+    Opened,
+    /// Closed it, and could write to it.
+    Closed,
+}
 
 /// Watches the nodes of block devices.
 #[derive(Debug)]
@@ -40,7 +49,11 @@ impl Closes {
     fn watch_node(&self, node: &Path, number: BlockNumber) -> io::Result<()> {
         // An event may come before its number is known, so both are one step for `wait`.
         let mut watched = self.watched();
-        let id = add_watch(&self.queue, node, WatchFlags::CLOSE_WRITE)?;
+        let id = add_watch(
+            &self.queue,
+            node,
+            WatchFlags::CLOSE_WRITE | WatchFlags::OPEN,
+        )?;
         watched.insert(id, number);
         Ok(())
     }
@@ -56,26 +69,31 @@ impl Closes {
         }
     }
 
-    /// Waits until some devices were closed.
-    pub fn wait(&self) -> io::Result<Vec<BlockNumber>> {
+    /// Waits until some devices were opened or closed.
+    pub fn wait(&self) -> io::Result<Vec<(BlockNumber, Touch)>> {
         let mut memory = [MaybeUninit::uninit(); 4096];
         let mut events = Reader::new(&self.queue, &mut memory);
-        let mut ids = Vec::new();
+        let mut touches = Vec::new();
         loop {
             match events.next() {
                 Ok(event) if event.events().contains(ReadFlags::CLOSE_WRITE) => {
-                    ids.push(event.wd());
+                    touches.push((event.wd(), Touch::Closed));
+                }
+                Ok(event) if event.events().contains(ReadFlags::OPEN) => {
+                    touches.push((event.wd(), Touch::Opened));
                 }
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => return Err(error.into()),
             }
-            if events.is_buffer_empty() && !ids.is_empty() {
+            if events.is_buffer_empty() && !touches.is_empty() {
                 let watched = self.watched();
-                let numbers = ids.drain(..).filter_map(|id| watched.get(&id).copied());
-                let numbers: Vec<BlockNumber> = numbers.collect();
-                if !numbers.is_empty() {
-                    return Ok(numbers);
+                let known = touches
+                    .drain(..)
+                    .filter_map(|(id, touch)| Some((*watched.get(&id)?, touch)));
+                let known: Vec<_> = known.collect();
+                if !known.is_empty() {
+                    return Ok(known);
                 }
             }
         }
@@ -94,7 +112,7 @@ mod tests {
     use crate::LoopNumber;
 
     #[test]
-    fn only_who_could_write_and_only_what_is_watched_is_told() {
+    fn opens_and_the_closes_of_who_could_write_are_told_of_what_is_watched() {
         let directory = tempfile::tempdir().unwrap();
         let [a, b, c] = ["a", "b", "c"].map(|name| {
             let path = directory.path().join(name);
@@ -111,8 +129,11 @@ mod tests {
         drop(File::open(&a).unwrap());
         write(&b);
         write(&c);
-        assert_eq!(closes.wait().unwrap(), [third]);
+        let both = [(third, Touch::Opened), (third, Touch::Closed)];
+        let read = [(first, Touch::Opened)];
+        assert_eq!(closes.wait().unwrap(), [&read[..], &both].concat());
         write(&a);
-        assert_eq!(closes.wait().unwrap(), [first]);
+        let both = [(first, Touch::Opened), (first, Touch::Closed)];
+        assert_eq!(closes.wait().unwrap(), both);
     }
 }

@@ -3,6 +3,7 @@
 //! Nothing here keeps a device open: an open descriptor of our own would count as a user.
 
 use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -169,6 +170,17 @@ impl BlockNumber {
         }
         let open = !find_users(self, Wanted::Any)?.is_empty();
         Ok(open.then_some(Usage::Open))
+    }
+
+    /// Another program has it open that could write to it. It does not touch the device.
+    pub fn has_writer(self) -> io::Result<bool> {
+        let (_, device) = self.device()?;
+        let processes = fs::read_dir("/proc")?.flatten();
+        Ok(processes.into_iter().any(|process| {
+            let process = process.path();
+            descriptors(device, &process)
+                .any(|number| may_write(&process, &number) && !is_own(&process))
+        }))
     }
 
     /// How the device is used. If by nobody, all that was written is durable then, and nothing that
@@ -341,22 +353,47 @@ fn mounts_of_process(name: &str, process: &Path, users: &mut BTreeSet<String>) {
 }
 
 fn users_of_process(device: u64, process: &Path, users: &mut BTreeSet<String>) {
-    let Ok(descriptors) = fs::read_dir(process.join("fd")) else {
-        return;
-    };
-    for descriptor in descriptors.flatten() {
-        let is_path = fs::read_link(descriptor.path()).is_ok_and(|target| target.has_root());
+    for _ in descriptors(device, process) {
+        let program = fs::read_to_string(process.join("comm")).unwrap_or_default();
+        let pid = process
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        users.insert(format!("process {pid} ({})", program.trim()));
+    }
+}
+
+/// The numbers of a process's descriptors of this device.
+fn descriptors(device: u64, process: &Path) -> impl Iterator<Item = OsString> {
+    // Processes come and go; one that has gone has nothing open.
+    let found = fs::read_dir(process.join("fd")).ok();
+    found.into_iter().flatten().flatten().filter_map(move |fd| {
+        let is_path = fs::read_link(fd.path()).is_ok_and(|target| target.has_root());
         let is_device = |metadata: &fs::Metadata| {
             metadata.file_type().is_block_device() && metadata.rdev() == device
         };
-        if is_path && fs::metadata(descriptor.path()).is_ok_and(|metadata| is_device(&metadata)) {
-            let program = fs::read_to_string(process.join("comm")).unwrap_or_default();
-            let pid = process
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
-            users.insert(format!("process {pid} ({})", program.trim()));
-        }
-    }
+        (is_path && fs::metadata(fd.path()).is_ok_and(|metadata| is_device(&metadata)))
+            .then(|| fd.file_name())
+    })
+}
+
+/// This process, or one of its children, which look at devices and make them.
+fn is_own(process: &Path) -> bool {
+    let own = std::process::id().to_string();
+    let status = fs::read_to_string(process.join("status")).unwrap_or_default();
+    let mut lines = status.lines();
+    lines.any(|line| {
+        let id = line
+            .strip_prefix("Pid:")
+            .or_else(|| line.strip_prefix("PPid:"));
+        id.is_some_and(|id| id.trim() == own)
+    })
+}
+
+fn may_write(process: &Path, descriptor: &OsStr) -> bool {
+    let info = fs::read_to_string(process.join("fdinfo").join(descriptor)).unwrap_or_default();
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
+    flags.is_some_and(|flags| matches!(flags & libc::O_ACCMODE, libc::O_WRONLY | libc::O_RDWR))
 }
