@@ -243,6 +243,8 @@ pub struct PeerDevice {
     pub current_uuid: Uuid,
     /// What the peer said of its size and limits.
     pub sizes: Option<PeerSizes>,
+    /// Smallest unit of a request that its disk takes, in bytes, as it said last: it may come back.
+    pub logical_block_bytes: u32,
     /// When they came.
     pub sizes_at: Instant,
     /// The peer's last state word, in 9.x numbering.
@@ -412,6 +414,7 @@ impl PeerDevice {
             uuids: None,
             current_uuid: Uuid::ZERO,
             sizes: None,
+            logical_block_bytes: 512,
             sizes_at: Instant(0),
             last_state: None,
             verdict: None,
@@ -493,6 +496,14 @@ impl Device {
         self.disk
             .as_mut()
             .filter(|d| matches!(d.phase, DiskPhase::Attached { .. }))
+    }
+
+    /// Smallest unit of a request that this disk takes, and those of the peers: the disk of one that got a
+    /// smaller one would fail.
+    pub fn logical_block_bytes(&self) -> u32 {
+        let own = self.attached().map_or(512, |d| d.info.logical_block_bytes);
+        let peers = self.peers.values().map(|pd| pd.logical_block_bytes);
+        peers.fold(own, u32::max)
     }
 
     /// Generation of this node's data: of the disk, or what it has exposed.

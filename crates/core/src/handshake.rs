@@ -460,6 +460,10 @@ impl Resource {
             max_bio_bytes: sizes.max_bio_size_bytes,
             bitmap_block_shift: block_shift,
         });
+        // Whatever else it says is none of a disk.
+        let said = sizes.limits.map(|limits| limits.logical_block_size_bytes);
+        let said = said.filter(|bytes| matches!(bytes, 1024 | 2048 | 4096));
+        pd.logical_block_bytes = said.unwrap_or(512);
         self.adopt_block_sizes(volume);
         if self.sizes_changed(peer, volume, before, sizes.dds_flags) {
             return;

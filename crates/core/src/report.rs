@@ -120,6 +120,8 @@ pub struct DeviceReport {
     pub open: bool,
     /// Usable size in sectors.
     pub size_sectors: u64,
+    /// Smallest unit of a request that all disks take, of this node and of the peers, in bytes.
+    pub logical_block_bytes: u32,
     /// `size` of the attached disk's options in sectors, which `resize` changes on all nodes; 0
     /// for the whole disk.
     pub size_limit_sectors: Option<u64>,

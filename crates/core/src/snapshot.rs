@@ -138,6 +138,7 @@ impl Resource {
             quorum: state.have_quorum,
             open: device.openers.any(),
             size_sectors: device.size_sectors,
+            logical_block_bytes: device.logical_block_bytes(),
             size_limit_sectors: disk.map(|d| d.options.size_sectors.unwrap_or(0)),
             read_sectors: device.io.read_sectors,
             written_sectors: device.io.written_sectors,

@@ -297,6 +297,7 @@ impl Devices {
 struct Served {
     device: BlockDevice,
     size_bytes: u64,
+    block_bytes: u32,
     access: BlockAccess,
     opener: Opener,
     /// Held by the thread that finds out how the device is used.
@@ -517,6 +518,17 @@ impl Worker {
                 }
             }
         }
+        if let Some(served) = self.devices.get_mut(key)
+            && served.block_bytes < block_bytes(device)
+            && !served.claimed
+            && served
+                .device
+                .gate()
+                .is_some_and(|gate| gate.session().is_none())
+        {
+            // Nobody uses it, and its users would send requests that are too small for a disk.
+            self.try_detach(key);
+        }
         if let Some(served) = self.devices.get_mut(key) {
             if served.access != access {
                 match served.device.set_access(access) {
@@ -539,7 +551,7 @@ impl Worker {
             }
         }
         if self.failed.get(key) != Some(&size_bytes) {
-            self.create(key, report, device.minor, size_bytes);
+            self.create(key, report, device, size_bytes);
         }
     }
 
@@ -775,19 +787,26 @@ impl Worker {
         }
     }
 
-    fn create(&mut self, key: &Key, report: &ResourceReport, minor: u32, size_bytes: u64) {
+    fn create(
+        &mut self,
+        key: &Key,
+        report: &ResourceReport,
+        volume: &DeviceReport,
+        size_bytes: u64,
+    ) {
         let name = format!("{}/{}", key.0, key.1);
         let Some(probe) = (self.open_port)(&key.0, key.1, Box::new(Silent)) else {
             return;
         };
         let mut properties = probe.properties();
         properties.size_bytes = size_bytes;
+        properties.logical_block_bytes = block_bytes(volume);
         drop(probe);
         let spec = DeviceSpec {
             owner: owner(self.place.dir()),
             name: name.clone(),
             properties,
-            links: self.links(report, key.1, minor),
+            links: self.links(report, key.1, volume.minor),
             readers: 1,
             access: access(report),
             opening: Opening::OnUse,
@@ -823,6 +842,7 @@ impl Worker {
                     Served {
                         device,
                         size_bytes,
+                        block_bytes: block_bytes(volume),
                         access: spec.access,
                         opener: Opener::default(),
                         check: Arc::default(),
@@ -1032,6 +1052,13 @@ fn ask_device(number: BlockNumber) -> std::io::Result<Usage> {
         let said = String::from_utf8_lossy(&output.stderr);
         std::io::Error::other(format!("{}: {}", output.status, said.trim()))
     })
+}
+
+/// Smallest unit of a request: of the disks, or what is configured.
+fn block_bytes(device: &DeviceReport) -> u32 {
+    let configured = device.device_options.get("block-size");
+    let configured = configured.and_then(|text| text.parse().ok()).unwrap_or(512);
+    device.logical_block_bytes.max(configured).clamp(512, 4096)
 }
 
 fn discards(report: &ResourceReport, volume: u16) -> Discards {

@@ -396,6 +396,7 @@ pub(crate) mod tests {
                 disk: None,
                 device_options: OptionTexts::new(),
                 disk_options: OptionTexts::new(),
+                logical_block_bytes: 512,
                 size_sectors: 4096,
                 read_sectors: 4240,
                 written_sectors: 2_097_200,

@@ -384,6 +384,7 @@ mod tests {
                 disk: None,
                 device_options: OptionTexts::new(),
                 disk_options: OptionTexts::new(),
+                logical_block_bytes: 512,
                 size_sectors: 8,
                 read_sectors: 0,
                 written_sectors: 0,

@@ -59,6 +59,9 @@ pub struct DeviceReport {
     pub quorum: bool,
     /// Somebody has it open.
     pub open: bool,
+    /// Smallest unit of a request in bytes; not for tools.
+    #[serde(skip)]
+    pub logical_block_bytes: u32,
     /// The attached disk.
     pub disk: Option<DiskReport>,
     /// Options given at `new-minor`.
@@ -375,6 +378,7 @@ fn join_device(configured: Option<&ConfiguredVolume>, device: &core::DeviceRepor
             .flatten(),
         device_options: configured.device_options.clone(),
         disk_options: with_size(&configured.disk_options, device.size_limit_sectors),
+        logical_block_bytes: device.logical_block_bytes,
         size_sectors: device.size_sectors,
         read_sectors: device.read_sectors,
         written_sectors: device.written_sectors,

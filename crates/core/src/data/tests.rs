@@ -163,6 +163,8 @@ struct Setup {
     index: MetaIndex,
     /// log2 of each node's bitmap block; 4 KiB where none is given.
     block_shifts: Vec<u8>,
+    /// Smallest unit of a request to each node's disk; 512 bytes where none is given.
+    logical_block_bytes: Vec<u32>,
 }
 
 impl Default for Setup {
@@ -185,6 +187,7 @@ impl Default for Setup {
             client: false,
             index: MetaIndex::FlexExternal,
             block_shifts: Vec::new(),
+            logical_block_bytes: Vec::new(),
         }
     }
 }
@@ -491,7 +494,7 @@ impl World {
                 let info = DiskInfo {
                     data_bytes: self.nodes[index].data_bytes,
                     meta_bytes: self.nodes[index].meta.len() as u64,
-                    logical_block_bytes: 512,
+                    logical_block_bytes: *self.setup.logical_block_bytes.get(index).unwrap_or(&512),
                     physical_block_bytes: 4096,
                     discard: true,
                     discard_zeroes: true,

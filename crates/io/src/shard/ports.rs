@@ -461,8 +461,10 @@ impl<E: Engine> Shard<E> {
         let usable = snapshot.role == Role::Primary && has_data(snapshot, device);
         Some(VolumeProperties {
             size_bytes: Sector(device.size_sectors).bytes(),
-            logical_block_bytes: disk.map_or(512, |disk| disk.logical_block_bytes),
-            physical_block_bytes: disk.map_or(4096, |disk| disk.physical_block_bytes),
+            logical_block_bytes: device.logical_block_bytes,
+            physical_block_bytes: disk
+                .map_or(4096, |disk| disk.physical_block_bytes)
+                .max(device.logical_block_bytes),
             discard: disk.is_some_and(|disk| disk.discard),
             discard_granularity_bytes: disk.map_or(0, |disk| disk.discard_granularity_bytes),
             max_request_bytes: lockstep_format::wire::BIO_LEN_MAX,

@@ -491,6 +491,7 @@ impl Engine for Toy {
             quorum: true,
             open: false,
             size_sectors: self.size_sectors,
+            logical_block_bytes: 512,
             size_limit_sectors: None,
             read_sectors: 0,
             written_sectors: 0,

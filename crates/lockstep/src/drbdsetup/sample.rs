@@ -85,6 +85,7 @@ fn device(volume: u16, minor: u32, disk_state: DiskState) -> DeviceReport {
         client: !attached,
         quorum: true,
         open: true,
+        logical_block_bytes: 512,
         disk: attached.then(|| DiskReport {
             data_path: "/dev/vg0/web0".into(),
             meta_path: "/dev/vg0/web0".into(),

@@ -240,6 +240,34 @@ fn a_primary_lets_a_volume_go_that_has_never_had_a_size() {
 }
 
 #[test]
+fn a_volume_takes_no_requests_that_are_too_small_for_a_disk_of_a_peer() {
+    for client in [None, Some(0)] {
+        let setup = Setup {
+            logical_block_bytes: alloc::vec![512, 2048, 4096],
+            diskless: client,
+            client: client.is_some(),
+            ..Setup::default()
+        };
+        let mut w = World::new(1, 3, setup);
+        let block = |w: &World, index: usize| {
+            w.nodes[index].resource.snapshot().devices[0].logical_block_bytes
+        };
+        w.pass(Duration::from_secs(3));
+        assert_eq!([0, 1, 2].map(|index| block(&w, index)), [4096; 3]);
+        // It may come back while the volume is in use.
+        w.command(
+            2,
+            Command::Disconnect {
+                peer: NodeId(0),
+                force: false,
+            },
+        );
+        w.pass(Duration::from_secs(1));
+        assert_eq!(block(&w, 0), 4096);
+    }
+}
+
+#[test]
 fn nodes_that_speak_8_4_take_the_first_words() {
     for seed in 0..20 {
         let mut setup = Setup::default();
