@@ -519,7 +519,7 @@ impl Worker {
             }
         }
         if let Some(served) = self.devices.get_mut(key)
-            && served.block_bytes < block_bytes(device)
+            && served.block_bytes < options::block_bytes(device)
             && !served.claimed
             && served
                 .device
@@ -800,7 +800,7 @@ impl Worker {
         };
         let mut properties = probe.properties();
         properties.size_bytes = size_bytes;
-        properties.logical_block_bytes = block_bytes(volume);
+        properties.logical_block_bytes = options::block_bytes(volume);
         drop(probe);
         let spec = DeviceSpec {
             owner: owner(self.place.dir()),
@@ -842,7 +842,7 @@ impl Worker {
                     Served {
                         device,
                         size_bytes,
-                        block_bytes: block_bytes(volume),
+                        block_bytes: options::block_bytes(volume),
                         access: spec.access,
                         opener: Opener::default(),
                         check: Arc::default(),
@@ -1052,13 +1052,6 @@ fn ask_device(number: BlockNumber) -> std::io::Result<Usage> {
         let said = String::from_utf8_lossy(&output.stderr);
         std::io::Error::other(format!("{}: {}", output.status, said.trim()))
     })
-}
-
-/// Smallest unit of a request: of the disks, or what is configured.
-fn block_bytes(device: &DeviceReport) -> u32 {
-    let configured = device.device_options.get("block-size");
-    let configured = configured.and_then(|text| text.parse().ok()).unwrap_or(512);
-    device.logical_block_bytes.max(configured).clamp(512, 4096)
 }
 
 fn discards(report: &ResourceReport, volume: u16) -> Discards {

@@ -316,6 +316,13 @@ pub fn is_diskless(texts: &OptionTexts) -> bool {
     texts.get("diskless").map(String::as_str) == Some("yes")
 }
 
+/// Smallest unit of a request: of the disks, or what is configured.
+pub(crate) fn block_bytes(device: &crate::report::DeviceReport) -> u32 {
+    let configured = device.device_options.get("block-size");
+    let configured = configured.and_then(|text| text.parse().ok()).unwrap_or(512);
+    device.logical_block_bytes.max(configured).clamp(512, 4096)
+}
+
 /// The discards that a volume's users are offered (`new-minor --discard-granularity`).
 pub fn discards(texts: &OptionTexts) -> Discards {
     let mut t = table::DeviceOptions::default();
