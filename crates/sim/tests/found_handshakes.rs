@@ -160,3 +160,12 @@ fn a_late_answer_from_before_an_attach_is_no_error() {
     holds(2, 2_703_735_256, None, "1-2,6,9", "2,5");
     holds(2, 2_703_735_256, None, "0-99", "0-999");
 }
+
+/// A node that attached its disk said so twice. By the second word its target ended the resync that the first one had
+/// begun, and the two waited for each other.
+#[test]
+fn an_attach_that_is_told_twice_ends_no_resync() {
+    const KINDS: Option<&str> =
+        Some("promote,promote,disconnect,handover,detach,invalidate,suspend");
+    planned_holds(Some(3), 1180, (KINDS, vec![Extra::Every]), "0-99", "0-999");
+}
