@@ -73,6 +73,7 @@ impl Resource {
     /// ancestor of its own. Those two may not be connected, and there is no Primary that would tell the older
     /// one: it learns that it is Outdated from here, and nothing is read from it.
     pub(crate) fn look_at_ancestors(&mut self, old: &State, new: &State) {
+        self.look_at_new_primaries(old, new);
         let is_whole =
             |p: &PeerDeviceState| p.repl == ReplState::Established && p.disk == DiskState::UpToDate;
         for (volume, device) in &new.devices {

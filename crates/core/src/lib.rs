@@ -46,6 +46,7 @@ mod late;
 mod legacy;
 pub mod look_again;
 mod metadata;
+mod mid_resync;
 mod net_update;
 pub mod objects;
 pub mod open;

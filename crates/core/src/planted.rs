@@ -871,6 +871,10 @@ registry! {
         "A question that began before a Primary was lost outdates who has lost it.";
     AttachToldTwice "attach-told-twice"
         "An attaching node that says so once more ends the resync that its first word has begun.";
+    NewPrimaryUnasked "new-primary-unasked"
+        "A target ends its resync beside a Primary that appeared meanwhile and did not know of it.";
+    BehindCountsStable "behind-counts-stable"
+        "A second source that is behind makes a resync from an unstable one count.";
     UnackedCountDurable "unacked-count-durable"
         "Marks of writes that not all peers have are taken for durable when a resync replaces the blocks.";
     SlotCountsDurable "slot-counts-durable"

@@ -347,8 +347,10 @@ impl Resource {
             let stable = self
                 .peer_uuids(volume, *peer)
                 .is_some_and(|u| self.is_stable_set(u));
-            linked
-                && (authoritative.contains(*peer) || primary || (p.repl.is_sync_target() && stable))
+            // One that is behind itself, or half copied, knows of no Primary only because it does not count.
+            let whole = p.disk == DiskState::UpToDate || planted!(self, BehindCountsStable);
+            let source = p.repl.is_sync_target() && stable && whole;
+            linked && (authoritative.contains(*peer) || primary || source)
         })
     }
 

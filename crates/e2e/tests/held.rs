@@ -416,7 +416,11 @@ fn the_next_daemons_time_to_wait_counts_and_links_of_the_dead_go() -> Result<()>
     ensure!(fs::read_link(&link)? == device, "the dead daemon's link");
     // The number may be somebody else's now: the link goes before the resource is up again.
     cluster.start(0)?;
-    ensure!(fs::symlink_metadata(&link).is_err(), "the link is left");
+    ensure!(
+        fs::symlink_metadata(&link).is_err(),
+        "the link is left: {}",
+        cluster.log(0)?
+    );
     cluster.adm(0, &["up", "r0"])?;
     cluster.wait_in_sync()
 }

@@ -157,6 +157,8 @@ fn shows(bug: Planted) -> Shows {
         | P::SizeNotAwaited
         | P::CrashedCopyUntold
         | P::OtherSourceClears
+        | P::NewPrimaryUnasked
+        | P::BehindCountsStable
         | P::UnackedCountDurable
         | P::SlotCountsDurable
         | P::ResyncReversed
@@ -984,6 +986,8 @@ const RARE: &[Planted] = &[
     Planted::LateBarrierForgotten,
     Planted::OldAnswerOutdates,
     Planted::AttachToldTwice,
+    Planted::NewPrimaryUnasked,
+    Planted::BehindCountsStable,
     Planted::UnackedCountDurable,
     Planted::SlotCountsDurable,
     Planted::ResyncReversed,

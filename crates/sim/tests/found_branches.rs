@@ -96,3 +96,10 @@ fn nobody_is_promoted_before_its_disk_is_compared() {
     planned_holds(Some(3), 2_500_006_787, (None, Vec::new()), "0-99", "0-999");
     planned_holds(Some(4), 2_400_003_411, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A node was copied from one that followed a Primary, and called itself current because another source, half copied
+/// itself, had heard of none. From there its old data went on to others, and back.
+#[test]
+fn a_source_that_is_behind_makes_no_other_one_stable() {
+    planned_holds(Some(4), 2_700_001_568, (None, Vec::new()), "0-99", "0-999");
+}

@@ -144,3 +144,10 @@ fn what_another_source_has_replaced_settles_no_mark() {
 fn who_was_copied_from_a_crashed_primary_speaks_for_it() {
     planned_holds(Some(3), 2_500_000_366, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary appeared while a node was copied from another one, and had not heard of that. It wrote to who it knew to be
+/// whole, and the target was whole without the write when it was acknowledged.
+#[test]
+fn a_primary_that_appears_during_a_resync_is_asked_at_its_end() {
+    planned_holds(Some(4), 2_700_000_897, (None, Vec::new()), "0-99", "0-999");
+}
