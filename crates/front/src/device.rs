@@ -340,9 +340,13 @@ impl MountedDevice {
         device
             .start_readers(more, connect)
             .map_err(|error| refuse(&device, error))?;
-        // The size may have changed meanwhile; nothing hangs on it if it cannot be told.
+        // The size may have changed meanwhile; nothing hangs on it if it cannot be told. Only then: a server that is
+        // killed while the kernel asks it for the size leaves a device of size 0.
         let size_bytes = device.shape.size_bytes.load(Ordering::SeqCst);
-        if let Err(error) = device.tell_size(size_bytes) {
+        let known = loopdev::size_bytes(device.state.number).ok();
+        if known != Some(size_bytes)
+            && let Err(error) = device.tell_size(size_bytes)
+        {
             tracing::warn!(%error, "the resumed device's size could not be checked");
         }
         let path = device.path();

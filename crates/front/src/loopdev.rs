@@ -197,6 +197,13 @@ fn set(number: LoopNumber, setting: &str, value: &str) {
     }
 }
 
+/// The device's size, as its users see it.
+pub(crate) fn size_bytes(number: LoopNumber) -> io::Result<u64> {
+    let text = fs::read_to_string(number.sysfs().join("size"))?;
+    let sectors: u64 = text.trim().parse().map_err(io::Error::other)?;
+    Ok(sectors * 512)
+}
+
 /// Takes over the file's new size.
 pub(crate) fn update_size(number: LoopNumber) -> io::Result<()> {
     control(number.open()?, NumberRequest::LoopSetCapacity).map(drop)
