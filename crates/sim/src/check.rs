@@ -177,9 +177,14 @@ pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: 
     let came_between = |block: u64, old: u64| {
         w.fua_is_two && history.began_since(asked.volume, block, old, asked.start)
     };
+    // The peer has refused the write, as it detaches its disk, and the Primary has marked the block.
+    let is_known = |block: u64| {
+        node != primary && crate::cover::suspects(w, asked.volume.into(), primary, node, block)
+    };
     // Its own data are enough: a later write may have been acknowledged before it.
     let lost = volatile.iter().find(|(block, old)| {
-        !w.spoiled.contains_key(&(asked.volume, *block))
+        !is_known(*block)
+            && !w.spoiled.contains_key(&(asked.volume, *block))
             && *old != asked.value_of(*block - asked.block)
             && !w
                 .history
