@@ -266,7 +266,8 @@ impl Resource {
             .get(&volume)
             .is_some_and(|d| d.attached().is_some());
         let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
-        if attached && pd.is_some_and(|pd| pd.unstable_resync) && !self.is_legacy(peer) {
+        let unstable = pd.is_some_and(|pd| pd.unstable_resync) && !planted!(self, UnstableCounts);
+        if attached && unstable && !self.is_legacy(peer) {
             // A Primary has appeared since.
             self.resync_finished(volume, peer, 0);
             return;

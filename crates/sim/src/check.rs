@@ -178,8 +178,14 @@ pub(crate) fn is_durable_at(w: &mut World, primary: usize, asked: &Asked, node: 
         w.fua_is_two && history.began_since(asked.volume, block, old, asked.start)
     };
     // The peer has refused the write, as it detaches its disk, and the Primary has marked the block.
+    let snapshot = w.snapshot(node);
+    let mut devices = snapshot.iter().flat_map(|s| &s.devices);
+    let leaves =
+        devices.any(|d| d.volume.0 == asked.volume && d.disk_state == DiskState::Detaching);
     let is_known = |block: u64| {
-        node != primary && crate::cover::suspects(w, asked.volume.into(), primary, node, block)
+        node != primary
+            && leaves
+            && crate::cover::suspects(w, asked.volume.into(), primary, node, block)
     };
     // Its own data are enough: a later write may have been acknowledged before it.
     let lost = volatile.iter().find(|(block, old)| {
