@@ -166,13 +166,9 @@ impl Gate {
                 state.inside += 1;
                 return Ok(Pass(&self.shared));
             }
-            if let Some((id, result)) = state.answer.take_if(|(id, _)| Some(*id) == own) {
+            if let Some((_, result)) = state.answer.take_if(|(id, _)| Some(*id) == own) {
                 own = None;
                 if let Err(error) = result {
-                    if access == Access::Write {
-                        tracing::warn!(id, %error, "the volume cannot be opened for writing");
-                        state.refused = Some((Instant::now() + REFUSAL, error.text.clone()));
-                    }
                     return Err(Refused(error.text));
                 }
                 // It was closed again meanwhile, or the data have changed.
@@ -289,11 +285,19 @@ impl State {
         let Some(asked) = self.asked.take_if(|asked| asked.id == id) else {
             return;
         };
-        if result.is_ok() {
-            self.open[usize::from(asked.access == Access::Write)] = true;
-            if self.changed_elsewhere && !asked.changed_elsewhere {
-                self.stale = asked.access == Access::Read;
+        match &result {
+            Ok(()) => {
+                self.open[usize::from(asked.access == Access::Write)] = true;
+                if self.changed_elsewhere && !asked.changed_elsewhere {
+                    self.stale = asked.access == Access::Read;
+                }
             }
+            // For all who wait, whichever of them wakes up first.
+            Err(error) if asked.access == Access::Write => {
+                tracing::warn!(id, %error, "the volume cannot be opened for writing");
+                self.refused = Some((Instant::now() + REFUSAL, error.text.clone()));
+            }
+            Err(_) => {}
         }
         self.answer = Some((id, result));
     }
@@ -456,6 +460,18 @@ mod tests {
         volume.0.refuses_writers.store(false, Ordering::Relaxed);
         volume.changed_elsewhere(false);
         gate.open(Access::Write).unwrap();
+        assert_eq!(volume.asked(), ["write"]);
+    }
+
+    #[test]
+    fn who_waited_for_a_refused_promotion_asks_for_no_other() {
+        let (gate, volume) = gate();
+        volume.0.refuses_writers.store(true, Ordering::Relaxed);
+        // Another one has asked, and has not seen the answer yet.
+        let id = gate.shared.lock().ask(Access::Write);
+        volume.clone().open(RequestId(id), true);
+        let refused = gate.open(Access::Write).unwrap_err();
+        assert_eq!(refused, Refused("node 1 is Primary".into()));
         assert_eq!(volume.asked(), ["write"]);
     }
 
