@@ -673,11 +673,12 @@ impl Resource {
         })
     }
 
-    /// A Primary beside this node made a generation while it waited, and has written since.
-    pub(crate) fn primary_went_on(&self, volume: VolumeNr) -> bool {
+    /// A Primary beside this node made a generation while it waited, and has written since; or another node has
+    /// copied one from elsewhere. The comparison with it comes.
+    pub(crate) fn another_went_on(&self, volume: VolumeNr) -> bool {
         self.state.connections.iter().any(|(peer, c)| {
             let p = self.state.peer_device(volume, *peer);
-            c.peer_role == Role::Primary
+            (c.peer_role == Role::Primary || !planted!(self, OnlyPrimariesGoOn))
                 && p.repl == ReplState::Established
                 && p.disk == DiskState::UpToDate
                 && self.is_lockstep(*peer)

@@ -463,6 +463,9 @@ impl Resource {
             if !has_disk || (word == Word::OfClients && self.vouches(volume, node)) {
                 continue;
             }
+            if word != Word::Nobodys && self.is_to_be_copied(volume, node) {
+                continue;
+            }
             let leads = word == Word::Own || self.node_id < node;
             if !leads || !self.is_equal_with(volume, node, DiskState::Outdated) {
                 return;
@@ -517,6 +520,15 @@ impl Resource {
         let connection = self.state.connections.get(&node);
         connection.is_some_and(|c| c.peer_role == Role::Primary)
             && self.is_equal_with(volume, node, DiskState::Diskless)
+    }
+
+    /// A node whose disk is not whole, so that it has no newer data.
+    fn is_to_be_copied(&self, volume: VolumeNr, node: NodeId) -> bool {
+        let p = self.state.peer_device(volume, node);
+        p.repl >= ReplState::Established
+            && p.disk == DiskState::Inconsistent
+            && self.is_lockstep(node)
+            && !planted!(self, HalfCopyInTheWay)
     }
 
     /// A node of this project in this disk state, of this node's generation, and no resync with it.

@@ -469,6 +469,14 @@ registry! {
         "A disk is given up without a second look after the process stood still.";
     OlderClearsFailed "older-clears-failed"
         "An older write of the same block clears the mark of one that has failed here.";
+    DagtagOfLifeBefore "dagtag-of-life-before"
+        "A resync request is answered before a Primary's write, by what it counted in the life before.";
+    OnlyPrimariesGoOn "only-primaries-go-on"
+        "A disk is UpToDate again beside a neighbour that has copied a newer generation.";
+    HalfCopyInTheWay "half-copy-in-the-way"
+        "The last copies stay Outdated while another disk is not whole.";
+    NotHereInSync "not-here-in-sync"
+        "A write from before this node's disk clears marks with it.";
     StoodStillGivesUp "stood-still-gives-up"
         "A peer is given up without a second look after the process stood still.";
     FlushEndsFrozen "flush-ends-frozen"

@@ -155,6 +155,11 @@ impl PeerDeviceState {
                     && (self.repl == ReplState::Established
                         || (self.repl >= ReplState::WfBitmapT && self.repl < ReplState::Ahead))
             }
+            // What this node copies from must not be older than what it writes.
+            DiskState::Consistent | DiskState::Outdated => {
+                self.replication
+                    && (self.repl == ReplState::WfBitmapT || self.repl.is_sync_target())
+            }
             _ => false,
         }
     }
@@ -163,7 +168,7 @@ impl PeerDeviceState {
     pub fn marks_out_of_sync(&self) -> bool {
         matches!(self.repl, ReplState::Ahead | ReplState::WfBitmapS)
             || (self.repl >= ReplState::Established
-                && (self.disk == DiskState::Outdated
+                && (self.disk == DiskState::Outdated && !self.replicates()
                     || (self.disk == DiskState::Inconsistent && !self.replication)))
     }
 }

@@ -1121,7 +1121,7 @@ impl Resource {
                 && !self.reconcile_hold(*volume)
                 && !busy
                 && !self.diskless_primary_of_other_generation(*volume)
-                && !self.primary_went_on(*volume)
+                && !self.another_went_on(*volume)
             {
                 change = change.disk(*volume, DiskState::UpToDate);
             }

@@ -440,14 +440,13 @@ impl Operator {
         }
         self.forget(node);
         w.crash(node, lose);
-        sometimes!(
-            w.marks,
-            (0..w.nodes.len()).all(|n| !w.is_up(n)),
-            "all-nodes-down"
-        );
+        let all_down = (0..w.nodes.len()).all(|n| !w.is_up(n));
+        sometimes!(w.marks, all_down, "all-nodes-down");
         if self.primary.is_none() {
             let witness = w.storage().any(|n| w.is_up(n) && self.lossy & 1 << n == 0);
-            if self.lossy != 0 && !witness {
+            // Nor does another one help that lives on, if the last copy was not compared with it.
+            let sound = |heirs: &u32| *heirs & !self.lossy != 0;
+            if self.lossy != 0 && (!witness || !self.heirs.iter().all(sound)) {
                 w.history.unflushed_may_be_lost(w.now);
             }
             let heirs = self.heirs();

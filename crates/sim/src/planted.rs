@@ -146,6 +146,9 @@ fn shows(bug: Planted) -> Shows {
         | P::FlushWaitsForOnePeer
         | P::DurablePiecesNotFlushed
         | P::OlderClearsFailed
+        | P::DagtagOfLifeBefore
+        | P::OnlyPrimariesGoOn
+        | P::NotHereInSync
         | P::ThirdMarksNotAwaited
         | P::AwayNotMarkedBefore
         | P::StartNotHeld
@@ -420,6 +423,7 @@ fn shows(bug: Planted) -> Shows {
         | P::WritesNotAskedFor
         | P::LookedAgainOnce
         | P::UnequalNotWatched
+        | P::HalfCopyInTheWay
         | P::FarPrimaryKept
         | P::ShrinksInUse
         | P::AbsentRoomStale
@@ -862,6 +866,10 @@ const RARE: &[Planted] = &[
     Planted::DiskTimeoutHasty,
     Planted::StoodStillGivesUp,
     Planted::OlderClearsFailed,
+    Planted::NotHereInSync,
+    Planted::DagtagOfLifeBefore,
+    Planted::HalfCopyInTheWay,
+    Planted::OnlyPrimariesGoOn,
     Planted::FlushEndsFrozen,
     Planted::ThawForgotten,
     Planted::ThawWithoutUuid,

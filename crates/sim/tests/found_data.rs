@@ -151,3 +151,31 @@ fn who_was_copied_from_a_crashed_primary_speaks_for_it() {
 fn a_primary_that_appears_during_a_resync_is_asked_at_its_end() {
     planned_holds(Some(4), 2_700_000_897, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// Writes that waited for a disk were sent to another node, which had it copied to that disk, after the bitmaps were
+/// exchanged. When they had arrived they took the marks of their blocks with them: the new disk did not have them.
+#[test]
+fn what_was_written_before_a_disk_came_clears_no_marks() {
+    planned_holds(Some(3), 2_710_001_822, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A Primary had died and come back, and counted its writes from 0. A target had one of these, and its source had not,
+/// but had heard of more in the life before: it answered with what the write was to replace.
+#[test]
+fn a_source_waits_for_the_writes_of_this_life() {
+    planned_holds(Some(3), 2_710_002_029, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A target became Primary while its source, which was Consistent, did not get its writes. They were marked, as blocks to
+/// ask the source for, which gave back what they had replaced.
+#[test]
+fn the_source_of_a_primary_gets_its_writes() {
+    planned_holds(Some(4), 2_710_001_476, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A target left its Consistent source, as another node had newer data, and was whole with these. The one that was left
+/// found no Primary anywhere, and took its old data for current.
+#[test]
+fn who_is_beside_newer_data_is_not_current_again() {
+    planned_holds(Some(3), 2_710_000_976, (None, Vec::new()), "0-99", "0-999");
+}

@@ -64,3 +64,10 @@ fn a_survivor_that_is_being_outdated_has_no_say() {
 fn a_vote_of_before_the_loss_outdates_nobody_who_asks_anew() {
     planned_holds(Some(4), 2_500_002_853, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary without a disk had named a generation, and the disks that had it were Outdated: for they waited for a disk that was
+/// not whole and could have nothing newer.
+#[test]
+fn the_last_copies_do_not_wait_for_one_that_is_not_whole() {
+    planned_holds(Some(4), 3_200_000_305, (None, Vec::new()), "0-99", "0-999");
+}

@@ -9,7 +9,7 @@ use lockstep_format::wire::{Digest, DiskState, Packet, ReplState, Role};
 
 use super::dagtag::Awaited;
 use super::slab::Key;
-use super::{DataOp, DiskFault, Owner};
+use super::{Connection, DataOp, DiskFault, Owner};
 use crate::event::{ALL_ZERO, DiskError, DiskOp, Output, Payload, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::resource::{Pending, Resource};
@@ -108,8 +108,13 @@ impl Resource {
             .get(&node)
             .is_some_and(|c| c.peer_role == Role::Primary);
         if dagtag.0 != 0 && node != self.node_id && node != peer {
+            // What it had said on the link before may be of its life before, which counted otherwise.
+            let says = |conn: &Connection| conn.dagtag_fresh || planted!(self, DagtagOfLifeBefore);
             match self.connections.get(&node) {
-                Some(conn) if conn.link.is_some() && !dagtag.is_newer_than(conn.last_dagtag) => {}
+                Some(conn)
+                    if conn.link.is_some()
+                        && says(conn)
+                        && !dagtag.is_newer_than(conn.last_dagtag) => {}
                 // One that is no Primary and has said nothing on this link will not say it: the
                 // target speaks of a link from before.
                 Some(conn) if conn.link.is_some() && (conn.dagtag_fresh || writes) => {

@@ -358,9 +358,11 @@ impl Resource {
         let (volume, epoch, dagtag) = (req.volume, req.epoch, req.dagtag);
         let (kind, sector, size, payload) = (req.kind, req.sector, req.size_bytes, req.payload);
         // Nor is a copy on a disk that is not whole: the next resync overwrites it.
-        let only_copy =
-            req.local == Local::None || self.state.disk(volume) <= DiskState::Inconsistent;
-        let may_set_in_sync = self.state.peer_device(volume, peer).repl.has_progress();
+        let is_local = req.local != Local::None;
+        let only_copy = !is_local || self.state.disk(volume) <= DiskState::Inconsistent;
+        let has_progress = self.state.peer_device(volume, peer).repl.has_progress();
+        // Only what is on this node's disk as well: that one may have come after the write.
+        let may_set_in_sync = has_progress && (is_local || planted!(self, NotHereInSync));
         let careless = planted!(self, OnlyCopyNotAwaited);
         self.owe_less(volume, peer, sector, size);
         self.barrier_before(peer, epoch);
@@ -725,6 +727,8 @@ impl Resource {
             Local::Failed if !planted!(self, LocalFailureNotMarked) => {
                 (NodeMask::EMPTY, NodeMask::EMPTY)
             }
+            // The disk that there is now came after it.
+            Local::None if !planted!(self, NotHereInSync) => (NodeMask::EMPTY, NodeMask::EMPTY),
             // It was on a disk that went. What is marked now is copied, and marked at the peer as well.
             _ if gone => (req.ok, NodeMask::EMPTY),
             _ if self.newer_has_failed(&req) && !planted!(self, OlderClearsFailed) => {
