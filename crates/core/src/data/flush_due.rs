@@ -6,9 +6,17 @@ use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::{FlushForward, FlushRequestsAck};
 
-use super::write::FlushDue;
 use crate::event::Stream;
 use crate::resource::Resource;
+
+/// A `P_FLUSH_REQUESTS` that waits until the writes before it are settled.
+#[derive(Clone, Debug)]
+pub(crate) struct FlushDue {
+    pub(crate) sequence: u64,
+    pub(crate) dagtag: Dagtag,
+    /// Last received writes of others whose peer acks are still to come: they may bring marks.
+    pub(crate) received: Vec<(NodeId, Dagtag)>,
+}
 
 impl Resource {
     /// A sync target wants all peer acks of earlier writes out (semantics.md, 19.6).

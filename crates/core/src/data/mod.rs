@@ -238,7 +238,7 @@ pub struct ConnIo {
     /// The link is gone; what was received is still being written.
     pub(crate) draining: bool,
     /// `P_FLUSH_REQUESTS` of the peer that wait for the settling of earlier writes.
-    pub(crate) flush_requests: VecDeque<write::FlushDue>,
+    pub(crate) flush_requests: VecDeque<flush_due::FlushDue>,
     /// Application writes in flight, in sectors.
     pub ap_in_flight_sectors: u64,
     /// Data of a resync on their way to the peer, in sectors.

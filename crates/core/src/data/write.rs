@@ -73,6 +73,8 @@ pub(crate) struct AppRequest {
     pub(crate) accounted: NodeMask,
     /// Peers that have it and were lost before it was settled: a resync may have replaced it there.
     pub(crate) left: NodeMask,
+    /// It is not on this node's disk, which counted as there when it was sent.
+    pub(crate) missed: bool,
     /// For a flush: writes of each connection that have to be settled.
     pub(crate) waits: Vec<(NodeId, u64)>,
 }
@@ -101,15 +103,6 @@ pub(crate) enum Ack {
     InSync,
     /// The peer does not have it.
     Failed,
-}
-
-/// A `P_FLUSH_REQUESTS` that waits until the writes before it are settled.
-#[derive(Clone, Debug)]
-pub(crate) struct FlushDue {
-    pub(crate) sequence: u64,
-    pub(crate) dagtag: Dagtag,
-    /// Last received writes of others whose peer acks are still to come: they may bring marks.
-    pub(crate) received: Vec<(NodeId, Dagtag)>,
 }
 
 impl AppRequest {
@@ -143,6 +136,7 @@ impl AppRequest {
             left: NodeMask::EMPTY,
             mark: NodeMask::EMPTY,
             accounted: NodeMask::EMPTY,
+            missed: false,
             waits: Vec::new(),
         }
     }
@@ -363,6 +357,11 @@ impl Resource {
         let has_progress = self.state.peer_device(volume, peer).repl.has_progress();
         // Only what is on this node's disk as well: that one may have come after the write.
         let may_set_in_sync = has_progress && (is_local || planted!(self, NotHereInSync));
+        // Before that the peer marks it.
+        let missed = !is_local && self.state.disk(volume) >= DiskState::Inconsistent;
+        if let Some(req) = self.io.requests.get_mut(key) {
+            req.missed |= missed && !planted!(self, NotHereInSync);
+        }
         let careless = planted!(self, OnlyCopyNotAwaited);
         self.owe_less(volume, peer, sector, size);
         self.barrier_before(peer, epoch);
@@ -629,8 +628,7 @@ impl Resource {
             self.close_epoch();
             return;
         }
-        req.submitted = false;
-        req.settled = false;
+        (req.submitted, req.settled, req.missed) = (false, false, false);
         req.local = Local::None;
         req.ok = NodeMask::EMPTY;
         req.in_sync = NodeMask::EMPTY;
@@ -727,8 +725,7 @@ impl Resource {
             Local::Failed if !planted!(self, LocalFailureNotMarked) => {
                 (NodeMask::EMPTY, NodeMask::EMPTY)
             }
-            // The disk that there is now came after it.
-            Local::None if !planted!(self, NotHereInSync) => (NodeMask::EMPTY, NodeMask::EMPTY),
+            _ if req.missed => (NodeMask::EMPTY, NodeMask::EMPTY),
             // It was on a disk that went. What is marked now is copied, and marked at the peer as well.
             _ if gone => (req.ok, NodeMask::EMPTY),
             _ if self.newer_has_failed(&req) && !planted!(self, OlderClearsFailed) => {
