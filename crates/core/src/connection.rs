@@ -824,6 +824,13 @@ impl Resource {
         conn.lost_split_brain = false;
         conn.tentative = tentative;
         conn.attempts = 0;
+        // As with kernels what is shown counts from this command on: who compares how far two followers came
+        // connects both anew first.
+        for device in self.devices.values_mut() {
+            if let Some(pd) = device.peers.get_mut(&peer) {
+                (pd.io.received_sectors, pd.io.sent_sectors) = (0, 0);
+            }
+        }
         self.hard_change(Change::new().conn(peer, ConnState::Unconnected));
         Ok(Answer::Done)
     }

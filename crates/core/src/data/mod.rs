@@ -285,9 +285,9 @@ pub struct PeerIo {
     pub resync_same_sectors: u64,
     /// When the resync started.
     pub resync_started: crate::time::Instant,
-    /// Sectors received.
+    /// Sectors received since the last `connect`.
     pub received_sectors: u64,
-    /// Sectors sent.
+    /// Sectors sent since the last `connect`.
     pub sent_sectors: u64,
     /// How long the peer takes to acknowledge writes.
     pub ack_times: AckTimes,

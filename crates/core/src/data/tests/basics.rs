@@ -320,3 +320,37 @@ fn nodes_of_one_connection_have_unlike_roles_whatever_their_first_paths_say() {
         assert_ne!(decides(0), decides(1), "{load_balance_paths}");
     }
 }
+
+/// Whoever compares how much two followers have received connects them anew first.
+#[test]
+fn what_is_sent_and_received_counts_from_the_last_connect_command() {
+    let peer = |index: usize| node_id(1 - index);
+    let counts = |w: &World, index: usize| {
+        let pd = &w.nodes[index].resource.devices[&VolumeNr(0)].peers[&peer(index)];
+        (pd.io.received_sectors, pd.io.sent_sectors)
+    };
+    let mut w = clean(1, 2, Setup::default());
+    w.write(0, 0, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    assert_eq!((counts(&w, 0), counts(&w, 1)), ((0, 8), (8, 0)));
+    // A link that was lost goes on with what it had.
+    w.cut_links_between(0, 1);
+    w.pass(Duration::from_secs(5));
+    w.write(0, 8, 4096, 2);
+    w.pass(Duration::from_secs(1));
+    assert_eq!((counts(&w, 0), counts(&w, 1)), ((0, 16), (16, 0)));
+    let disconnect = Command::Disconnect {
+        peer: peer(1),
+        force: false,
+    };
+    w.command(1, disconnect);
+    w.pass(Duration::from_secs(1));
+    let connect = Command::Connect {
+        peer: peer(1),
+        discard_my_data: false,
+        tentative: false,
+    };
+    w.command(1, connect);
+    w.pass(Duration::from_secs(5));
+    assert_eq!((counts(&w, 0), counts(&w, 1)), ((0, 16), (0, 0)));
+}
