@@ -419,7 +419,10 @@ impl History {
                 self.describe(volume, block)
             ));
         };
-        if second.is_none() && !several_writers {
+        // It began before that write failed, where it had an effect: that may go with the disk it was on.
+        let version = &register.versions[only];
+        let fails = !version.settled && version.dead != NEVER && start <= version.dead;
+        if second.is_none() && !several_writers && !fails {
             let version = &mut register.versions[only];
             version.end = version.end.min(end);
             let is_soft = !version.hard;
@@ -546,6 +549,20 @@ mod tests {
         h.flushed(0, 80, 80);
         h.unflushed_may_be_lost(90);
         assert!(h.read(0, 1, 7, 100, 110).is_err());
+    }
+
+    #[test]
+    fn what_a_read_beside_a_failing_write_has_seen_may_go_with_the_disk() {
+        let mut h = History::default();
+        h.write_starts(0, 1, (7, 0), 10, false);
+        h.write_ends(0, 1, 7, 10, 20, true);
+        h.write_starts(0, 1, (8, 0), 30, false);
+        h.write_dies(0, 1, 8, 30, 50);
+        assert!(h.read(0, 1, 8, 40, 60).is_ok());
+        assert!(h.clone().read(0, 1, 7, 70, 80).is_ok());
+        // A read that begins later has it from a disk that is there.
+        assert!(h.read(0, 1, 8, 70, 80).is_ok());
+        assert!(h.read(0, 1, 7, 90, 99).is_err());
     }
 
     #[test]

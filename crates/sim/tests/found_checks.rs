@@ -194,3 +194,12 @@ fn new_options_move_the_time_out_of_a_ping() {
 fn who_has_lost_power_is_not_expected_to_have_all() {
     planned_holds(Some(3), 2_710_002_390, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A read that began before a write of its block failed had seen it, on the disk that it failed on, and the check wanted all
+/// later reads to see it.
+#[test]
+fn what_is_read_beside_a_failing_write_does_not_stay() {
+    for seed in [3_200_000_042, 1_707_743_477, 3_486_036_805] {
+        planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
+    }
+}
