@@ -503,3 +503,22 @@ fn bitmap_blocks_of_every_size_are_marked_by_extent() {
         assert_eq!(bits.start << shift, 3 * (4 << 20));
     }
 }
+
+/// A disk that was given up in good order keeps its log, and its bitmap says what differs.
+#[test]
+fn a_log_that_is_called_clean_marks_nothing_and_is_emptied() {
+    let (mut memory, layout, active) = crashed_primary(5);
+    assert!(!active.is_empty());
+    let before = bitmap(&mut memory, &layout);
+    let mut superblock = load(&mut memory, &layout).unwrap();
+    superblock.set_clean();
+    store::apply_al(&mut memory, &layout, &mut superblock).unwrap();
+    assert!(bitmap(&mut memory, &layout) == before);
+    // Called unclean once more, it has nothing.
+    let AnySuperBlock::V09(sb) = &mut superblock else {
+        unreachable!()
+    };
+    sb.flags.remove(DeviceFlags::AL_CLEAN);
+    store::apply_al(&mut memory, &layout, &mut superblock).unwrap();
+    assert!(bitmap(&mut memory, &layout) == before);
+}

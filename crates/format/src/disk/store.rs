@@ -168,7 +168,8 @@ pub fn apply_al<S: Store>(
     store.read(layout.al_byte(), &mut area)?;
     let replay = replay(&area, layout, superblock);
     let flags = superblock.device_flags();
-    let needed = flags.contains(DeviceFlags::PRIMARY_IND);
+    // A disk that was given up in good order has extents in its log that are in the bitmap, and says so.
+    let needed = flags.contains(DeviceFlags::PRIMARY_IND) && !superblock.is_clean();
     let mut applied = Applied::default();
     let empty = match replay {
         Ok(replay) => {
