@@ -247,6 +247,8 @@ const EXPECTED: &[&str] = &[
     "State change failed",
     "Multiple primaries not allowed",
     "the connection was lost: Closed",
+    // A process that is killed with bytes that it has not read resets its connections.
+    "the connection was lost: Broken",
     "what was written last has failed, and its volume stays open",
     "Buffer I/O error on dev drbd",
     // A kernel that is copied from one node sets all marks towards another one at the same time.
