@@ -475,6 +475,8 @@ registry! {
         "A disk is UpToDate again beside a neighbour that has copied a newer generation.";
     HalfCopyInTheWay "half-copy-in-the-way"
         "The last copies stay Outdated while another disk is not whole.";
+    LateWriteMisread "late-write-misread"
+        "A write that was sent late is settled by the peer ack of newer ones.";
     NotHereInSync "not-here-in-sync"
         "A write from before this node's disk clears marks with it.";
     StoodStillGivesUp "stood-still-gives-up"

@@ -358,10 +358,10 @@ fn have_it(w: &mut World, node: usize, peer: NodeId, link: u64, ack: &PeerAck) {
         return;
     };
     let untold = &mut l.untold[usize::from(l.ends[0] == node)];
-    let end = untold
-        .writes
-        .partition_point(|(dagtag, ..)| *dagtag <= ack.dagtag.0);
-    let told: Vec<_> = untold.writes.drain(..end).collect();
+    // What was sent late stands behind newer ones.
+    let all = std::mem::take(&mut untold.writes).into_iter();
+    let told: VecDeque<_>;
+    (told, untold.writes) = all.partition(|(dagtag, ..)| *dagtag <= ack.dagtag.0);
     for (_, volume, block, content) in told {
         for holder in w.storage().filter(|n| ack.mask.contains(id(*n))) {
             // One that is gone without this node's knowing may be another one's target by now.

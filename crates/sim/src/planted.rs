@@ -147,6 +147,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DurablePiecesNotFlushed
         | P::OlderClearsFailed
         | P::DagtagOfLifeBefore
+        | P::LateWriteMisread
         | P::OnlyPrimariesGoOn
         | P::NotHereInSync
         | P::ThirdMarksNotAwaited
@@ -868,6 +869,7 @@ const RARE: &[Planted] = &[
     Planted::OlderClearsFailed,
     Planted::NotHereInSync,
     Planted::DagtagOfLifeBefore,
+    Planted::LateWriteMisread,
     Planted::HalfCopyInTheWay,
     Planted::OnlyPrimariesGoOn,
     Planted::FlushEndsFrozen,

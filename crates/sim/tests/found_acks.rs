@@ -109,3 +109,10 @@ fn a_resync_does_not_take_back_what_is_still_to_be_told() {
     holds(Some(2), 2_703_736_603, (None, vec![]), "0-3", "0-5");
     holds(Some(2), 2_703_736_603, (None, vec![]), "0-99", "0-999");
 }
+
+/// A client sent a write to another node after newer ones, which it had there at once: peer acks come in the order of the
+/// writes, and were taken in the order in which these had come.
+#[test]
+fn peer_acks_of_late_writes_are_their_own() {
+    planned_holds(Some(3), 3_100_001_560, (None, Vec::new()), "0-99", "0-999");
+}

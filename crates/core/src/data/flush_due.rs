@@ -6,6 +6,7 @@ use lockstep_format::units::{Dagtag, NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::{FlushForward, FlushRequestsAck};
 
+use super::peer_write::PeerWrite;
 use crate::event::Stream;
 use crate::resource::Resource;
 
@@ -25,7 +26,11 @@ impl Resource {
         self.close_epoch();
         let others = self.connections.values().filter(|c| c.peer != peer);
         let received = others
-            .filter_map(|c| Some((c.peer, c.io.writes.back()?.dagtag())))
+            .filter_map(|c| {
+                let dagtags = c.io.writes.iter().map(PeerWrite::dagtag);
+                let newest = dagtags.reduce(|a, b| if b.is_newer_than(a) { b } else { a });
+                Some((c.peer, newest?))
+            })
             .collect();
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.io.flush_requests.push_back(FlushDue {
@@ -62,9 +67,11 @@ impl Resource {
                     break;
                 }
                 let owes = |(node, dagtag): &(NodeId, Dagtag)| {
-                    let first = self.connections.get(node);
-                    let first = first.and_then(|c| Some(c.io.writes.front()?.dagtag()));
-                    first.is_some_and(|first| !first.is_newer_than(*dagtag))
+                    let writes = self.connections.get(node).map(|c| &c.io.writes);
+                    writes.is_some_and(|writes| {
+                        let mut dagtags = writes.iter().map(PeerWrite::dagtag);
+                        dagtags.any(|due| !due.is_newer_than(*dagtag))
+                    })
                 };
                 if !early && due.received.iter().any(owes) && !planted!(self, ForwardsUnasked) {
                     break;

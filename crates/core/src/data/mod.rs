@@ -226,9 +226,12 @@ pub struct ConnIo {
     pub(crate) settled_count: u64,
     /// The peer's mirror of this node's dagtag; none before the first `P_DAGTAG` of the link.
     pub(crate) mirror: Option<Dagtag>,
-    /// Writes received and not peer-acked, in order; `first_write` numbers the front one.
+    /// Writes received and not peer-acked, in the order in which they came.
     pub(crate) writes: VecDeque<PeerWrite>,
-    pub(crate) first_write: u64,
+    /// Number of the next one.
+    pub(crate) next_write: u64,
+    /// Some may stand behind ones with newer dagtags.
+    pub(crate) has_late: bool,
     /// Epochs received and not acked; the last one is open.
     pub(crate) epochs: VecDeque<ReceivedEpoch>,
     pub(crate) first_epoch: u64,

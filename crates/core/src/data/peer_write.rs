@@ -28,6 +28,7 @@ use crate::state::ReplSets;
 /// A write received from a peer, until its peer ack.
 #[derive(Debug)]
 pub(crate) struct PeerWrite {
+    number: u64,
     pub(crate) volume: VolumeNr,
     pub(crate) sector: Sector,
     pub(crate) size_bytes: u32,
@@ -248,8 +249,12 @@ impl Resource {
         let counts = payload.is_some() || !planted!(self, DagtagSkipsDiscards);
         let counted = if counts { size_bytes } else { 0 };
         let dagtag = conn.last_dagtag.advanced_by_bytes(counted);
-        let number = conn.io.first_write + conn.io.writes.len() as u64;
+        let number = conn.io.next_write;
+        conn.io.next_write += 1;
+        let last = conn.io.writes.back();
+        conn.io.has_late |= last.is_some_and(|last| last.dagtag.is_newer_than(dagtag));
         conn.io.writes.push_back(PeerWrite {
+            number,
             volume,
             sector,
             size_bytes,
@@ -346,8 +351,8 @@ impl Resource {
 
     fn peer_write(&mut self, peer: NodeId, number: u64) -> Option<&mut PeerWrite> {
         let io = &mut self.connections.get_mut(&peer)?.io;
-        let at = usize::try_from(number.checked_sub(io.first_write)?).ok()?;
-        io.writes.get_mut(at)
+        let at = io.writes.partition_point(|write| write.number < number);
+        io.writes.get_mut(at).filter(|write| write.number == number)
     }
 
     fn block_ack(
@@ -864,25 +869,32 @@ impl Resource {
     }
 
     fn settle_acked(&mut self, peer: NodeId, dagtag: Dagtag, mask: NodeMask) {
+        let in_order = planted!(self, LateWriteMisread);
+        let mut at = 0;
         loop {
             let Some(conn) = self.connections.get_mut(&peer) else {
                 return;
             };
-            let Some(write) = conn.io.writes.front() else {
+            let Some(write) = conn.io.writes.get(at) else {
+                conn.io.has_late &= at > 0;
                 return;
             };
             if write.dagtag.is_newer_than(dagtag) {
-                return;
+                if !conn.io.has_late || in_order {
+                    return;
+                }
+                // What was sent late, or again, stands behind it.
+                at += 1;
+                continue;
             }
             if !matches!(write.stage, Stage::Done | Stage::Failed) {
                 let text = format!("peer ack of a write at sector {} in flight", write.sector);
                 self.protocol_error(peer, None, text);
                 return;
             }
-            let Some(write) = conn.io.writes.pop_front() else {
+            let Some(write) = conn.io.writes.remove(at) else {
                 return;
             };
-            conn.io.first_write += 1;
             self.settle_peer_write(peer, &write, mask);
         }
     }
@@ -902,7 +914,6 @@ impl Resource {
             let Some(write) = conn.io.writes.pop_front_if(|_| ended) else {
                 return;
             };
-            conn.io.first_write += 1;
             self.settle_peer_write(peer, &write, both);
         }
     }
@@ -1129,7 +1140,6 @@ impl Resource {
             return;
         }
         conn.io.draining = false;
-        conn.io.first_write += conn.io.writes.len() as u64;
         let writes = core::mem::take(&mut conn.io.writes);
         self.keep_lost_epochs(&writes);
         self.connection_drained(peer);

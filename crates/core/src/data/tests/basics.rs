@@ -354,3 +354,33 @@ fn what_is_sent_and_received_counts_from_the_last_connect_command() {
     w.pass(Duration::from_secs(5));
     assert_eq!((counts(&w, 0), counts(&w, 1)), ((0, 16), (0, 0)));
 }
+
+/// A write that its sender had kept back for a peer that was lost is sent to another one behind newer writes. Its peer
+/// ack comes before theirs, and theirs says nothing of it.
+#[test]
+fn a_write_that_was_sent_late_is_settled_by_its_own_peer_ack() {
+    let mut w = clean(5, 3, Setup::default());
+    let first = w.write(0, 0, 4096, 1);
+    w.run();
+    let second = w.write(0, 80, 4096, 2);
+    w.run();
+    assert!(w.done(0, first) && w.done(0, second), "{:#?}", w.log);
+    let primary = NodeId(0);
+    let follower = &mut w.nodes[1].resource;
+    let io = &mut follower.connections.get_mut(&primary).unwrap().io;
+    let dagtags: Vec<_> = io.writes.iter().map(|write| write.dagtag()).collect();
+    let [older, newer] = dagtags[..] else {
+        panic!("{dagtags:?} wait for their peer acks");
+    };
+    io.writes.swap(0, 1);
+    io.has_late = true;
+    let two = lockstep_format::units::NodeMask::of(primary).with(NodeId(1));
+    follower.peer_ack(primary, older, two);
+    follower.peer_ack(primary, newer, two.with(NodeId(2)));
+    let device = &follower.devices[&VOLUME];
+    let io = &device.attached().unwrap().io;
+    let slot = io.slot(NodeId(2)).unwrap();
+    let marks = |sector: u64| io.bitmap.count_touched(slot, Sector(sector), 4096);
+    assert_eq!((marks(0), marks(80)), (1, 0));
+    assert!(follower.connections[&primary].io.writes.is_empty());
+}
