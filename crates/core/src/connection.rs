@@ -75,6 +75,8 @@ pub struct Connection {
     pub notify_lost_primary: bool,
     /// Survivors that were told since the peer was lost.
     pub told_lost: NodeMask,
+    /// How far this node had come, as it told them.
+    pub told_dagtag: Dagtag,
     /// `verify-alg` of the peer, from its last `P_SYNC_PARAM89`.
     pub peer_verify_alg: String,
     /// What the peer said of a commonly lost Primary during the handshake.
@@ -187,6 +189,7 @@ impl Connection {
             dagtag_fresh: false,
             notify_lost_primary: false,
             told_lost: NodeMask::EMPTY,
+            told_dagtag: Dagtag(0),
             peer_verify_alg: String::new(),
             peer_dagtag: None,
             kept_dagtag: None,

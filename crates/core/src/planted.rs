@@ -477,6 +477,8 @@ registry! {
         "The last copies stay Outdated while another disk is not whole.";
     LateWriteMisread "late-write-misread"
         "A write that was sent late is settled by the peer ack of newer ones.";
+    ReturnedForgotten "returned-forgotten"
+        "A survivor that has met the lost Primary again follows nobody's word of its loss.";
     NotHereInSync "not-here-in-sync"
         "A write from before this node's disk clears marks with it.";
     StoodStillGivesUp "stood-still-gives-up"

@@ -7,6 +7,7 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::PeerDagtag;
 use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, StateWord, UuidFlags};
 
+use crate::connection::Connection;
 use crate::device::Reconcile;
 use crate::event::Stream;
 use crate::report::Level;
@@ -83,12 +84,24 @@ impl Resource {
         if self.state.conn(peer) != ConnState::Connected {
             return;
         }
-        if self.state.conn(packet.node_id) == ConnState::Connected {
+        if self.state.conn(packet.node_id) == ConnState::Connected
+            && !self.is_back_since(packet.node_id, peer)
+        {
             // It is alive as far as this node knows; a ping tells.
             self.ping(packet.node_id);
             return;
         }
         self.try_reconcile(peer);
+    }
+
+    /// The node is back, and no Primary, after this one had told the survivor of its loss: that one, which has lost
+    /// it only now, goes by this word.
+    fn is_back_since(&self, lost: NodeId, survivor: NodeId) -> bool {
+        let told = |c: &Connection| c.told_lost.contains(survivor) && !c.notify_lost_primary;
+        self.state.conn(lost) == ConnState::Connected
+            && self.peer_role(lost) != Role::Primary
+            && self.connections.get(&lost).is_some_and(told)
+            && !planted!(self, ReturnedForgotten)
     }
 
     /// Both survivors have said how far they came and have cleaned up: the shorter one follows.
@@ -105,10 +118,14 @@ impl Resource {
         let gone = self.state.conn(lost) != ConnState::Connected
             && !lost_conn.draining
             && !lost_conn.notify_lost_primary;
-        if !gone {
+        let back = self.is_back_since(lost, peer);
+        if !gone && !back {
             return;
         }
-        let mine = lost_conn.last_dagtag;
+        let mine = match back {
+            true => lost_conn.told_dagtag,
+            false => lost_conn.last_dagtag,
+        };
         let told = lost_conn.told_lost.contains(peer);
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.peer_dagtag = None;
@@ -365,6 +382,7 @@ impl Resource {
     pub(crate) fn tell_lost(&mut self, peer: NodeId, lost: NodeId, dagtag: Dagtag) {
         if let Some(conn) = self.connections.get_mut(&lost) {
             conn.told_lost.insert(peer);
+            conn.told_dagtag = dagtag;
         }
         let packet = Packet::PeerDagtag(PeerDagtag {
             dagtag,

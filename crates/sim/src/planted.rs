@@ -147,6 +147,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DurablePiecesNotFlushed
         | P::OlderClearsFailed
         | P::DagtagOfLifeBefore
+        | P::ReturnedForgotten
         | P::LateWriteMisread
         | P::OnlyPrimariesGoOn
         | P::NotHereInSync
@@ -869,6 +870,7 @@ const RARE: &[Planted] = &[
     Planted::OlderClearsFailed,
     Planted::NotHereInSync,
     Planted::DagtagOfLifeBefore,
+    Planted::ReturnedForgotten,
     Planted::LateWriteMisread,
     Planted::HalfCopyInTheWay,
     Planted::OnlyPrimariesGoOn,

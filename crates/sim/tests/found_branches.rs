@@ -103,3 +103,10 @@ fn nobody_is_promoted_before_its_disk_is_compared() {
 fn a_source_that_is_behind_makes_no_other_one_stable() {
     planned_holds(Some(4), 2_700_001_568, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A survivor had told the others of its lost Primary, and met that one again, before they lost it. They went by its word, and
+/// waited for its copy; it took the Primary for alive and their words for old ones, and all stayed as they were.
+#[test]
+fn who_has_met_the_lost_primary_again_keeps_its_word() {
+    planned_holds(Some(4), 3_100_000_976, (None, Vec::new()), "0-99", "0-999");
+}
