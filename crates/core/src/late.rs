@@ -241,7 +241,8 @@ impl Resource {
 
     /// A disk has got another generation since its UUIDs went into the handshake with `peer`, by the end of a
     /// resync for example: what both ends made of the old set is wrong (semantics.md, 13.1, rule
-    /// initial-handshake-changed). Beside a Primary it follows, and tells the peer afterwards.
+    /// initial-handshake-changed). Beside a Primary it follows, and tells the peer afterwards; but it does not give
+    /// its copy up for one of the set from before.
     pub(crate) fn handshake_changed(&self, peer: NodeId) -> Option<Refusal> {
         if let Some(refusal) = self.attached_in_handshake(peer) {
             return Some(refusal);
@@ -249,12 +250,20 @@ impl Resource {
         if self.state.role == Role::Primary {
             return self.missed_in_handshake(peer);
         }
-        let mut primaries = self.state.connections.values();
-        if primaries.any(|c| c.peer_role == Role::Primary) || planted!(self, HandshakeGoesStale) {
+        if planted!(self, HandshakeGoesStale) {
             return None;
         }
+        let mut primaries = self.state.connections.values();
+        let follows = primaries.any(|c| c.peer_role == Role::Primary);
         let changed = |volume: VolumeNr, device: &Device| {
-            let sent = device.peers.get(&peer)?.sent_uuids.as_ref()?;
+            let pd = device.peers.get(&peer)?;
+            let sent = pd.sent_uuids.as_ref()?;
+            let verdict = pd.verdict.as_ref();
+            let gives_up = verdict.is_some_and(|v| v.repl == ReplState::WfBitmapT)
+                && self.state.disk(volume) >= DiskState::Consistent;
+            if follows && (!gives_up || planted!(self, FollowerGivesUp)) {
+                return None;
+            }
             let now = self.own_uuids(peer, volume, UuidFlags::empty())?;
             (!now.current.same_generation(sent.current)).then_some(volume)
         };

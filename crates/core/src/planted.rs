@@ -585,6 +585,8 @@ registry! {
         "A resync begins although its handler has failed.";
     BrokenFenceCounts "broken-fence-counts"
         "A fence-peer handler that is broken counts as one that has fenced.";
+    FollowerGivesUp "follower-gives-up"
+        "A node that has followed a Primary in a handshake becomes the target that it was to be before.";
     HandshakeGoesStale "handshake-goes-stale"
         "A handshake ends although this node has got another generation in it.";
     WrittenInHandshake "written-in-handshake"

@@ -95,9 +95,15 @@ impl Resource {
     }
 
     /// The node is back, and no Primary, after this one had told the survivor of its loss: that one, which has lost
-    /// it only now, goes by this word.
+    /// it only now, and has less, goes by this word. The returned node may be copied from here: nothing is copied to
+    /// here.
     fn is_back_since(&self, lost: NodeId, survivor: NodeId) -> bool {
-        let told = |c: &Connection| c.told_lost.contains(survivor) && !c.notify_lost_primary;
+        let word = self.connections.get(&survivor).and_then(|c| c.peer_dagtag);
+        let less = |c: &Connection| {
+            word.is_some_and(|(node, dagtag)| node == lost && c.told_dagtag.is_newer_than(dagtag))
+        };
+        let told =
+            |c: &Connection| c.told_lost.contains(survivor) && !c.notify_lost_primary && less(c);
         self.state.conn(lost) == ConnState::Connected
             && self.peer_role(lost) != Role::Primary
             && self.connections.get(&lost).is_some_and(told)

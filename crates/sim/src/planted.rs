@@ -426,6 +426,7 @@ fn shows(bug: Planted) -> Shows {
         | P::LookedAgainOnce
         | P::UnequalNotWatched
         | P::HalfCopyInTheWay
+        | P::FollowerGivesUp
         | P::FarPrimaryKept
         | P::ShrinksInUse
         | P::AbsentRoomStale
@@ -870,6 +871,7 @@ const RARE: &[Planted] = &[
     Planted::OlderClearsFailed,
     Planted::NotHereInSync,
     Planted::DagtagOfLifeBefore,
+    Planted::FollowerGivesUp,
     Planted::ReturnedForgotten,
     Planted::LateWriteMisread,
     Planted::HalfCopyInTheWay,

@@ -114,5 +114,5 @@ fn a_resync_does_not_take_back_what_is_still_to_be_told() {
 /// writes, and were taken in the order in which these had come.
 #[test]
 fn peer_acks_of_late_writes_are_their_own() {
-    planned_holds(Some(3), 3_100_001_560, (None, Vec::new()), "0-99", "0-999");
+    holds(Some(3), 3_100_001_560, (None, Vec::new()), "0-99", "0-999");
 }

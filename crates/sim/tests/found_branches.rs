@@ -110,3 +110,17 @@ fn a_source_that_is_behind_makes_no_other_one_stable() {
 fn who_has_met_the_lost_primary_again_keeps_its_word() {
     planned_holds(Some(4), 3_100_000_976, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// The last whole copy was to be copied from a node that followed a Primary, as that one had made a generation. It followed
+/// that one as well before the handshake was over, became a target all the same, and no node had a whole copy.
+#[test]
+fn who_follows_a_primary_in_a_handshake_does_not_give_its_copy_up() {
+    planned_holds(Some(3), 3_100_001_918, (None, Vec::new()), "0-99", "0-999");
+}
+
+/// A survivor that had met the lost Primary again was its source. As the target of another survivor it would be in a circle
+/// of targets.
+#[test]
+fn who_has_met_the_lost_primary_again_is_no_target() {
+    planned_holds(Some(4), 3_200_005_644, (None, Vec::new()), "0-99", "0-999");
+}
