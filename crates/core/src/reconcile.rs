@@ -7,7 +7,6 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::PeerDagtag;
 use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, StateWord, UuidFlags};
 
-use crate::connection::Connection;
 use crate::device::Reconcile;
 use crate::event::Stream;
 use crate::report::Level;
@@ -85,7 +84,7 @@ impl Resource {
             return;
         }
         if self.state.conn(packet.node_id) == ConnState::Connected
-            && !self.is_back_since(packet.node_id, peer)
+            && self.word_given(packet.node_id, peer).is_none()
         {
             // It is alive as far as this node knows; a ping tells.
             self.ping(packet.node_id);
@@ -94,20 +93,17 @@ impl Resource {
         self.try_reconcile(peer);
     }
 
-    /// The node is back, and no Primary, after this one had told the survivor of its loss: that one, which has lost
-    /// it only now, and has less, goes by this word. The returned node may be copied from here: nothing is copied to
-    /// here.
-    fn is_back_since(&self, lost: NodeId, survivor: NodeId) -> bool {
-        let word = self.connections.get(&survivor).and_then(|c| c.peer_dagtag);
-        let less = |c: &Connection| {
-            word.is_some_and(|(node, dagtag)| node == lost && c.told_dagtag.is_newer_than(dagtag))
-        };
-        let told =
-            |c: &Connection| c.told_lost.contains(survivor) && !c.notify_lost_primary && less(c);
-        self.state.conn(lost) == ConnState::Connected
-            && self.peer_role(lost) != Role::Primary
-            && self.connections.get(&lost).is_some_and(told)
-            && !planted!(self, ReturnedForgotten)
+    /// What this node had told a survivor of a lost node, which is back since then, and no Primary. The survivor has
+    /// lost it only now, and has less: it goes by this word. The returned node may be copied from here, so nothing is
+    /// copied to here.
+    fn word_given(&self, lost: NodeId, survivor: NodeId) -> Option<Dagtag> {
+        let (named, theirs) = self.connections.get(&survivor)?.peer_dagtag?;
+        let conn = self.connections.get(&lost)?;
+        let told = conn.told_lost.contains(survivor) && !conn.notify_lost_primary;
+        let is_back =
+            self.state.conn(lost) == ConnState::Connected && self.peer_role(lost) != Role::Primary;
+        let holds = told && is_back && named == lost && conn.told_dagtag.is_newer_than(theirs);
+        (holds && !planted!(self, ReturnedForgotten)).then_some(conn.told_dagtag)
     }
 
     /// Both survivors have said how far they came and have cleaned up: the shorter one follows.
@@ -124,13 +120,12 @@ impl Resource {
         let gone = self.state.conn(lost) != ConnState::Connected
             && !lost_conn.draining
             && !lost_conn.notify_lost_primary;
-        let back = self.is_back_since(lost, peer);
-        if !gone && !back {
+        let mine = match gone {
+            true => Some(lost_conn.last_dagtag),
+            false => self.word_given(lost, peer),
+        };
+        let Some(mine) = mine else {
             return;
-        }
-        let mine = match back {
-            true => lost_conn.told_dagtag,
-            false => lost_conn.last_dagtag,
         };
         let told = lost_conn.told_lost.contains(peer);
         if let Some(conn) = self.connections.get_mut(&peer) {

@@ -14,7 +14,6 @@ use std::sync::mpsc::{
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use lockstep_core::event::RequestId;
 use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
 use lockstep_front::closes::{Closes, Touch};
@@ -27,6 +26,7 @@ use lockstep_io::port::{PortEvent, PortSink, VolumePort};
 use crate::board::Board;
 use crate::generations::Generations;
 use crate::holding::{Holding, Key, Left, Promotion, Verdict};
+use crate::no_volume::NoVolume;
 use crate::node::NodeConfig;
 use crate::opener::Opener;
 use crate::options;
@@ -1166,32 +1166,6 @@ pub(crate) struct Silent;
 
 impl PortSink for Silent {
     fn event(&mut self, _: PortEvent) {}
-}
-
-/// Stands for a volume that has gone.
-struct NoVolume;
-
-impl VolumePort for NoVolume {
-    fn properties(&self) -> lockstep_io::port::VolumeProperties {
-        lockstep_io::port::VolumeProperties::default()
-    }
-
-    fn alloc(&self, _: usize) -> Option<lockstep_io::pool::IoBuf> {
-        None
-    }
-
-    fn submit(
-        &mut self,
-        request: lockstep_io::port::PortRequest,
-    ) -> Result<(), lockstep_io::port::SubmitError> {
-        Err(lockstep_io::port::SubmitError::Gone(request))
-    }
-
-    fn kick(&mut self) {}
-
-    fn open(&mut self, _: RequestId, _: bool) {}
-
-    fn close(&mut self, _: bool) {}
 }
 
 #[cfg(test)]

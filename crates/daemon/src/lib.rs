@@ -22,6 +22,7 @@ pub mod metrics;
 mod minors;
 pub mod names;
 mod namespaces;
+mod no_volume;
 pub mod node;
 mod notify;
 mod opener;

@@ -28,6 +28,7 @@ use crate::state::ReplSets;
 /// A write received from a peer, until its peer ack.
 #[derive(Debug)]
 pub(crate) struct PeerWrite {
+    /// In the order in which they came.
     number: u64,
     pub(crate) volume: VolumeNr,
     pub(crate) sector: Sector,
@@ -351,7 +352,12 @@ impl Resource {
 
     fn peer_write(&mut self, peer: NodeId, number: u64) -> Option<&mut PeerWrite> {
         let io = &mut self.connections.get_mut(&peer)?.io;
-        let at = io.writes.partition_point(|write| write.number < number);
+        // No number is left out but for those of late writes.
+        let first = io.writes.front()?.number;
+        let mut at = usize::try_from(number.checked_sub(first)?).ok()?;
+        if io.writes.get(at).is_none_or(|write| write.number != number) {
+            at = io.writes.partition_point(|write| write.number < number);
+        }
         io.writes.get_mut(at).filter(|write| write.number == number)
     }
 
@@ -876,7 +882,8 @@ impl Resource {
                 return;
             };
             let Some(write) = conn.io.writes.get(at) else {
-                conn.io.has_late &= at > 0;
+                let dagtags = conn.io.writes.iter().map(PeerWrite::dagtag);
+                conn.io.has_late &= !dagtags.is_sorted_by(|a, b| !a.is_newer_than(*b));
                 return;
             };
             if write.dagtag.is_newer_than(dagtag) {

@@ -359,8 +359,8 @@ impl Resource {
         let may_set_in_sync = has_progress && (is_local || planted!(self, NotHereInSync));
         // Before that the peer marks it.
         let missed = !is_local && self.state.disk(volume) >= DiskState::Inconsistent;
-        if let Some(req) = self.io.requests.get_mut(key) {
-            req.missed |= missed && !planted!(self, NotHereInSync);
+        if missed && let Some(req) = self.io.requests.get_mut(key) {
+            req.missed |= !planted!(self, NotHereInSync);
         }
         let careless = planted!(self, OnlyCopyNotAwaited);
         self.owe_less(volume, peer, sector, size);
