@@ -54,7 +54,12 @@ enum Order {
     /// Somebody who could write has closed a device.
     Closed(BlockNumber),
     /// How a device is used, as was found out on another thread.
-    Checked { key: Key, uses: u64, usage: Usage },
+    Checked {
+        key: Key,
+        of: Arc<Mutex<()>>,
+        uses: u64,
+        usage: Usage,
+    },
     /// Take a resource's devices away, or that of one volume, and make none until `Resume`.
     Release {
         resource: String,
@@ -334,7 +339,12 @@ impl Served {
                 };
                 drop(busy);
                 // A thread of devices that has ended needs no answer.
-                let _ = orders.send(Order::Checked { key, uses, usage });
+                let _ = orders.send(Order::Checked {
+                    key,
+                    of: check,
+                    uses,
+                    usage,
+                });
             });
         self.checking = asked.is_ok();
     }
@@ -378,7 +388,18 @@ impl Worker {
                 }
                 Ok(Order::Opened(number)) => self.opened(number),
                 Ok(Order::Closed(number)) => self.closed(number),
-                Ok(Order::Checked { key, uses, usage }) => self.checked(&key, uses, usage),
+                Ok(Order::Checked {
+                    key,
+                    of,
+                    uses,
+                    usage,
+                }) => {
+                    // Not of a device that was there before.
+                    let served = self.devices.get(&key);
+                    if served.is_some_and(|served| Arc::ptr_eq(&served.check, &of)) {
+                        self.checked(&key, uses, usage);
+                    }
+                }
                 Ok(Order::Release {
                     resource,
                     volume,

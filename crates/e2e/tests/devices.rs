@@ -239,6 +239,26 @@ fn the_command_after_the_last_close_finds_a_secondary() -> Result<()> {
     Ok(())
 }
 
+/// Whoever looked at the device because of that open is behind by then, and must not hold the volume.
+#[test]
+fn a_demotion_right_after_the_last_close_is_not_refused() -> Result<()> {
+    if !can_mount() {
+        return Ok(());
+    }
+    let cluster = secondaries(93, "")?;
+    for round in 0..30 {
+        cluster.adm(0, &["primary", "r0"])?;
+        let device = cluster.device(0, 93, 0)?;
+        let file = fs::File::options().write(true).open(&device)?;
+        file.write_all_at(&[round; 4096], 0)?;
+        file.sync_all()?;
+        drop(file);
+        let demoted = cluster.adm(0, &["secondary", "r0"]);
+        demoted.with_context(|| format!("round {round}"))?;
+    }
+    Ok(())
+}
+
 #[test]
 fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
     if !can_mount() {

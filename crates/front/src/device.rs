@@ -547,6 +547,9 @@ impl MountedDevice {
                 Err(_) => tracing::error!("a reader of the device had panicked"),
             }
         }
+        if let Some(gate) = &self.gate {
+            gate.end();
+        }
     }
 }
 

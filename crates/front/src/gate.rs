@@ -232,6 +232,19 @@ impl Gate {
         true
     }
 
+    /// The device is not served any more: closes the volume, whoever still looks at this gate.
+    pub(crate) fn end(&self) {
+        {
+            let mut state = self.shared.lock();
+            state.gone = true;
+            state.open = [false; 2];
+            state.asked = None;
+        }
+        self.shared.changed.notify_all();
+        let port = self.shared.port().take();
+        drop(port);
+    }
+
     /// Asks the kernel on another thread: it may wait for this device's own requests.
     fn is_claimed(&self) -> bool {
         let Some(&number) = self.number.get() else {
@@ -496,6 +509,22 @@ mod tests {
         // A writer is Primary: nobody else changes anything.
         volume.changed_elsewhere(true);
         gate.open(Access::Read).unwrap();
+    }
+
+    #[test]
+    fn a_device_that_is_not_served_any_more_has_closed_its_volume() {
+        let (gate, volume) = gate();
+        gate.open(Access::Write).unwrap();
+        let ports = Arc::strong_count(&volume.0);
+        // Whoever looks how it is used.
+        let gate = Arc::new(gate);
+        let looker = gate.clone();
+        gate.end();
+        assert_eq!(Arc::strong_count(&volume.0), ports - 1, "the port lives");
+        assert_eq!(volume.asked(), ["write"]);
+        assert_eq!(looker.session(), None);
+        assert!(looker.open(Access::Write).is_err());
+        assert!(volume.asked().is_empty());
     }
 
     #[test]

@@ -336,6 +336,9 @@ impl UblkDevice {
                 "the thread of a ublk device had panicked"
             );
         }
+        if let Some(gate) = &self.gate {
+            gate.end();
+        }
     }
 
     fn make_links(&mut self, links: &[PathBuf]) -> Result<(), DeviceError> {

@@ -1,7 +1,7 @@
 //! Front ends' access to volumes: requests in, completions and changes out.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lockstep_core::command::{Command, CommandError};
 use lockstep_core::event::{Input, Payload, Request, RequestError, RequestId, RequestKind};
@@ -23,8 +23,6 @@ pub(super) struct PortEntry {
     volume: VolumeNr,
     sink: Box<dyn PortSink>,
     shared: Arc<PortShared>,
-    /// Successful opens for reading only and for writing.
-    opens: [u32; 2],
     told: bool,
 }
 
@@ -39,6 +37,9 @@ impl PortEntry {
 pub(super) struct PortShared {
     in_flight: AtomicUsize,
     gone: AtomicBool,
+    /// What the core has open for it, for reading only and for writing; none once the port has gone.
+    /// The shard's thread only.
+    opens: Mutex<Option<[u32; 2]>>,
     properties: Mutex<VolumeProperties>,
 }
 
@@ -51,14 +52,10 @@ pub(super) struct RequestEntry {
     payload: Option<Payload>,
 }
 
-/// The core's answer to an open.
-struct Opened {
-    port: Key,
-    resource: Key,
-    volume: VolumeNr,
-    id: RequestId,
-    write: bool,
-    result: Result<(), CommandError>,
+impl PortShared {
+    fn opens(&self) -> MutexGuard<'_, Option<[u32; 2]>> {
+        self.opens.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A front end's access to a volume of a shard, usable on any thread.
@@ -144,6 +141,7 @@ impl<E: Engine> Shard<E> {
         let shared = Arc::new(PortShared {
             in_flight: AtomicUsize::new(0),
             gone: AtomicBool::new(false),
+            opens: Mutex::new(Some([0; 2])),
             properties: Mutex::new(properties),
         });
         let entry = PortEntry {
@@ -151,7 +149,6 @@ impl<E: Engine> Shard<E> {
             volume,
             sink,
             shared: shared.clone(),
-            opens: [0; 2],
             told: false,
         };
         let key = self.ports.insert(entry);
@@ -290,19 +287,24 @@ impl<E: Engine> Shard<E> {
         let Some(entry) = self.ports.get(port) else {
             return;
         };
-        let (resource, volume) = (entry.resource, entry.volume);
+        let (resource, volume, shared) = (entry.resource, entry.volume, entry.shared.clone());
         let mailbox = self.mailbox.clone();
-        // The reply has no shard at hand, so it goes through the mailbox.
+        // The reply has no shard at hand, so the rest goes through the mailbox. What the core has
+        // opened counts at once: the port may go before its turn, and closes that.
         let reply = move |result: Result<_, CommandError>| {
-            let opened = Opened {
-                port,
-                resource,
-                volume,
-                id,
-                write,
-                result: result.map(|_| ()),
+            let result = result.map(|_| ());
+            let is_late = match &mut *shared.opens() {
+                Some(opens) => {
+                    opens[usize::from(write)] += u32::from(result.is_ok());
+                    false
+                }
+                None => result.is_ok(),
             };
-            let _ = mailbox.post(Message::Run(Box::new(move |shard| shard.opened(opened))));
+            let rest = move |shard: &mut Shard<E>| match is_late {
+                true => shard.close_volume(resource, volume, write),
+                false => shard.tell(port, PortEvent::Opened { id, result }),
+            };
+            let _ = mailbox.post(Message::Run(Box::new(rest)));
         };
         let command = Command::Open {
             volume,
@@ -312,41 +314,7 @@ impl<E: Engine> Shard<E> {
         self.command(resource, command, Box::new(reply));
     }
 
-    fn opened(&mut self, opened: Opened) {
-        let Opened {
-            port,
-            resource,
-            volume,
-            id,
-            write,
-            result,
-        } = opened;
-        match (self.ports.get_mut(port), &result) {
-            (Some(entry), Ok(())) => entry.opens[usize::from(write)] += 1,
-            // The port went while the core was opening, and nobody else will close.
-            (None, Ok(())) => {
-                let command = Command::Open {
-                    volume,
-                    open: false,
-                    write,
-                };
-                self.command(resource, command, Box::new(|_| {}));
-            }
-            (_, Err(_)) => {}
-        }
-        self.tell(port, PortEvent::Opened { id, result });
-    }
-
-    fn close_port(&mut self, port: Key, write: bool) {
-        let Some(entry) = self.ports.get_mut(port) else {
-            return;
-        };
-        let opens = &mut entry.opens[usize::from(write)];
-        if *opens == 0 {
-            return;
-        }
-        *opens -= 1;
-        let (resource, volume) = (entry.resource, entry.volume);
+    fn close_volume(&mut self, resource: Key, volume: VolumeNr, write: bool) {
         let command = Command::Open {
             volume,
             open: false,
@@ -355,24 +323,31 @@ impl<E: Engine> Shard<E> {
         self.command(resource, command, Box::new(|_| {}));
     }
 
+    fn close_port(&mut self, port: Key, write: bool) {
+        let Some(entry) = self.ports.get(port) else {
+            return;
+        };
+        let is_open = entry.shared.opens().as_mut().is_some_and(|opens| {
+            let count = &mut opens[usize::from(write)];
+            let is_open = *count > 0;
+            *count -= u32::from(is_open);
+            is_open
+        });
+        if is_open {
+            let (resource, volume) = (entry.resource, entry.volume);
+            self.close_volume(resource, volume, write);
+        }
+    }
+
     fn remove_port(&mut self, port: Key) {
         let Some(entry) = self.ports.remove(port) else {
             return;
         };
-        let PortEntry {
-            resource,
-            volume,
-            opens,
-            ..
-        } = entry;
+        let (resource, volume) = (entry.resource, entry.volume);
+        let opens = entry.shared.opens().take().unwrap_or_default();
         for (n, count) in opens.into_iter().enumerate() {
             for _ in 0..count {
-                let command = Command::Open {
-                    volume,
-                    open: false,
-                    write: n == 1,
-                };
-                self.command(resource, command, Box::new(|_| {}));
+                self.close_volume(resource, volume, n == 1);
             }
         }
         if let Some(slot) = self.resources.get_mut(resource) {

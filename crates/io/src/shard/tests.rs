@@ -41,10 +41,15 @@ const DISK_BYTES: u64 = 4 << 20;
 /// What a toy tells its test.
 #[derive(Debug, PartialEq, Eq)]
 enum Told {
-    Up { resolve_conflicts: bool },
+    Up {
+        resolve_conflicts: bool,
+    },
     Down(LinkDownReason),
     Sent(u64),
     Timeout,
+    /// A volume is opened, or closed.
+    Open(bool),
+    Secondary,
     Handler(u8),
     Digest(Vec<u8>),
     Corrupt(Sector),
@@ -323,6 +328,14 @@ impl Toy {
                 self.peer_integrity = net.integrity();
                 let own = net.csums_alg.as_deref();
                 self.integrity = own.and_then(DigestAlg::from_name);
+                self.answer(id);
+            }
+            Command::Open { open, .. } => {
+                self.tell(Told::Open(open));
+                self.answer(id);
+            }
+            Command::Secondary { .. } => {
+                self.tell(Told::Secondary);
                 self.answer(id);
             }
             Command::NewPeer { .. } => panic!("a bug of the toy, on purpose"),
@@ -1014,6 +1027,36 @@ fn watchers_see_events_and_ports_see_changes() {
     assert_eq!(events.recv().unwrap(), Event::Resource);
     let id = port.submit(RequestKind::Flush, 0, None, 0);
     port.finish(id).unwrap();
+}
+
+#[test]
+fn a_port_that_goes_before_its_open_is_answered_has_closed_before_the_next_command() {
+    let env = env();
+    let Some(node) = Node::new(RingKind::Epoll, &env) else {
+        return;
+    };
+    let mut port = node.port();
+    let (came, comes) = channel();
+    let (go, goes) = channel();
+    node.shard.subscribe(Box::new(move |_, _, _| {
+        came.send(()).unwrap();
+        goes.recv().unwrap();
+    }));
+    // The shard finds all that follows at once.
+    let primary = node
+        .shard
+        .command(node.id, Command::Primary { force: false });
+    comes.recv().unwrap();
+    port.port.open(RequestId(77), true);
+    drop(port);
+    let secondary = node
+        .shard
+        .command(node.id, Command::Secondary { force: false });
+    go.send(()).unwrap();
+    primary.recv().unwrap().unwrap();
+    secondary.recv().unwrap().unwrap();
+    let told: Vec<Told> = node.told.try_iter().collect();
+    assert_eq!(told, [Told::Open(true), Told::Open(false), Told::Secondary]);
 }
 
 #[test]
