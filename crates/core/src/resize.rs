@@ -1009,6 +1009,10 @@ impl Resource {
 
     /// The peer has another size, and this node's disk is known: it follows.
     fn follow_sizes(&mut self, volume: VolumeNr, peer: NodeId, flags: DeviceDescFlags, late: bool) {
+        if self.state.conn(peer) != ConnState::Connected {
+            // Lost meanwhile: the next handshake decides.
+            return;
+        }
         let current = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let disk = self.devices.get(&volume).and_then(|d| d.attached());
         let wanted = disk.and_then(|d| d.options.size_sectors);

@@ -483,7 +483,9 @@ pub(crate) fn is_everywhere(w: &mut World, primary: usize, asked: &Asked) {
 pub(crate) fn failure_is_noted(w: &mut World, node: usize, asked: &Asked) {
     let v = usize::from(asked.volume);
     let disk = &w.nodes[node].disks[v];
-    let stays = w.limits.passes_on && disk.open && !disk.given_up && disk.had_errors;
+    // One that came after the write is not what it failed on.
+    let was_there = disk.open && disk.opened_at <= asked.start;
+    let stays = w.limits.passes_on && was_there && !disk.given_up && disk.had_errors;
     if !stays || w.config.weather != Weather::ByPlace || w.history.several_writers {
         return;
     }

@@ -306,6 +306,8 @@ pub struct Disk {
     pub abandoned_meta: BTreeMap<u64, MetaOp>,
     /// The node has given it up and not closed it.
     pub given_up: bool,
+    /// When it was opened last.
+    pub(crate) opened_at: u64,
     /// Nobody is to wait for it: a forced detach.
     pub(crate) is_forced: bool,
     /// Its data are being thrown away, because they are bad.
@@ -399,6 +401,7 @@ impl Disk {
             abandoned: BTreeMap::new(),
             abandoned_meta: BTreeMap::new(),
             given_up: false,
+            opened_at: 0,
             is_forced: false,
             is_bad: false,
             answers_since: 0,
@@ -895,8 +898,10 @@ impl Disk {
             Log::Extents(active) => active.binary_search(&Sector(block * 8).al_extent()).is_ok(),
             Log::All => true,
         };
+        // A volume that is smaller by its metadata has to grow first, and then what is new is marked.
+        let is_new = |block: u64| block * 8 >= sectors;
         for block in blocks {
-            see(is_marked(*block) || is_hot(*block));
+            see(is_new(*block) || is_marked(*block) || is_hot(*block));
         }
         Ok(())
     }

@@ -64,9 +64,10 @@ impl Disk {
     }
 
     /// A node opens it.
-    pub(crate) fn opened(&mut self) {
+    pub(crate) fn opened(&mut self, now: u64) {
         self.check_resize();
         self.open = true;
+        self.opened_at = now;
         self.is_forced = false;
     }
 

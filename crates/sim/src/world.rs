@@ -818,7 +818,7 @@ impl World {
                     disk.trouble.happened = true;
                     Err("operations of its last use may still happen".to_string())
                 } else {
-                    disk.opened();
+                    disk.opened(self.now);
                     Ok(disk.info())
                 };
                 let delay = self.delay(Place::Node(node), self.config.disk_delay);

@@ -7,6 +7,7 @@
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
+use core::ops::Range;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BlockAck, BlockId, BlockRequest, DagtagRequest, Data};
@@ -143,6 +144,18 @@ impl TargetSync {
     /// Sectors of requests in flight.
     pub(crate) fn in_flight_sectors(&self) -> u64 {
         self.pace.in_flight_sectors
+    }
+
+    /// The first request in flight that overlaps this part, in sectors.
+    fn first_in_flight(&self, sector: Sector, end: Sector) -> Option<Range<u64>> {
+        let sectors = |(start, key): (&Sector, &Key)| {
+            let request = self.requests.get(*key)?;
+            let count = u64::from(request.size_bytes) / Sector::SIZE;
+            Some(start.0..start.0 + count)
+        };
+        let before = self.by_sector.range(..=sector).next_back();
+        let before = before.and_then(sectors).filter(|r| r.end > sector.0);
+        before.or_else(|| self.by_sector.range(sector..end).next().and_then(sectors))
     }
 
     /// Sectors that came back.
@@ -435,16 +448,20 @@ impl Resource {
                 unit,
             );
             let sector = Sector(start * block);
-            let end_sector = (end * block).min(size);
+            let mut end_sector = (end * block).min(size);
             sync.cursor = end * own_bits;
             if end_sector <= sector.0 {
                 continue;
             }
-            let sectors = end_sector - sector.0;
-            if sync.by_sector.contains_key(&sector) {
-                // Still in flight from the pass before.
-                continue;
+            // In flight from the pass before, which may have asked for other sizes.
+            if let Some(flying) = sync.first_in_flight(sector, Sector(end_sector)) {
+                sync.cursor = flying.end.div_ceil(block) * own_bits;
+                end_sector = flying.start;
+                if end_sector <= sector.0 {
+                    continue;
+                }
             }
+            let sectors = end_sector - sector.0;
             sync.pace.asked(sectors);
             let size_bytes = (sectors * Sector::SIZE) as u32;
             let key = sync.requests.insert(TargetRequest {
