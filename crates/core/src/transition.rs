@@ -17,7 +17,7 @@ use crate::attach::Leaving;
 pub use crate::change::Change;
 use crate::device::Reconcile;
 use crate::event::{Output, Stream};
-use crate::options::{OnIoError, Protocol};
+use crate::options::{OnIoError, Protocol, Quorum};
 use crate::report::{Event, Level};
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
@@ -445,6 +445,7 @@ impl Resource {
         let never_clean = planted!(self, CrashedFlagStays);
         let forgets_quorum = planted!(self, QuorumLossUnnoted);
         let quorum_lost_stays = planted!(self, QuorumLossStays);
+        let restored = self.options.quorum == Quorum::Off || planted!(self, RestoredQuorumStays);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -471,8 +472,7 @@ impl Resource {
         let leaves = graceful && own < DiskState::Negotiating;
         let crashes_as_primary =
             disk.crashed_primary || (new.role == Role::Primary && whole && !leaves);
-        // The last superblock of a detach says that nothing is left in the log: also one that follows it,
-        // because something else has changed meanwhile.
+        // The last superblock of a detach says that nothing is left in the log, and so do later ones.
         if disk.leaving != Some(Leaving::Superblock) && !planted!(self, CleanFlagStays) {
             flags.remove(DeviceFlags::AL_CLEAN);
         }
@@ -493,6 +493,7 @@ impl Resource {
             flags.remove(DeviceFlags::PRIMARY_IND);
         }
         flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
+        disk.restore_quorum &= !after.quorum || restored;
         if new.role == Role::Primary && !after.have_quorum && !forgets_quorum {
             disk.primary_lost_quorum = true;
         } else if after.have_quorum

@@ -280,6 +280,7 @@ fn shows(bug: Planted) -> Shows {
         | P::WeakVotesIgnored
         | P::TieBreakerGivesQuorum
         | P::LonelyQuorumRestored
+        | P::RestoredQuorumStays
         | P::RecoveryWithoutFlush
         | P::FullSyncFlagIgnored
         | P::DisabledLogTrusted
@@ -839,6 +840,7 @@ const RARE: &[Planted] = &[
     Planted::RedundancyIgnored,
     Planted::LastManFalls,
     Planted::LonelyQuorumRestored,
+    Planted::RestoredQuorumStays,
     Planted::LostQuorumForgotten,
     Planted::RecoveryWithoutFlush,
     Planted::FullSyncFlagIgnored,

@@ -130,6 +130,17 @@ impl Scenario {
         self.holds();
     }
 
+    /// The node is taken down by command.
+    #[track_caller]
+    pub fn down(&mut self, node: usize) {
+        assert!(self.operator.down(&mut self.world, node));
+        let end = self.world.now + 60 * SECOND;
+        while !self.operator.is_down(node) {
+            assert!(self.world.now < end, "down within 60 s");
+            self.pass(10 * MS);
+        }
+    }
+
     /// The node comes back and is configured.
     pub fn restart(&mut self, node: usize) {
         self.operator.start(&mut self.world, node);

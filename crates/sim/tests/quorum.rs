@@ -99,6 +99,35 @@ fn the_last_man_has_no_quorum_if_the_others_died() {
     s.in_sync();
 }
 
+/// What is restored for a last man that starts again alone holds until it is counted with others.
+#[test]
+fn a_last_man_that_started_again_loses_quorum_like_any_other_node() {
+    let mut s = cluster(9, 3, 0, Quorum::Majority);
+    s.write_and_wait(A, 10, 1);
+    for gone in [C, B] {
+        s.down(gone);
+    }
+    s.write_and_wait(A, 10, 1);
+    s.crash(A, Lose::InFlight);
+    s.restart(A);
+    s.pass(SECOND);
+    s.promote(A);
+    s.write_and_wait(A, 10, 1);
+    s.restart(B);
+    s.restart(C);
+    s.in_sync();
+    s.world.isolate(A);
+    s.pass(20 * SECOND);
+    let write = s.write(A, 10, 1);
+    s.pass(10 * SECOND);
+    assert!(waits(&s.world, A, write));
+    for peer in [B, C] {
+        s.cut(A, peer, false);
+    }
+    s.done(A, write);
+    s.in_sync();
+}
+
 /// Requests that are on their way when quorum is lost are neither failed nor done twice.
 #[test]
 fn lost_quorum_holds_requests_and_its_return_ends_them() {
