@@ -230,9 +230,14 @@ impl Resource {
         let mine = self.state.peer_device(volume, peer);
         let device = self.devices.get(&volume);
         let created = |uuid: Option<Uuid>| uuid == Some(Uuid::JUST_CREATED);
+        // Nothing but a verify may have begun meanwhile.
+        let calm = matches!(
+            mine.repl,
+            ReplState::Established | ReplState::VerifyS | ReplState::VerifyT
+        );
         let skipped = told == DiskState::Inconsistent
             && mine.disk == DiskState::UpToDate
-            && mine.repl == ReplState::Established
+            && calm
             && self.is_lockstep(peer)
             && created(self.peer_uuids(volume, peer).map(|u| u.current))
             && !created(device.map(|d| d.current_uuid()));

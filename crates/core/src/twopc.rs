@@ -42,6 +42,8 @@ pub struct Twopc {
     pub(crate) postponed: Option<(NodeId, VolumeNr, PhaseOne, Instant)>,
     /// The last ones of others that were committed here: initiator and number.
     pub(crate) committed: VecDeque<(NodeId, u32)>,
+    /// And those whose outcome did not come in time.
+    pub(crate) given_up: VecDeque<(NodeId, u32)>,
     /// Requests of the running change that an 8.4 peer was not asked yet.
     pub(crate) legacy: VecDeque<(VolumeNr, StateChange)>,
     /// Nodes behind others that will hear of this Primary by the last commit (`far.rs`).
@@ -1005,6 +1007,7 @@ impl Resource {
             self.abort(&t);
             self.try_again(wish, t.attempt, t.handshake);
         } else {
+            crate::twopc_peer::note_number(&mut self.twopc.given_up, &t);
             self.abort(&t);
         }
         self.next_wish();

@@ -1,5 +1,6 @@
 //! A two-phase commit seen from a participant (semantics.md, 10.3).
 
+use alloc::collections::VecDeque;
 use alloc::format;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
@@ -21,7 +22,15 @@ use crate::twopc::{ReplyKind, Transaction};
 use crate::validity::Refusal;
 
 /// Committed transactions that are known again.
-const COMMITTED_KEPT: usize = 8;
+const NUMBERS_KEPT: usize = 8;
+
+/// Keeps the number of a transaction that is over.
+pub(crate) fn note_number(kept: &mut VecDeque<(NodeId, u32)>, t: &Transaction) {
+    if kept.len() == NUMBERS_KEPT {
+        kept.pop_front();
+    }
+    kept.push_back((t.initiator, t.tid));
+}
 
 impl Resource {
     /// The peer begins to connect: what it told of itself before, in an attempt that came to nothing, does not
@@ -521,8 +530,11 @@ impl Resource {
         }
         if !matches {
             // Done already, or given up here; an abort is told to whoever may still wait.
+            let number = (head.initiator_node_id, head.tid);
             if !commit {
                 self.forward_outcome(peer, outcome, VolumeNr::NONE, false);
+            } else if self.twopc.given_up.contains(&number) {
+                self.commit_missed(peer, number.0);
             }
             return;
         }
@@ -544,10 +556,7 @@ impl Resource {
             self.next_wish();
             return;
         }
-        if self.twopc.committed.len() == COMMITTED_KEPT {
-            self.twopc.committed.pop_front();
-        }
-        self.twopc.committed.push_back((t.initiator, t.tid));
+        note_number(&mut self.twopc.committed, &t);
         if let Some(vote) = t.resize {
             let size = outcome.exposed_size().0;
             self.resize_committed(&t, &vote, size, outcome.primary_nodes, None);
@@ -614,6 +623,18 @@ impl Resource {
             self.far_nodes_told(outcome.reachable_nodes(), outcome.primary_nodes, t.lost);
         }
         self.next_wish();
+    }
+
+    /// Others have done what this node agreed to and then gave up: it does not know what they are now. A new
+    /// connection tells.
+    fn commit_missed(&mut self, peer: NodeId, initiator: NodeId) {
+        let from = match self.state.conn(initiator) {
+            ConnState::Connected => initiator,
+            _ => peer,
+        };
+        let text = "a state change was committed that this node had given up; connecting again";
+        self.log(Level::Warn, Some(from), None, text.into());
+        self.drop_connection(from, ConnState::NetworkFailure);
     }
 
     /// The node that asks ends its connection to this one.

@@ -638,12 +638,17 @@ impl Resource {
         self.new_uuid_done(volume);
     }
 
-    /// The disk has its new generation and will be written under it, unless it is being given up (`give_up_unmade`).
+    /// The disk has its new generation, and maybe the next one by now, and will be written under it, unless it is being given up (`give_up_unmade`).
     /// Whether it is not.
     pub(crate) fn generation_made(&mut self, volume: VolumeNr, uuid: Uuid) -> bool {
         let stays = self.state.disk(volume) > DiskState::Failed;
         if let Some(device) = self.devices.get_mut(&volume) {
-            let unmade = device.unmade.take_if(|(_, of)| of.same_generation(uuid));
+            let disk = device.attached().map(|disk| &disk.generations);
+            let followed = |of: Uuid| disk.is_some_and(|disk| disk.history_has(of));
+            let followed = device.unmade.as_ref().is_some_and(|(_, of)| followed(*of));
+            let unmade = device
+                .unmade
+                .take_if(|(_, of)| of.same_generation(uuid) || followed);
             match unmade.filter(|_| !stays) {
                 None => device.exposed_uuid = uuid,
                 kept => device.unmade = kept,

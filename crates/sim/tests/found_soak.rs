@@ -1,0 +1,104 @@
+//! What worlds of `soak` have shown.
+
+mod common;
+
+use lockstep_sim::extras::Extra;
+
+use common::planned_holds;
+
+fn holds(
+    seed: u64,
+    nodes: Option<usize>,
+    kinds: Option<&str>,
+    extras: &[Extra],
+    faults: &str,
+    requests: &str,
+) {
+    planned_holds(nodes, seed, (kinds, extras.to_vec()), faults, requests);
+}
+
+/// The look at the own disk was for a peer with a new size, and ended when that was lost: what the peer had told
+/// before ended the next connection for good.
+#[test]
+fn the_size_of_a_peer_that_is_lost_is_not_followed() {
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    holds(771000003321, Some(3), Some(kinds), &[], "0-1", "30-35");
+}
+
+/// A resync was paused and went on from the first mark, with requests of other sizes than those in flight: a block
+/// was asked for twice.
+#[test]
+fn a_resync_that_goes_on_asks_for_nothing_that_is_in_flight() {
+    let kinds = "invalidate,invalidate,pause,reset,crash";
+    let extras = [Extra::Turns, Extra::Every];
+    holds(771000000368, Some(2), Some(kinds), &extras, "none", "0-999");
+}
+
+/// Checks that were wrong: a disk that was opened after a write does not fail it, and a volume that is smaller by its
+/// metadata marks what is new when it grows.
+#[test]
+fn disks_that_come_and_grow_are_seen_as_they_are() {
+    let kinds = "hangdisk,freeze,freeze,reset";
+    let every = [Extra::Every];
+    holds(
+        771000000901,
+        Some(2),
+        Some(kinds),
+        &every,
+        "19,21",
+        "114,126-128",
+    );
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    let requests = "156,158-159,222-224,226,231";
+    holds(
+        771000004920,
+        Some(3),
+        Some(kinds),
+        &[],
+        "0-2,9-12",
+        requests,
+    );
+}
+
+/// A commit came after the node had given that transaction up. It took the new Primary for a Secondary until the
+/// connection was made anew, for whatever reason.
+#[test]
+fn who_gave_up_what_was_committed_connects_again() {
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    holds(771000010405, Some(3), Some(kinds), &extras, "2-4,7", "none");
+}
+
+/// What a peer had said of its disk before it heard that the initial sync is skipped came during a verify, and was
+/// taken for its disk's end: writes were marked and not sent, and then the disk counted as UpToDate without them.
+#[test]
+fn an_old_word_of_a_new_disk_does_not_count_in_a_verify_either() {
+    let kinds = "verifyspot,verifyspot,verifyspot,handover,disconnect";
+    let extras = [Extra::Every, Extra::Hot];
+    holds(
+        773000007016,
+        Some(2),
+        Some(kinds),
+        &extras,
+        "0-1",
+        "2-3,8-11",
+    );
+}
+
+/// Two Primaries each made a generation: one was durable when the disk had the other one already, and stayed known as
+/// one that had not been made.
+#[test]
+fn a_generation_is_made_also_when_the_next_one_is_there_already() {
+    let two = [Extra::TwoPrimaries];
+    holds(773000005967, None, None, &two, "6-7", "480-481");
+    holds(860000015, None, None, &two, "0-999", "0-9999");
+    let extras = [Extra::TwoPrimaries, Extra::TieBreaker];
+    holds(
+        771000007866,
+        Some(2),
+        None,
+        &extras,
+        "1-4,8,22",
+        "0,7,9,12-25",
+    );
+}
