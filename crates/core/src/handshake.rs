@@ -1061,7 +1061,9 @@ impl Resource {
         }
         match strategy.to_repl_state(self.state.role, theirs.role) {
             Some(ReplState::Established) => {
-                let follows = own == DiskState::Outdated && !self.is_weak(&self.state);
+                let follows = own == DiskState::Outdated
+                    && !self.is_weak(&self.state)
+                    && !self.diskless_primary_of_other_generation(volume);
                 if follows && theirs.disk >= DiskState::Consistent {
                     let equal =
                         self.same_current(volume, peer) && !self.marked_towards(volume, peer);

@@ -155,6 +155,7 @@ impl Resource {
                 Some(volume),
                 "resync ended, but its source was not stable; waiting for a stable one".into(),
             );
+            self.drop_older_sources(volume, p.disk);
             self.end_resync(volume, peer, None);
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.was_copied = true;
@@ -228,6 +229,19 @@ impl Resource {
         if planted!(self, ResyncEndNotDurable) {
             self.tell_resync_end(volume, peer);
         }
+    }
+
+    /// Sources that wait, and whose data are older than what this disk has by now: a Primary's writes would be replaced.
+    fn drop_older_sources(&mut self, volume: VolumeNr, disk: DiskState) {
+        let peers = self.established_peers().iter();
+        let mut change = Change::new();
+        for peer in peers {
+            let p = self.state.peer_device(volume, peer);
+            if p.repl == ReplState::PausedSyncT && p.disk < disk {
+                change = change.repl(volume, peer, ReplState::Established);
+            }
+        }
+        self.hard_change(change);
     }
 
     /// A stable source may have been there before the unstable resync ended.

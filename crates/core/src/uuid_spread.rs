@@ -878,6 +878,7 @@ impl Resource {
             && self.peer_got_stable(volume, peer)
             && self.same_current(volume, peer)
             && !self.is_weak(&self.state)
+            && !self.diskless_primary_of_other_generation(volume)
         {
             self.hard_change(Change::new().disk(volume, mine.disk));
         }
@@ -931,6 +932,7 @@ impl Resource {
         let own = state.disk;
         let untold = planted!(self, FirstOfTwoUntold);
         let forgets = planted!(self, FollowerNotesNobody);
+        let unadopted = planted!(self, NotesNotAdopted);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -955,6 +957,10 @@ impl Resource {
         }
         if lockstep && !untold {
             disk.generations.push_history(set.history[0]);
+            // A third node may have followed one that was given up.
+            if !unadopted {
+                disk.generations.adopt_notes(set);
+            }
         }
         let after = disk.generations.slots;
         for node in provisional.iter() {
