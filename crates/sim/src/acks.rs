@@ -168,6 +168,12 @@ fn is_as_new(w: &World, volume: u16, block: u64, found: u64, value: u64) -> bool
         || !w.history.is_older(volume, block, found, value)
 }
 
+/// Its disk has all of a write.
+pub(crate) fn has_it(w: &World, node: usize, asked: &Asked) -> bool {
+    let values = (0..asked.count).map(|i| asked.value_of(i));
+    not_on_disk(w, node, (asked.volume, asked.block), values).is_none()
+}
+
 /// What is wrong if a node says that its disk has these versions.
 fn not_on_disk(
     w: &World,

@@ -836,7 +836,13 @@ pub(crate) fn majority_is_there(w: &mut World, node: usize, asked: &Asked) {
         ));
     }
     let outnumbered = w.wants_majority && w.view(node).is_some_and(|v| v.outnumbered);
-    if outnumbered && !majority_is_behind(w, node, usize::from(asked.volume)) {
+    let storage = w.storage();
+    let copies = storage
+        .clone()
+        .filter(|n| crate::acks::has_it(w, *n, asked));
+    // Those that have it have said so, before they went out of reach.
+    let is_kept = copies.count() * 2 > storage.len();
+    if outnumbered && !is_kept && !majority_is_behind(w, node, usize::from(asked.volume)) {
         w.fail(format!(
             "{} acknowledges a write, but most nodes are out of its reach",
             name(node)
