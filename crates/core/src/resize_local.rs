@@ -150,12 +150,15 @@ impl Resource {
             device.growth.shrunk_from = device.growth.shrunk_from.max(old);
         }
         let mut bits_first = false;
+        let mut has_more_bits = false;
         let waits = !planted!(self, SizeBeforeBits);
         let resyncs = !planted!(self, NewAreaUnmarked);
         let attached = match device.attached_mut() {
             Some(disk) => {
                 let shape = disk.layout.as_ref().map(|l| l.bitmap_shape(sectors));
                 let loaded = disk.io.bitmap.shape().bits();
+                // A disk that was away may have been larger than the volume is by now.
+                has_more_bits = shape.as_ref().is_some_and(|s| s.bits() < loaded);
                 if let Some(shape) = shape.filter(|s| s.bits() > loaded) {
                     disk.io
                         .bitmap
@@ -182,7 +185,7 @@ impl Resource {
         }
         if let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) {
             disk.resize = Some(LocalResize::Size {
-                shrinks: sectors < old,
+                shrinks: sectors < old || has_more_bits,
                 after,
             });
         }

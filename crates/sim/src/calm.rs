@@ -250,7 +250,9 @@ fn are_kept(w: &mut World, before: &[Vec<u64>]) {
 fn is_at_rest(w: &mut World, o: &mut Operator, after: &str) {
     let what = format!("after {after} and nothing went wrong, all is at rest");
     let mut since = None;
-    wait_for(w, o, SOON * 3, &what, |w, _| {
+    // Each volume may wait for two handlers.
+    let handlers = u64::from(w.config.handlers);
+    wait_for(w, o, SOON * (3 + 6 * handlers), &what, |w, _| {
         let missing = rest(w);
         since = match missing {
             None => since.or(Some(w.now)),

@@ -27,6 +27,8 @@ pub(crate) struct Drivers {
     ordered: Vec<(usize, u16)>,
     /// What nodes were told of the order of their resyncs.
     pub(crate) told: Told,
+    /// The protocol was changed. A crash at the same moment may leave the ends with different ones.
+    protocol: bool,
 }
 
 impl Drivers {
@@ -171,6 +173,11 @@ impl Operator {
     pub(crate) fn change_protocol(&mut self, w: &mut World, rng: &mut Rng) {
         let protocol = rng.pick(&[Protocol::A, Protocol::B, Protocol::C]);
         self.settings.net.protocol = protocol;
+        self.drivers.protocol = true;
+        self.tell_protocol(w);
+    }
+
+    fn tell_protocol(&mut self, w: &mut World) {
         for node in 0..w.nodes.len() {
             for peer in (0..w.nodes.len()).filter(|peer| *peer != node) {
                 if w.is_up(node) {
@@ -202,6 +209,9 @@ impl Operator {
     }
 
     pub(crate) fn same_secret(&mut self, w: &mut World) {
+        if std::mem::take(&mut self.drivers.protocol) {
+            self.tell_protocol(w);
+        }
         if let Some((node, peer, _)) = self.drivers.stranger.take().filter(|s| self.is_up(s.0)) {
             let mut net = self.settings.net.clone();
             net.peer_name = name(peer).to_string();

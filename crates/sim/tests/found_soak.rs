@@ -102,3 +102,81 @@ fn a_generation_is_made_also_when_the_next_one_is_there_already() {
         "0,7,9,12-25",
     );
 }
+
+/// A disk came back that had been larger than the volume is by now: its marks behind the end were asked for for ever.
+#[test]
+fn a_disk_that_comes_back_to_a_smaller_volume_has_no_marks_behind_its_end() {
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    holds(
+        775000006576,
+        Some(3),
+        Some(kinds),
+        &[],
+        "0-1,5,7-8,10-11",
+        "0,10",
+    );
+}
+
+/// A third node had followed a generation that was given up when the next one was announced: its neighbour took it for
+/// another branch.
+#[test]
+fn who_follows_an_announced_generation_knows_which_were_given_up() {
+    let kinds = "handover,handover,handover,stall,reset,partition,crash,powercut";
+    let extras = [Extra::Migrations, Extra::Every, Extra::Hot];
+    holds(
+        771000012007,
+        Some(2),
+        Some(kinds),
+        &extras,
+        "0-1,3",
+        "268,277-278",
+    );
+}
+
+/// An Outdated disk met its equal, whose news of a newer generation were on a slow wire, and became UpToDate beside the
+/// Primary without a disk that served that one.
+#[test]
+fn nobody_becomes_current_beside_a_client_of_another_generation() {
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    holds(
+        774000007424,
+        Some(3),
+        Some(kinds),
+        &extras,
+        "1,3,6-8",
+        "1,23-25",
+    );
+}
+
+/// A target had two sources, of which one fell back. When the other one's copy was complete it went on with the older
+/// one, and replaced what a Primary had written meanwhile.
+#[test]
+fn a_source_that_fell_back_is_not_copied_behind_a_better_one() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    let requests = "0-2,40-49,52-62,64-70,72-74,151-154,164-177,181-183,185-190,200,203-205";
+    let faults = "0-2,4-6,8,16";
+    let every = [Extra::Every];
+    holds(773000004898, Some(5), Some(kinds), &every, faults, requests);
+}
+
+/// A tie-breaker stood in for a second copy until the next change of members: a node lost its quorum by its own promotion.
+#[test]
+fn a_tie_breaker_is_no_second_copy() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    holds(774000010067, Some(3), Some(kinds), &[], "1,3", "none");
+}
+
+/// Checks that were wrong: a majority had a write before it went out of reach, handlers took their time, and a crash at
+/// the moment when the protocol was changed left the ends with different ones.
+#[test]
+fn what_takes_long_or_was_told_before_is_no_fault() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    let requests = "5,7-12,14-25,27-40,50,52-58,282";
+    let every = [Extra::Every];
+    holds(774000010888, Some(5), Some(kinds), &every, "2,7", requests);
+    holds(775000001675, Some(2), None, &[Extra::Handlers], "1-3", "6");
+    let kinds = "protocol,protocol,stall,crash,reset,handover";
+    let extras = [Extra::Every, Extra::Hot];
+    holds(775000003589, Some(2), Some(kinds), &extras, "0-2,5", "none");
+}
