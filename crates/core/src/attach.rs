@@ -366,6 +366,9 @@ impl Resource {
         }
         let mut generations = Generations::from_superblock(&superblock, node_id);
         self.undo_unmade(volume, &mut generations);
+        // It is still set after a crash as Primary. Kernels compare slots with it, and would take the
+        // one that this generation goes to for unknown: everything would be copied.
+        generations.set_primary_bit(self.state.role);
         if self.serves_newer_data(volume, &generations, &self.state) {
             return Err(self.data_not_current(volume, path, generations.current));
         }

@@ -258,3 +258,18 @@ fn a_write_that_a_kernel_has_refused_gets_no_peer_ack() {
         assert_eq!(w.bits(0, 1), 1, "{:#?}", w.log);
     }
 }
+
+/// Nobody is Primary any more after a crash: kernels clear the mark of one when they attach, and compare with it.
+#[test]
+fn an_attach_after_a_crash_clears_the_mark_of_a_primary() {
+    let mut w = kernels(14);
+    let is_marked = |w: &World| w.generation(0).expect("a disk").0 & Uuid::PRIMARY_BIT != 0;
+    assert!(is_marked(&w));
+    w.cut = true;
+    w.crash(0);
+    w.restart(0);
+    w.pass(Duration::from_secs(1));
+    assert!(!is_marked(&w));
+    w.cut = false;
+    w.pass_until("in sync", 60, World::in_sync);
+}
