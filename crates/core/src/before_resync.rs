@@ -14,10 +14,14 @@ use lockstep_format::wire::{DiskState, ReplState};
 use crate::event::{LinkId, Output, Tag};
 use crate::report::Level;
 use crate::resource::{Pending, Resource};
+use crate::time::Duration;
+use crate::timers::Timer;
 use crate::transition::Change;
 
 const SOURCE: &str = "before-resync-source";
 const TARGET: &str = "before-resync-target";
+/// How long the source of a full sync waits for a kernel to say that it is target.
+const TARGET_DELAY: Duration = Duration::from_secs(10);
 /// The exit code that a source's handler may have besides 0.
 const SOURCE_IGNORED: u8 = 3;
 
@@ -158,19 +162,54 @@ impl Resource {
                 self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
             }
             (ResyncGate::FullSync, ReplState::StartingSyncS) => {
-                let change = Change::new()
-                    .repl(volume, peer, ReplState::SyncSource)
-                    .peer_disk(volume, peer, DiskState::Inconsistent);
-                self.hard_change(change);
-                if self.is_legacy(peer) {
-                    self.legacy_source_starts(volume, peer);
+                if self.is_kernel(peer) && !self.is_told_target(volume, peer) {
+                    // A kernel that hears of its source before it is target itself takes a third node,
+                    // whose resync is paused for this one, and which knows of none (semantics.md, 19.2).
+                    let at = self.now + TARGET_DELAY;
+                    self.timers.set(Timer::ResyncStart(volume, peer), at);
+                    return;
                 }
+                self.full_sync_starts(volume, peer);
             }
             (ResyncGate::FullTarget, ReplState::StartingSyncT) => {
                 self.hard_change(Change::new().repl(volume, peer, ReplState::SyncTarget));
             }
             // Something else has happened to the resync meanwhile.
             _ => {}
+        }
+    }
+    /// The peer's last state says that it is target.
+    fn is_told_target(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let told = device
+            .and_then(|d| d.peers.get(&peer))
+            .and_then(|pd| pd.last_state);
+        told.is_some_and(|state| {
+            matches!(state.repl, ReplState::SyncTarget | ReplState::PausedSyncT)
+        })
+    }
+
+    /// The peer has told its state: the source of a full sync may have waited for it.
+    pub(crate) fn full_sync_target_told(&mut self, volume: VolumeNr, peer: NodeId) {
+        let timer = Timer::ResyncStart(volume, peer);
+        if self.timers.is_set(timer) && self.is_told_target(volume, peer) {
+            self.timers.clear(timer);
+            self.full_sync_starts(volume, peer);
+        }
+    }
+
+    /// This node is source of a full sync without an exchange of bitmaps, if that is still wanted. It is the
+    /// handler of `Timer::ResyncStart` as well: the target has not told that it is one.
+    pub(crate) fn full_sync_starts(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.state.peer_device(volume, peer).repl != ReplState::StartingSyncS {
+            return;
+        }
+        let change = Change::new()
+            .repl(volume, peer, ReplState::SyncSource)
+            .peer_disk(volume, peer, DiskState::Inconsistent);
+        self.hard_change(change);
+        if self.is_legacy(peer) {
+            self.legacy_source_starts(volume, peer);
         }
     }
 }

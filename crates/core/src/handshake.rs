@@ -880,6 +880,7 @@ impl Resource {
 
     /// A state of the peer on an established connection (semantics.md, 9.6).
     fn established_state_received(&mut self, peer: NodeId, volume: VolumeNr, theirs: PeerState) {
+        self.full_sync_target_told(volume, peer);
         let mine = self.state.peer_device(volume, peer);
         let own = self.state.disk(volume);
         let mut change = Change::new().peer_role(peer, theirs.role).pause_peer(

@@ -71,6 +71,7 @@ mod superblock;
 pub mod tags;
 pub mod time;
 pub mod timers;
+mod told;
 pub mod transition;
 mod turns;
 mod two_primaries;

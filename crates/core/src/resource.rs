@@ -300,7 +300,7 @@ impl Resource {
                 Timer::ResyncStep(volume, peer) => self.resync_step_timer(volume, peer),
                 Timer::VerifyStep(volume, peer) => self.verify_step_timer(volume, peer),
                 Timer::SourcePace(volume, peer) => self.source_pace_timer(volume, peer),
-                Timer::ResyncStart(volume, peer) => self.resync_start_timer(volume, peer),
+                Timer::ResyncStart(volume, peer) => self.full_sync_starts(volume, peer),
                 Timer::BitmapWrite(volume) => self.bitmap_write_timer(volume),
                 Timer::ResyncFlush(volume) => self.resync_flush_timer(volume),
                 Timer::LeftMarks(volume) => self.left_marks_timer(volume),

@@ -642,12 +642,6 @@ impl Resource {
         self.reconcile_settled();
     }
 
-    pub(crate) fn resync_start_timer(&mut self, volume: VolumeNr, peer: NodeId) {
-        if self.resync_is_ready(volume, peer) {
-            self.resync_resumed(volume, peer);
-        }
-    }
-
     // Full sync on an operator's word.
 
     /// StartingSyncS: the peer's slot is set, durably; between nodes of this project the bitmaps are exchanged then.

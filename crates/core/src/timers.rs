@@ -43,7 +43,7 @@ pub enum Timer {
     VerifyStep(VolumeNr, NodeId),
     /// Resync requests of the peer make way for the application.
     SourcePace(VolumeNr, NodeId),
-    /// Start a resync that had to wait.
+    /// The target of a full sync, a kernel, has not said that it is one.
     ResyncStart(VolumeNr, NodeId),
     /// Write changed bitmap pages.
     BitmapWrite(VolumeNr),

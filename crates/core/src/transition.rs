@@ -23,6 +23,7 @@ use crate::resource::Resource;
 use crate::state::{PeerDeviceState, ReplSets, State};
 use crate::time::Duration;
 use crate::timers::Timer;
+use crate::told;
 use crate::validity::Refusal;
 use lockstep_format::disk::v09::{DeviceFlags, PeerFlags};
 
@@ -945,13 +946,13 @@ impl Resource {
                     && ([before.disk, after.disk].contains(&DiskState::Attaching)
                         || crate::legacy::is_silent(was.repl, p.repl)
                         || self.legacy_asks_for_resync(*volume) && p.repl == was.repl)
-                    || kernel && crate::legacy::names_resync_first(&was, p);
+                    || kernel && told::later(&was, p);
                 // The state that answered its attach may have come before a kernel was ready for it: it compares
                 // generations when it hears one that comes after its own.
                 let settled = kernel
                     && was.disk == DiskState::Negotiating
                     && p.disk != DiskState::Negotiating;
-                let tells = wants_state(&was, p, before.disk, after.disk)
+                let tells = told::wants_state(&was, p, before.disk, after.disk)
                     || before.have_quorum != after.have_quorum
                     || settled && !self.is_legacy(*peer);
                 let owed = self.owes_pause(*peer, *volume, (&was, p), silent);
@@ -966,6 +967,9 @@ impl Resource {
                     self.send_uuids(*peer, *volume, flags);
                 }
                 if tells && !worse {
+                    self.send_state(*peer, *volume, new);
+                }
+                if self.is_kernel(*peer) && told::again(&was, p) {
                     self.send_state(*peer, *volume, new);
                 }
             }
@@ -983,7 +987,7 @@ impl Resource {
         let Some(pd) = self.peer_device_mut(volume, peer) else {
             return false;
         };
-        pd.pause_untold |= silent && pauses(before) != pauses(after);
+        pd.pause_untold |= silent && told::pauses(before) != told::pauses(after);
         let known = after.repl.is_sync() || !silent;
         known && core::mem::take(&mut pd.pause_untold)
     }
@@ -1179,22 +1183,4 @@ fn lost_contact(before: DiskState, after: DiskState) -> bool {
         DiskState::Inconsistent | DiskState::Consistent | DiskState::UpToDate
     ) && (after < DiskState::Inconsistent
         || matches!(after, DiskState::DUnknown | DiskState::Outdated))
-}
-
-/// The peer has to be told (5.2 point 8).
-fn wants_state(
-    before: &PeerDeviceState,
-    after: &PeerDeviceState,
-    disk_before: DiskState,
-    disk_after: DiskState,
-) -> bool {
-    let newly = before.repl < ReplState::Established;
-    let changed_flags = pauses(before) != pauses(after);
-    newly || before.repl != after.repl || changed_flags || disk_before != disk_after
-}
-
-/// Who pauses the resync here: the operator, its order, or another volume.
-fn pauses(p: &PeerDeviceState) -> (bool, bool, bool) {
-    let own = p.susp_dependency || p.susp_max_parallel;
-    (p.susp_user, own, p.susp_other)
 }

@@ -259,6 +259,72 @@ fn a_write_that_a_kernel_has_refused_gets_no_peer_ack() {
     }
 }
 
+/// A kernel that is to be copied from one node, and is told anything before its handler has ended and it is target, takes a
+/// third node instead, which knows of no resync: nobody says then that the two others are equal.
+#[test]
+fn the_source_of_a_full_sync_is_silent_until_its_target_is_one() {
+    let target = "before-resync-target";
+    for (seed, told) in [(11, true), (12, false)] {
+        let mut setup = Setup::default();
+        setup.options.kernel_rules = true;
+        setup.options.handlers = vec![target.into()];
+        let mut w = clean(seed, 3, setup);
+        w.sent.clear();
+        w.handlers.clear();
+        w.invalidate_from(1, 2);
+        w.pass(Duration::from_secs(3));
+        let says = |s: &&(usize, usize, &str)| **s == (2, 1, "state");
+        assert_eq!(w.sent.iter().find(says), None);
+        assert_eq!(w.repl(2, 1), ReplState::StartingSyncS);
+        if !told {
+            // A handler that takes long, or a kernel that waits in turn.
+            w.pass(Duration::from_secs(8));
+            assert_eq!(w.repl(2, 1), ReplState::SyncSource);
+        }
+        let (index, name, tag) = w.handlers.remove(0);
+        assert_eq!((index, name), (1, target));
+        w.input(1, Input::HandlerDone { tag, exit_code: 0 });
+        w.pass(Duration::from_millis(50));
+        assert!(w.sent.contains(&(2, 1, "state")));
+        w.pass_until("the resync", 60, World::in_sync);
+        w.pass(Duration::from_secs(1));
+        w.check_idle();
+        w.check_same_data();
+    }
+}
+
+/// A kernel that was source of a paused resync shows the pause until it is told its end twice.
+#[test]
+fn the_end_of_a_paused_resync_is_told_twice() {
+    let mut setup = Setup::default();
+    setup.options.kernel_rules = true;
+    setup.peer.c_plan_ahead_tenths = 0;
+    setup.peer.resync_rate_kib_s = 250;
+    let mut w = clean(13, 3, setup);
+    w.crash(1);
+    for n in 0..100 {
+        w.write(0, n * 16, 4096, n as u8);
+    }
+    w.pass(Duration::from_secs(1));
+    w.restart(1);
+    let paused = |w: &World| {
+        [0, 2]
+            .into_iter()
+            .find(|n| w.repl(1, *n) == ReplState::PausedSyncT)
+    };
+    w.pass_until("two sources", 60, |w| paused(w).is_some());
+    let source = paused(&w).expect("one of the two");
+    let mut states = Vec::new();
+    while w.repl(1, source) == ReplState::PausedSyncT {
+        w.sent.clear();
+        step(&mut w);
+        states = w.sent.clone();
+    }
+    let says = |s: &&(usize, usize, &str)| **s == (1, source, "state");
+    assert_eq!(states.iter().filter(says).count(), 2, "{states:?}");
+    w.pass_until("in sync", 60, World::in_sync);
+}
+
 /// Nobody is Primary any more after a crash: kernels clear the mark of one when they attach, and compare with it.
 #[test]
 fn an_attach_after_a_crash_clears_the_mark_of_a_primary() {
