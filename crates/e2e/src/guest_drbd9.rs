@@ -835,7 +835,9 @@ fn dump(network: &Network) -> Result<Option<Child>> {
     };
     let child = Command::new("nsenter")
         .arg(format!("--net={}", network.switch_path().display()))
-        .args(["tcpdump", "-q", "-U", "-s", "0", "-i", "any", "-w"])
+        .args([
+            "tcpdump", "-q", "-U", "-B", "65536", "-s", "0", "-i", "any", "-w",
+        ])
         .arg(file)
         .arg("tcp")
         .stdin(Stdio::null())
