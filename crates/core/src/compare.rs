@@ -469,7 +469,7 @@ pub fn compare(handshake: &Handshake<'_>) -> Verdict {
     apply_followers(handshake, &mut verdict);
     marks::apply_marks(handshake, &mut verdict);
     apply_inconsistent(handshake, &mut verdict);
-    marks::apply_announced(handshake, &mut verdict);
+    announced::apply_announced(handshake, &mut verdict);
     apply_split_brain(handshake, &mut verdict);
     apply_discard_my_data(handshake, &mut verdict);
     apply_primary_conflict(handshake, &mut verdict);
@@ -689,7 +689,7 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
     if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {
         return row(Strategy::SplitBrainDisconnect, Rule::Contradiction);
     }
-    if let Some(row) = announcer_lives_on(h, own, peer) {
+    if let Some(row) = announced::announcer_lives_on(h, own, peer) {
         return row;
     }
     match peer_newer {
@@ -776,34 +776,6 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
         return row(Strategy::SplitBrainDisconnect, rule);
     }
     row(Strategy::UnrelatedData, rule)
-}
-
-/// Between two Lockstep nodes: a Primary told its next generation, lost the follower before it made
-/// it, and is still Primary; without that follower it may lack the quorum to make another one. The
-/// follower has nothing that the Primary lacks as long as nobody else wrote under that name, which
-/// its marks would tell.
-fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
-    let announced = |primary: &Side, follower: &Side, to: Uuid, base: Uuid| {
-        let slot = follower.uuids.slot(primary.node);
-        // It may have been at an older one, and taken both at once.
-        let both_at_once = is_real(slot)
-            && slot.same_generation(primary.uuids.slot(follower.node))
-            && follower.uuids.history_has(base);
-        primary.is_primary()
-            && !follower.is_primary()
-            && primary.uuids.history_notes(to)
-            && (slot.same_generation(base) || both_at_once)
-            && follower.uuids.dirty_bits == 0
-    };
-    if !h.is_lockstep() {
-        None
-    } else if announced(h.own, h.peer, peer, own) {
-        Some(row(Strategy::SourceUseBitmap, Rule::HistorySelf))
-    } else if announced(h.peer, h.own, own, peer) {
-        Some(row(Strategy::TargetUseBitmap, Rule::HistoryPeer))
-    } else {
-        None
-    }
 }
 
 #[derive(Clone, Copy)]
@@ -1188,6 +1160,8 @@ fn apply_primary_conflict(h: &Handshake<'_>, verdict: &mut Verdict) {
     }
 }
 
+#[path = "compare_announced.rs"]
+mod announced;
 #[path = "compare_marks.rs"]
 mod marks;
 #[path = "compare_policies.rs"]

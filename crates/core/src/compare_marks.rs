@@ -69,31 +69,6 @@ fn both_stayed(h: &Handshake<'_>) -> bool {
     allowed && h.phase == Phase::Connect && stayed(h.own) && stayed(h.peer)
 }
 
-/// Between two Lockstep nodes: a disk that is not whole took a generation that its Primary had announced, and not
-/// made when it died. Nothing was written under it that the Primary's disk lacks, which is the source.
-pub(super) fn apply_announced(h: &Handshake<'_>, verdict: &mut Verdict) {
-    let Some(direction) = verdict.strategy.direction() else {
-        return;
-    };
-    let (source, target) = match direction {
-        Direction::Source => (h.own, h.peer),
-        Direction::Target => (h.peer, h.own),
-    };
-    let whole = [
-        DiskState::Outdated,
-        DiskState::Consistent,
-        DiskState::UpToDate,
-    ];
-    if h.is_lockstep()
-        && source.effective_disk() == DiskState::Inconsistent
-        && !source.is_primary()
-        && whole.contains(&target.effective_disk())
-        && target.uuids.history_notes(source.uuids.current)
-    {
-        verdict.strategy = direction.mirrored().use_bitmap();
-    }
-}
-
 fn reconcile(h: &Handshake<'_>) -> Option<(Direction, Rule)> {
     let troubled = UuidFlags::CRASHED_PRIMARY | UuidFlags::PRIMARY_LOST_QUORUM;
     if !h.features.contains(Features::RECONCILE_RECONNECT)

@@ -301,6 +301,52 @@ fn a_primary_that_lost_the_follower_of_its_announcement_is_no_target() {
     }
 }
 
+/// Its quorum went with the follower, and its applications were given errors.
+#[test]
+fn who_announced_in_vain_is_the_source_after_its_demotion() {
+    let gave_up = || {
+        Case::new(0x10, 0x20).with(|c| {
+            c.features = Features::LOCKSTEP;
+            c.a.uuids.history[0] = Uuid(0x21);
+            c.a.uuids.dirty_bits = 5;
+            c.b.uuids.history[0] = Uuid(0x10);
+            slot(&mut c.b, A, 0x10);
+            flag(&mut c.a, UuidFlags::RECONNECT);
+        })
+    };
+    gave_up().expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    // Its last words are of before the demotion.
+    gave_up()
+        .with(|c| {
+            c.b.uuids.flags.remove(UuidFlags::STABLE);
+            c.b.uuids.node_mask.insert(A);
+        })
+        .expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    // They were connected all the time.
+    gave_up()
+        .with(|c| {
+            c.phase = Phase::AfterUnstable;
+            c.a.uuids.flags.remove(UuidFlags::RECONNECT);
+        })
+        .expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    let refused = [
+        // It may have lost what was in its cache.
+        gave_up().with(|c| c.a.uuids.flags.remove(UuidFlags::RECONNECT)),
+        gave_up().with(|c| flag(&mut c.a, UuidFlags::CRASHED_PRIMARY)),
+        // Others go on under that name.
+        gave_up().with(|c| c.b.uuids.dirty_bits = 1),
+        gave_up().with(|c| c.b.role = Role::Primary),
+        gave_up().with(|c| {
+            c.b.uuids.flags.remove(UuidFlags::STABLE);
+            c.b.uuids.node_mask.insert(NodeId(2));
+        }),
+        gave_up().with(|c| c.a.disk = DiskState::Consistent),
+    ];
+    for case in refused {
+        assert_ne!(case.decide().strategy, Strategy::SourceUseBitmap);
+    }
+}
+
 /// The follower was thrown away meanwhile, and its resync cut short.
 #[test]
 fn a_disk_that_is_not_whole_is_no_source_for_who_announced_its_generation() {

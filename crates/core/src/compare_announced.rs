@@ -1,0 +1,80 @@
+//! Generations that a Primary announced and did not make (semantics.md, 12.6): who follows whom where one
+//! node took it and the other did not go on to it. Between two Lockstep nodes only.
+
+use lockstep_format::units::Uuid;
+use lockstep_format::wire::{DiskState, UuidFlags};
+
+use super::{Direction, Handshake, Phase, Row, Rule, Side, Strategy, Verdict, row};
+use crate::uuids::is_real;
+
+/// Between two Lockstep nodes: a Primary told its next generation, lost the follower before it made
+/// it, and is still Primary; without that follower it may lack the quorum to make another one. The
+/// follower has nothing that the Primary lacks as long as nobody else wrote under that name, which
+/// its marks would tell. Nor has it if the Primary was demoted since: what it wrote last, and what its
+/// applications saw fail, is at its disk alone.
+pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
+    let announced = |primary: &Side, follower: &Side, to: Uuid, base: Uuid| {
+        let slot = follower.uuids.slot(primary.node);
+        // It may have been at an older one, and taken both at once.
+        let both_at_once = is_real(slot)
+            && slot.same_generation(primary.uuids.slot(follower.node))
+            && follower.uuids.history_has(base);
+        (primary.is_primary() || gave_up(h, primary, follower))
+            && !follower.is_primary()
+            && primary.uuids.history_notes(to)
+            && (slot.same_generation(base) || both_at_once)
+            && follower.uuids.dirty_bits == 0
+    };
+    if !h.is_lockstep() {
+        None
+    } else if announced(h.own, h.peer, peer, own) {
+        Some(row(Strategy::SourceUseBitmap, Rule::HistorySelf))
+    } else if announced(h.peer, h.own, own, peer) {
+        Some(row(Strategy::TargetUseBitmap, Rule::HistoryPeer))
+    } else {
+        None
+    }
+}
+
+/// It was demoted without that follower, and lived on: its disk lost nothing. Nor has it where both were
+/// connected all the time. A follower that has another Primary by now stays with that one (its last words may
+/// still name this one).
+fn gave_up(h: &Handshake<'_>, primary: &Side, follower: &Side) -> bool {
+    let lived_on = match h.phase {
+        Phase::Connect => primary.flag(UuidFlags::RECONNECT),
+        // Neither is just being attached, as is asked below.
+        Phase::Attach | Phase::AfterUnstable => true,
+    };
+    let primaries = follower.uuids.node_mask.without(primary.node);
+    let another = !follower.flag(UuidFlags::STABLE) && !primaries.is_empty();
+    lived_on
+        && !primary.flag(UuidFlags::CRASHED_PRIMARY)
+        && primary.disk == DiskState::UpToDate
+        && follower.disk != DiskState::Negotiating
+        && !another
+}
+
+/// Between two Lockstep nodes: a disk that is not whole took a generation that its Primary had announced, and not
+/// made when it died. Nothing was written under it that the Primary's disk lacks, which is the source.
+pub(super) fn apply_announced(h: &Handshake<'_>, verdict: &mut Verdict) {
+    let Some(direction) = verdict.strategy.direction() else {
+        return;
+    };
+    let (source, target) = match direction {
+        Direction::Source => (h.own, h.peer),
+        Direction::Target => (h.peer, h.own),
+    };
+    let whole = [
+        DiskState::Outdated,
+        DiskState::Consistent,
+        DiskState::UpToDate,
+    ];
+    if h.is_lockstep()
+        && source.effective_disk() == DiskState::Inconsistent
+        && !source.is_primary()
+        && whole.contains(&target.effective_disk())
+        && target.uuids.history_notes(source.uuids.current)
+    {
+        verdict.strategy = direction.mirrored().use_bitmap();
+    }
+}
