@@ -622,6 +622,9 @@ impl Resource {
         if has_reachable && !incapable {
             self.far_nodes_told(outcome.reachable_nodes(), outcome.primary_nodes, t.lost);
         }
+        if t.handshake.is_none() && t.change.val.conn() == Some(ConnState::Connected) {
+            self.ask_about_met();
+        }
         self.next_wish();
     }
 

@@ -28,6 +28,8 @@ use crate::timers::Timer;
 const LEFT_MARKS_DELAY: Duration = Duration::from_secs(1);
 /// The same where a resync has just ended: its last acknowledgements are on their way.
 const ENDED_DELAY: Duration = Duration::from_millis(20);
+/// The same where a neighbour has just met the node in question, which may be on its way to here, too.
+const MET_DELAY: Duration = Duration::from_millis(2);
 const LEFT_MARKS_EXTENTS: usize = 512;
 
 /// A range of a volume, as packets name it.
@@ -117,7 +119,8 @@ impl Resource {
 
     /// The node follows a Primary that the other one, `by`, is not connected to. What that one writes
     /// is marked at the node alone, and nobody else can say who is equal to it. A Primary names no other
-    /// one; it is connected to this node, and writes nothing while it is apart from another Primary.
+    /// one; it is connected to this node, and writes nothing while it is apart from another Primary. What
+    /// this node itself wrote as one it has marked, and `by` is connected to it.
     fn changes_unseen(&self, volume: VolumeNr, node: NodeId, by: NodeId) -> bool {
         let primaries = |node: NodeId| match self.peer_uuids(volume, node) {
             Some(set) if !self.is_stable_set(set) => set.node_mask,
@@ -129,11 +132,12 @@ impl Resource {
             .map(|(node, _)| *node)
             .collect();
         let seen = match by == self.node_id || met.contains(by) {
-            true => met.with(self.node_id),
+            true => met,
             false => primaries(by),
         };
+        let seen = seen.with(by).with(self.node_id);
         let careless = planted!(self, VouchesForAnybody);
-        !careless && !primaries(node).difference(seen.with(by)).is_empty()
+        !careless && !primaries(node).difference(seen).is_empty()
     }
 
     /// What of a range is not touched by a write that is on its way: whoever has it is not known. The
@@ -284,6 +288,27 @@ impl Resource {
             io.asks_only = true;
             io.asks_until = Some(until);
             self.timers.set_earliest(Timer::LeftMarks(volume), at);
+        }
+    }
+
+    /// A neighbour has met a node that is not connected here: what is marked towards that one is asked for before
+    /// it comes here, too, and all of it would be copied once more.
+    pub(crate) fn ask_about_met(&mut self) {
+        let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
+        for volume in volumes {
+            let device = self.devices.get(&volume);
+            let mut nodes = device.into_iter().flat_map(|d| d.peers.keys().copied());
+            let apart = nodes.any(|node| {
+                self.caught_up_apart(volume, node) && self.out_of_sync_blocks(volume, node) > 0
+            });
+            if !apart || self.connections.len() < 2 {
+                continue;
+            }
+            let at = self.now + MET_DELAY;
+            if let Some(io) = self.disk_io(volume) {
+                io.asks_only = true;
+                self.timers.set_earliest(Timer::LeftMarks(volume), at);
+            }
         }
     }
 

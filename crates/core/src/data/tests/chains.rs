@@ -230,3 +230,73 @@ fn two_targets_that_have_just_ended_do_not_compare_what_their_source_is_asked_ab
         w.check_same_data();
     }
 }
+
+/// Node 0 wrote without both others. Node 1 is copied from it in the middle of being the source of node 2, and
+/// copies the rest to that one; then nodes 0 and 2 meet. What node 0 keeps for node 2, node 1 has copied.
+#[test]
+fn what_a_neighbour_has_copied_is_not_copied_again_by_the_first_source() {
+    for seed in 9130..9142 {
+        let mut w = row(seed);
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        w.command(0, Command::Primary { force: false });
+        w.pass(Duration::from_secs(1));
+        reaches(&mut w, &[(0, 2), (1, 2)]);
+        write_all(&mut w, 0, 7);
+        reaches(&mut w, &[(0, 1), (0, 2), (1, 2)]);
+        write_all(&mut w, 8, 8);
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        reaches(&mut w, &[(0, 1), (0, 2)]);
+        w.pass_until("a resync", 20, |w| w.repl(2, 1) == ReplState::SyncTarget);
+        w.pass(Duration::from_millis(100));
+        reaches(&mut w, &[(0, 2)]);
+        let whole = |w: &World| (0..3).all(|n| w.disk_state(n) == DiskState::UpToDate);
+        w.pass_until("all are whole", 60, whole);
+        w.pass(Duration::from_millis(400));
+        assert_eq!(
+            (w.bits(0, 2), w.bits(2, 0)),
+            (0, 0),
+            "seed {seed} {:#?}",
+            w.log
+        );
+        w.packets.clear();
+        reaches(&mut w, &[]);
+        w.pass_until("in sync", 60, World::in_sync);
+        let copied = w.packets.get("rs data reply").copied().unwrap_or(0);
+        assert_eq!(copied, 0, "seed {seed} {:#?}", w.log);
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+/// Node 2 was copied from node 0 as a whole while node 1 was away, so that all of it is marked towards that one.
+/// Node 0 knows that all are equal as soon as it has met node 1.
+#[test]
+fn what_was_copied_while_a_node_was_away_is_settled_when_a_neighbour_meets_it() {
+    for seed in 9150..9162 {
+        let mut w = clean(seed, 3, Setup::default());
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        reaches(&mut w, &[(0, 1), (1, 2)]);
+        w.invalidate_from(2, 0);
+        w.pass_until("a copy", 60, |w| w.disk_state(2) == DiskState::UpToDate);
+        w.pass(Duration::from_secs(2));
+        assert!(w.bits(2, 1) > 0, "node 2 cannot know yet");
+        reaches(&mut w, &[(1, 2)]);
+        for _ in 0..20_000 {
+            if w.repl(0, 1) == ReplState::Established {
+                break;
+            }
+            w.pass(Duration::from_millis(1));
+        }
+        w.pass(Duration::from_millis(10));
+        assert_eq!(w.bits(2, 1), 0, "seed {seed} {:#?}", w.log);
+        reaches(&mut w, &[]);
+        w.packets.clear();
+        w.pass_until("in sync", 60, World::in_sync);
+        assert_eq!(w.packets.get("rs data reply"), None, "seed {seed}");
+        w.check_same_data();
+        w.check_idle();
+    }
+}
