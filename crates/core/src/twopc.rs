@@ -755,11 +755,16 @@ impl Resource {
 
     /// What only the sum of the answers shows (semantics.md, 10.5).
     fn initiator_verdict(&self, t: &Transaction, wish: &Wish) -> Result<(), Refusal> {
+        // Who has left since is counted as it will be after the commit: it may be what gave quorum.
+        let members = t.reachable.union(t.target_reachable);
+        let checked = |kind: &WishKind| {
+            let change = self.wish_change(kind, t.reachable).members(members);
+            self.check_change(&change).map(|_| ())
+        };
         match &wish.kind {
             WishKind::Promote { .. } => {
                 self.may_join(t)?;
-                self.check_change(&self.wish_change(&wish.kind, t.reachable))
-                    .map(|_| ())
+                checked(&wish.kind)
             }
             WishKind::Connect(peer) => {
                 self.handshake_verdict(*peer)?;
@@ -784,9 +789,7 @@ impl Resource {
                     text: format!("volume {volume}: its disk was detached and is being attached"),
                 })
             }
-            kind => self
-                .check_change(&self.wish_change(kind, t.reachable))
-                .map(|_| ()),
+            kind => checked(kind),
         }
     }
 
