@@ -379,23 +379,28 @@ impl Resource {
         let established = self.state.conn(peer) == ConnState::Connected;
         if established {
             self.data_packet(peer, stream, volume, packet, payload);
-        } else if let Packet::FlushRequestsAck(ack) = packet {
-            // A kernel sends it as soon as there is a stream for it: a Primary has passed on the question.
-            self.flush_acked(peer, ack.flush_sequence, ack.primary_node_id);
-        } else {
-            if let Some(payload) = payload {
-                self.release(payload.buf);
+            return;
+        }
+        match packet {
+            Packet::FlushRequestsAck(ack) => {
+                // A kernel sends it as soon as there is a stream for it: a Primary has passed on the question.
+                self.flush_acked(peer, ack.flush_sequence, ack.primary_node_id);
             }
-            self.log(
-                Level::Warn,
-                Some(peer),
-                None,
-                alloc::format!(
-                    "{:?} before the connection is established",
-                    packet.command()
-                ),
-            );
-            self.drop_connection(peer, ConnState::ProtocolError);
+            // The peer has committed the connect, and what it says to all its peers overtakes the commit on
+            // the other stream. No write of it came here yet that a word of its could be about.
+            Packet::FlushForward(forward) if stream == Stream::Control => {
+                self.flush_forwarded(peer, forward.flush_sequence, forward.initiator_node_id);
+            }
+            Packet::PeerAck(_) | Packet::PeersInSync(_) if stream == Stream::Control => {}
+            other => {
+                if let Some(payload) = payload {
+                    self.release(payload.buf);
+                }
+                let text =
+                    alloc::format!("{:?} before the connection is established", other.command());
+                self.log(Level::Warn, Some(peer), None, text);
+                self.drop_connection(peer, ConnState::ProtocolError);
+            }
         }
     }
 
