@@ -228,7 +228,8 @@ impl Resource {
     }
 
     /// Targets that are each other's sources wait for one of them to be whole. This one is compared with a peer that
-    /// is: a resync from that one goes on.
+    /// is: a resync from that one goes on. So is one that is only a source, and Outdated: its targets would be no more
+    /// than that.
     fn compare_while_paused(&mut self, volume: VolumeNr, unequal: &[NodeId]) {
         let Some(state) = self.state.devices.get(&volume) else {
             return;
@@ -240,10 +241,9 @@ impl Resource {
         };
         let devices = self.devices.get(&volume);
         let resizes = devices.is_some_and(|d| d.attached().is_none_or(|a| a.resize.is_some()));
-        let idle = state.disk == DiskState::Inconsistent
-            && state.peers.values().all(waits)
-            && !resizes
-            && self.new_uuid.is_none();
+        let waits = state.disk == DiskState::Inconsistent && state.peers.values().all(waits);
+        let serves = only_serves(state) && !self.is_weak(&self.state);
+        let idle = (waits || serves) && !resizes && self.new_uuid.is_none();
         let whole = unequal.iter().copied().find(|peer| {
             self.state.peer_device(volume, *peer).disk == DiskState::UpToDate
                 && !self.waits_for_stable(volume, *peer)
@@ -588,6 +588,12 @@ impl Resource {
                     || d.peers.values().any(|p| p.repl > ReplState::Established)
             })
     }
+}
+
+/// The disk is Outdated, and all that it does is to be copied.
+pub(crate) fn only_serves(state: &DeviceState) -> bool {
+    let serves = |p: &PeerDeviceState| p.repl <= ReplState::Established || p.repl.is_sync_source();
+    state.disk == DiskState::Outdated && state.peers.values().all(serves)
 }
 
 fn diskful(disk: DiskState) -> bool {

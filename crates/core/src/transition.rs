@@ -1075,7 +1075,8 @@ impl Resource {
         for (volume, d) in &new.devices {
             let behind = matches!(d.disk, DiskState::Inconsistent | DiskState::Outdated);
             let silent = planted!(self, SourceNotSought);
-            if silent || !behind || d.peers.values().any(|p| p.repl > ReplState::Established) {
+            let busy = d.peers.values().any(|p| p.repl > ReplState::Established);
+            if silent || !behind || (busy && !crate::look_again::only_serves(d)) {
                 continue;
             }
             let source = d.peers.iter().find(|(peer, p)| {
