@@ -879,6 +879,12 @@ registry! {
         "A follower names a new generation to its Primary before it is written down.";
     CrashedCopyUntold "crashed-copy-untold"
         "A crashed Primary is ahead of the first peer that it meets only, and not whoever was copied from it.";
+    CrashedDiskUnmet "crashed-disk-unmet"
+        "A client is Primary beside a disk that has crashed as Primary and others that it was not compared with.";
+    DemotionGivesUpTold "demotion-gives-up-told"
+        "A Primary is demoted while its peers take a new generation, which it does not make any more.";
+    FarVoteCounts "far-vote-counts"
+        "Who takes itself for the neighbour of a Primary that asks through others gives it its vote.";
     OtherSourceClears "other-source-clears"
         "What one source has sent settles a mark though a reply of another source has replaced it.";
     LateBarrierForgotten "late-barrier-forgotten"

@@ -126,9 +126,11 @@ impl Resource {
             }
         }
         let asks = prepare.change == StateChange::default() && volume.is_none();
-        if asks && self.asks_itself() {
-            let (tid, initiator) = (head.tid, head.initiator_node_id);
-            self.reply(peer, tid, initiator, ReplyKind::Retry, None);
+        let initiator = head.initiator_node_id;
+        let stays = prepare.change.mask.has(StateWord::CONN)
+            || prepare.change.val.role() != Some(Role::Secondary);
+        if (asks && self.asks_itself()) || (stays && self.may_be_far_from(initiator)) {
+            self.reply(peer, head.tid, initiator, ReplyKind::Retry, None);
         } else {
             self.accept(peer, volume, prepare, is_connect);
         }
@@ -178,6 +180,14 @@ impl Resource {
             link.lost_there = LostThere::Asked;
             self.ping(peer);
         }
+    }
+
+    /// A Primary asks through others, so that it has no connection to this node, which takes itself for its neighbour
+    /// still. It would count a vote as the word of one that knows better, and go on without this node.
+    fn may_be_far_from(&self, initiator: NodeId) -> bool {
+        self.peer_role(initiator) == Role::Primary
+            && self.may_be_lost_there(initiator)
+            && !planted!(self, FarVoteCounts)
     }
 
     /// The peer may have lost the connection: with it, and with a life of its own, what this node knows of its

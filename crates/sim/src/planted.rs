@@ -699,6 +699,9 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
+    Planted::CrashedDiskUnmet,
+    Planted::DemotionGivesUpTold,
+    Planted::FarVoteCounts,
     Planted::FarNodesNotTold,
     Planted::VouchesForTheLost,
     Planted::VouchesUnasked,
