@@ -20,6 +20,8 @@ use crate::report::Level;
 use crate::resource::Resource;
 use crate::rule::Rule;
 use crate::state::State;
+use crate::twopc::WishKind;
+use crate::uuid_spread::SpreadStep;
 use crate::uuids::{PeerUuids, is_real};
 use crate::validity::Refusal;
 
@@ -355,6 +357,22 @@ impl Resource {
                         && self.out_of_sync_blocks(*volume, *peer) > 0
                 })
         })
+    }
+
+    /// The peers are asked whether this Primary may become Secondary: a generation that they are told now would be
+    /// given up at the end, and who has taken it would be of another one than this disk, with nothing to copy.
+    pub(crate) fn demotion_is_voted(&self) -> bool {
+        let current = self.twopc.current.as_ref().and_then(|t| t.wish.as_ref());
+        current.is_some_and(|wish| matches!(wish.kind, WishKind::Demote { .. }))
+            && !planted!(self, DemotionGivesUpTold)
+    }
+
+    /// The other way round: peers were told of a generation before they were asked for the demotion.
+    pub(crate) fn is_told_before(&self, wish: &WishKind) -> bool {
+        let told = self.new_uuid.as_ref();
+        *wish == WishKind::Demote { force: false }
+            && told.is_some_and(|new| new.step == SpreadStep::Confirm)
+            && !planted!(self, DemotionGivesUpTold)
     }
 
     /// The node is about to be demoted, and somebody would not know what it lacks.

@@ -686,7 +686,7 @@ impl Resource {
         // Of a link that broke, or stood still, before they were asked.
         self.twopc.legacy.clear();
         let Some(wish) = t.wish.take() else { return };
-        if t.retry {
+        if t.retry || self.is_told_before(&wish.kind) {
             self.abort(&t);
             self.try_again(wish, t.attempt, t.handshake);
             return;

@@ -201,7 +201,8 @@ impl Resource {
             return;
         };
         new.pings = new.pings.intersection(outstanding);
-        if !new.pings.is_empty() || self.connections.values().any(|c| c.draining) {
+        let draining = self.connections.values().any(|c| c.draining);
+        if !new.pings.is_empty() || draining || self.demotion_is_voted() {
             return;
         }
         if self.state.connections.values().any(|c| c.susp_fen) {
