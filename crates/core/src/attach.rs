@@ -392,12 +392,12 @@ impl Resource {
         disk.io.plant(self.planted);
         disk.crashed_primary = superblock.flags.contains(DeviceFlags::CRASHED_PRIMARY)
             && !planted!(self, CrashedPrimaryForgotten);
-        disk.crashed_for = match disk.crashed_primary {
+        disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM)
+            && !planted!(self, LostQuorumForgotten);
+        disk.crashed_for = match disk.crashed_primary || disk.primary_lost_quorum {
             true => (0..NodeId::COUNT).map(NodeId).collect(),
             false => NodeMask::EMPTY,
         };
-        disk.primary_lost_quorum = superblock.flags.contains(DeviceFlags::PRIMARY_LOST_QUORUM)
-            && !planted!(self, LostQuorumForgotten);
         disk.restore_quorum = superblock
             .flags
             .contains(DeviceFlags::HAVE_QUORUM | DeviceFlags::WAS_UP_TO_DATE)

@@ -20,7 +20,8 @@
 //!    (but for an attach);
 //! 3. exactly one side is Primary: it is source;
 //! 4. exactly one side crashed as Primary: the other is source with protocol C, the crashed one
-//!    with A and B (it may hold acknowledged writes that the survivor never got);
+//!    with A and B (it may hold acknowledged writes that the survivor never got), and so is one that lost
+//!    quorum as Primary;
 //! 5. only one side has marks: it is source, its marks are writes that the other did not confirm;
 //! 6. both are Primary and both have marks: no side may lose, split brain; where two are not allowed
 //!    the connection is refused for that reason alone;

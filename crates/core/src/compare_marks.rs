@@ -125,9 +125,14 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
         h.own.flag(UuidFlags::CRASHED_PRIMARY),
         h.peer.flag(UuidFlags::CRASHED_PRIMARY),
     );
+    let lost_quorum = prefer(
+        h.own.flag(UuidFlags::PRIMARY_LOST_QUORUM),
+        h.peer.flag(UuidFlags::PRIMARY_LOST_QUORUM),
+    );
     let by_crash = match h.net.protocol {
         Protocol::C => crashed.map(Direction::mirrored),
-        Protocol::A | Protocol::B => crashed,
+        // Before it knew of its loss it completed writes alone.
+        Protocol::A | Protocol::B => crashed.or(lost_quorum),
     };
     let marks = (h.own.uuids.dirty_bits, h.peer.uuids.dirty_bits);
     let by_node = || prefer(h.own.node < h.peer.node, h.peer.node < h.own.node);

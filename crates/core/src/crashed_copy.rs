@@ -3,15 +3,40 @@
 //! A Primary that comes back after a crash is the source of its peers (semantics.md, 13.4, rule crashed-primary):
 //! with these protocols it may have completed writes that none of them has. It says so to each peer that it meets
 //! until that one is whole, and not only to the first: the others are of the same generation, and their marks
-//! alone do not tell who is ahead. Whoever was copied from such a disk says it in its place.
+//! alone do not tell who is ahead. Whoever was copied from such a disk says it in its place. So does one that lost
+//! quorum and was demoted: it may have completed writes before it knew that nobody was left.
+
+use alloc::format;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
+use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
-use crate::device::Device;
+use crate::command::ErrorCode;
+use crate::device::{Device, LocalDisk};
 use crate::options::Protocol;
 use crate::resource::Resource;
-use crate::state::PeerDeviceState;
+use crate::state::{DeviceState, PeerDeviceState};
+use crate::validity::Refusal;
+
+impl LocalDisk {
+    /// The Primary has no quorum. Peers that are gone, or not whole, may lack what it has completed.
+    pub(crate) fn is_left_alone(&mut self, state: &DeviceState) {
+        let whole =
+            |p: &PeerDeviceState| p.disk == DiskState::UpToDate && p.repl >= ReplState::Established;
+        let lacking = state.peers.iter().filter(|(_, p)| !whole(p));
+        self.crashed_for = lacking.map(|(peer, _)| *peer).collect();
+        self.primary_lost_quorum = true;
+    }
+
+    /// There is quorum again. Behind a Primary nobody is taken for ahead of it; who was demoted is ahead until the
+    /// others have met it.
+    pub(crate) fn left_alone_ends(&mut self, role: Role) {
+        if self.primary_lost_quorum && role == Role::Primary {
+            self.crashed_for = NodeMask::EMPTY;
+        }
+        self.primary_lost_quorum = false;
+    }
+}
 
 impl Device {
     /// The peer and this node are whole. `before` is what the peer was until now. Behind a Primary there is no
@@ -43,6 +68,37 @@ impl Resource {
         let conn = self.connections.get(&peer);
         let early = conn.is_some_and(|c| c.is_lockstep() && c.net.protocol != Protocol::C);
         waits && early && !planted!(self, CrashedCopyUntold)
+    }
+
+    /// A node without a disk is Primary, or would be, beside this disk and others, and reads now here and now
+    /// there. This one came back after a crash as Primary: it may have what the others lack, or lack what they
+    /// have, and only a comparison tells. `seen`: whom that node is connected to.
+    pub(crate) fn unmet_beside(
+        &self,
+        client: NodeId,
+        role: Role,
+        seen: NodeMask,
+    ) -> Result<(), Refusal> {
+        let met = self.established_peers().with(client);
+        let unmet = self.devices.iter().find_map(|(volume, device)| {
+            let with_disk = |node| device.peers.get(&node).is_some_and(|pd| pd.options.bitmap);
+            let reads = !with_disk(client)
+                || self.state.peer_device(*volume, client).disk == DiskState::Diskless;
+            let whole = self.state.disk(*volume) == DiskState::UpToDate;
+            let crashed = device.attached()?.crashed_for;
+            let mut unmet = crashed.intersection(seen).difference(met).iter();
+            let unmet = unmet.find(|node| with_disk(*node))?;
+            (whole && reads).then_some((*volume, unmet))
+        });
+        match unmet.filter(|_| role == Role::Primary && !planted!(self, CrashedDiskUnmet)) {
+            None => Ok(()),
+            Some((volume, node)) => Err(Refusal {
+                code: ErrorCode::IN_TRANSIENT_STATE,
+                text: format!(
+                    "this node crashed as Primary, and volume {volume} was not compared with node {node} since"
+                ),
+            }),
+        }
     }
 
     /// This disk was copied from `source`'s.

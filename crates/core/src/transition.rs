@@ -496,14 +496,14 @@ impl Resource {
         flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
         disk.restore_quorum &= !after.quorum || restored;
         if new.role == Role::Primary && !after.have_quorum && !forgets_quorum {
-            disk.primary_lost_quorum = true;
+            disk.is_left_alone(after);
         } else if after.have_quorum
             && !quorum_lost_stays
             && (new.role == Role::Primary || own == DiskState::UpToDate)
         {
             // A Secondary has been compared with the others and has what they have: a later comparison with one
             // of them would begin a resync for nothing.
-            disk.primary_lost_quorum = false;
+            disk.left_alone_ends(new.role);
         }
         flags.set(DeviceFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
         let mut changed = flags != old_flags;

@@ -768,6 +768,7 @@ impl Resource {
             }
             WishKind::Connect(peer) => {
                 self.handshake_verdict(*peer)?;
+                self.unmet_beside(*peer, t.role_of(*peer), t.reachable)?;
                 if t.primary_nodes.count() > 1 && !self.primaries_meet(t) {
                     return Err(Refusal {
                         code: ErrorCode::TWO_PRIMARIES,

@@ -339,6 +339,11 @@ impl Resource {
 
     /// Whether this node agrees, before anything is applied.
     fn check_remote(&self, t: &Transaction) -> Result<(), Refusal> {
+        let forced = t.change.mask.has(StateWord::DISK) || t.change.mask.has(StateWord::PDSK);
+        if t.parents.contains(t.initiator) && !forced {
+            let seen = t.nodes_to_reach.complement();
+            self.unmet_beside(t.initiator, t.initiators_role(), seen)?;
+        }
         if t.handshake.is_some() {
             // Decided when the peer's packets are in; `handshake_verdict`.
             return Ok(());

@@ -40,3 +40,41 @@ fn an_outdated_source_becomes_the_target_of_a_disk_that_is_whole() {
     holds(771_000_007_022, FAULTS, REQUESTS);
     holds(771_000_007_022, "0-99", "0-999");
 }
+
+/// Protocol A: a Primary crashed with a write that nobody else has and came back, connected to a client that saw two survivors
+/// without it as well. All three were UpToDate and of one generation, and the client became Primary and read the old block.
+#[test]
+fn a_client_waits_until_a_crashed_primary_has_met_the_others() {
+    holds(772_000_000_039, "5,9-10,12", "384,386,411,413");
+}
+
+/// Protocol A: a Primary without quorum was demoted and copied to one survivor. A third one, which had met neither before,
+/// copied its older blocks over them.
+#[test]
+fn who_was_copied_from_a_primary_without_quorum_is_ahead_of_the_others() {
+    holds(772_000_000_039, "0-99", "0-999");
+}
+
+/// Protocol A: a Primary that nobody reached any more completed a write before it knew, and was demoted. A survivor with
+/// more marks, of writes that both had, was its source.
+#[test]
+fn what_a_primary_completed_before_it_lost_quorum_is_kept() {
+    holds(772_000_002_107, "0-2,9,11-12", "76,96,107");
+    holds(772_000_002_107, "0-99", "0-999");
+}
+
+/// A client with the quorum of its only neighbour told two disks behind that one of itself, and they took themselves for
+/// its neighbours still: they would have gone on without it as UpToDate.
+#[test]
+fn a_vote_of_who_does_not_know_yet_that_it_is_far_is_no_word() {
+    holds(772_000_000_281, "0-5", "13");
+    holds(772_000_000_281, "0-99", "0-999");
+}
+
+/// Protocol B: a Primary told a follower of its next generation while the others voted for its demotion, and gave it up with
+/// that. The follower took it, and the client that was Primary next wrote without it.
+#[test]
+fn a_generation_that_was_told_is_made_before_the_demotion() {
+    holds(772_000_000_546, "0-4,6", "0-2,129");
+    holds(772_000_000_546, "0-99", "0-999");
+}
