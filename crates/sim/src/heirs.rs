@@ -15,7 +15,11 @@ impl Operator {
         let mut volumes = self.heirs.iter().enumerate();
         volumes.all(|(volume, heirs)| {
             let holders = view.holders[volume];
-            let generation = |of: usize| generations(w, of)?.get(&(volume as u16)).copied();
+            // Of a disk that is being attached nothing is known.
+            let generation = |of: usize| {
+                let known = generations(w, of)?.get(&(volume as u16)).copied();
+                known.filter(|uuid| !uuid.is_zero())
+            };
             let foreign = |other: usize| {
                 members(*heirs).into_iter().all(|heir| {
                     let pair = generation(heir).zip(generation(other));
@@ -23,7 +27,10 @@ impl Operator {
                 })
             };
             let sees_only_heirs = || members(holders & !heirs).into_iter().all(foreign);
-            holders & (1 << node | heirs) != 0 && (others || sees_only_heirs())
+            // One that has died meanwhile is none that it sees.
+            let is_there = |of: &usize| *of == node || w.shares_link(node, *of);
+            let heirs = members(holders & (1 << node | heirs));
+            heirs.iter().any(is_there) && (others || sees_only_heirs())
         })
     }
 }

@@ -78,3 +78,20 @@ fn a_generation_that_was_told_is_made_before_the_demotion() {
     holds(772_000_000_546, "0-4,6", "0-2,129");
     holds(772_000_000_546, "0-99", "0-999");
 }
+
+/// Protocol A: the operator made a client Primary that took a dead Primary for alive, whose disk was just being attached: he
+/// took the survivors, without that one's last writes, for disks of another generation.
+#[test]
+fn a_client_is_promoted_only_beside_a_disk_that_has_everything() {
+    const REQUESTS: &str = "1-9,11-14,16-17,19,41-42,44,49-51";
+    holds(772_000_003_123, "0,2", REQUESTS);
+    holds(772_000_003_123, "0-99", "0-999");
+}
+
+/// A Primary lost all its peers at the same moment, and acknowledged a write between two of them that the second one had:
+/// the check counted the copies that were left after the moment.
+#[test]
+fn a_write_is_acknowledged_between_two_losses_of_one_moment() {
+    holds(772_000_003_654, "0-2", "0,8");
+    holds(772_000_003_654, "0-99", "0-999");
+}
