@@ -157,11 +157,18 @@ impl Resource {
             // Is it still one?
             self.schedule_empty_twopc();
         }
-        // Beside two Primaries generations follow each other, and one may just be on its way.
-        let early = doublings == 0 && self.is_shared();
+        // Beside two Primaries generations follow each other, and one may just be on its way. So it may to another
+        // follower of one Primary.
+        let good = |disk: DiskState| disk == DiskState::UpToDate;
+        let both_good = |peer: NodeId| {
+            good(self.state.disk(volume)) && good(self.state.peer_device(volume, peer).disk)
+        };
+        let follows =
+            self.state.primary_peer().is_some() && !planted!(self, FollowersComparedEarly);
+        let early = |peer: NodeId| self.is_shared() || (follows && both_good(peer));
         let peers: Vec<NodeId> = peers
             .into_iter()
-            .filter(|peer| !(early && self.may_follow_yet(volume, *peer)))
+            .filter(|p| !(doublings == 0 && early(*p) && self.may_follow_yet(volume, *p)))
             .filter(|peer| !self.waits_for_stable(volume, *peer))
             .filter(|peer| !weak && !self.is_for_peer(volume, *peer))
             .collect();

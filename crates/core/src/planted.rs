@@ -885,6 +885,8 @@ registry! {
         "A Primary is demoted while its peers take a new generation, which it does not make any more.";
     FarVoteCounts "far-vote-counts"
         "Who takes itself for the neighbour of a Primary that asks through others gives it its vote.";
+    FollowersComparedEarly "followers-compared-early"
+        "Two followers of a Primary compare while its generation is on its way to one of them.";
     OtherSourceClears "other-source-clears"
         "What one source has sent settles a mark though a reply of another source has replaced it.";
     LateBarrierForgotten "late-barrier-forgotten"

@@ -702,6 +702,7 @@ const RARE: &[Planted] = &[
     Planted::CrashedDiskUnmet,
     Planted::DemotionGivesUpTold,
     Planted::FarVoteCounts,
+    Planted::FollowersComparedEarly,
     Planted::FarNodesNotTold,
     Planted::VouchesForTheLost,
     Planted::VouchesUnasked,

@@ -95,3 +95,11 @@ fn a_write_is_acknowledged_between_two_losses_of_one_moment() {
     holds(772_000_003_654, "0-2", "0,8");
     holds(772_000_003_654, "0-99", "0-999");
 }
+
+/// Two followers of a Primary compared when only one of them had said that it has the next generation. The other one had taken
+/// one before that, which was given up and told to it alone, and the pair reported a split brain.
+#[test]
+fn followers_are_not_compared_while_a_generation_is_on_its_way() {
+    holds(772_000_003_756, "0-3,5-6", "0");
+    holds(772_000_003_756, "0-99", "0-999");
+}
