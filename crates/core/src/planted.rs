@@ -411,6 +411,8 @@ registry! {
         "Absent nodes that are known to be Outdated keep their votes.";
     LonelyQuorumRestored "lonely-quorum-restored"
         "A node that had quorum with others has it alone after a restart.";
+    FallenSourceCounts "fallen-source-counts"
+        "A source that fell back makes another one stable as before.";
     RestoredQuorumStays "restored-quorum-stays"
         "A last man that started again keeps its quorum, whoever joins it and leaves.";
     LostQuorumForgotten "lost-quorum-forgotten"

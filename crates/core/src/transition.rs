@@ -386,7 +386,12 @@ impl Resource {
                     .connections
                     .get(peer)
                     .is_some_and(|c| c.peer_role == Role::Primary);
-            if lost_primary {
+            // One that made another source stable may do so no more.
+            let is_worse = before.repl.is_sync_target()
+                && before.disk == DiskState::UpToDate
+                && p.disk < DiskState::UpToDate
+                && !planted!(self, FallenSourceCounts);
+            if lost_primary || is_worse {
                 self.note_unstable_targets(volume, new);
             }
             let Some(device) = self.devices.get_mut(&volume) else {

@@ -281,6 +281,7 @@ fn shows(bug: Planted) -> Shows {
         | P::TieBreakerGivesQuorum
         | P::LonelyQuorumRestored
         | P::RestoredQuorumStays
+        | P::FallenSourceCounts
         | P::RecoveryWithoutFlush
         | P::FullSyncFlagIgnored
         | P::DisabledLogTrusted
@@ -494,6 +495,10 @@ fn shows(bug: Planted) -> Shows {
         | P::LateBarrierForgotten
         | P::OldAnswerOutdates
         | P::AttachToldTwice
+        | P::CrashedDiskUnmet
+        | P::DemotionGivesUpTold
+        | P::FarVoteCounts
+        | P::FollowersComparedEarly
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -845,6 +850,7 @@ const RARE: &[Planted] = &[
     Planted::LastManFalls,
     Planted::LonelyQuorumRestored,
     Planted::RestoredQuorumStays,
+    Planted::FallenSourceCounts,
     Planted::LostQuorumForgotten,
     Planted::RecoveryWithoutFlush,
     Planted::FullSyncFlagIgnored,

@@ -180,3 +180,10 @@ fn what_takes_long_or_was_told_before_is_no_fault() {
     let extras = [Extra::Every, Extra::Hot];
     holds(775000003589, Some(2), Some(kinds), &extras, "0-2,5", "none");
 }
+
+/// One source made another one stable, whose Primary the target did not reach, and fell back itself. The copy of the
+/// other one was taken for final all the same: a disk that no Primary wrote to was UpToDate.
+#[test]
+fn a_source_that_fell_back_makes_no_other_one_stable() {
+    holds(3600000276, Some(4), None, &[], "0-999", "0-9999");
+}
