@@ -911,7 +911,13 @@ impl Resource {
 
     /// The two-phase commit of an attach ended in a refusal.
     pub(crate) fn attach_refused(&mut self, volume: VolumeNr, cause: CommandError) {
-        self.attach_failed(volume, cause);
+        let device = self.devices.get(&volume);
+        // Not what is being read now: that is another attach.
+        if device.is_some_and(|d| d.attached().is_some())
+            && self.state.disk(volume) == DiskState::Attaching
+        {
+            self.attach_failed(volume, cause);
+        }
     }
 
     // Detach.

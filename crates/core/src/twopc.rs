@@ -784,13 +784,10 @@ impl Resource {
                 code: ErrorCode::NEED_CONNECTION,
                 text: format!("the connection to node {peer} was lost"),
             }),
-            WishKind::Detach(volume) if self.state.disk(*volume) == DiskState::Attaching => {
-                Err(Refusal {
-                    code: ErrorCode::IN_TRANSIENT_STATE,
-                    text: format!("volume {volume}: its disk was detached and is being attached"),
-                })
+            kind => {
+                self.is_still_wanted(kind)?;
+                checked(kind)
             }
-            kind => checked(kind),
         }
     }
 

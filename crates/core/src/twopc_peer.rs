@@ -18,7 +18,7 @@ use crate::resource::Resource;
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
-use crate::twopc::{ReplyKind, Transaction};
+use crate::twopc::{ReplyKind, Transaction, WishKind};
 use crate::validity::Refusal;
 
 /// Committed transactions that are known again.
@@ -529,6 +529,26 @@ impl Resource {
             ReplyKind::Retry => Packet::TwopcRetry(reply),
         };
         self.send(peer, Stream::Control, VolumeNr::NONE, packet);
+    }
+
+    /// The disk may have been taken away since a change of it was asked for, and be on its way back: that is another
+    /// attach, whose metadata are not read yet.
+    pub(crate) fn is_still_wanted(&self, kind: &WishKind) -> Result<(), Refusal> {
+        let attaching = |volume: &VolumeNr| self.state.disk(*volume) == DiskState::Attaching;
+        let device = |volume: &VolumeNr| self.devices.get(volume).and_then(|d| d.attached());
+        let text = match kind {
+            WishKind::Detach(volume) if attaching(volume) => {
+                format!("volume {volume}: its disk was detached and is being attached")
+            }
+            WishKind::Attach(volume) if !attaching(volume) || device(volume).is_none() => {
+                format!("volume {volume}: its disk was detached while it was being attached")
+            }
+            _ => return Ok(()),
+        };
+        Err(Refusal {
+            code: ErrorCode::IN_TRANSIENT_STATE,
+            text,
+        })
     }
 
     /// Phase two.

@@ -187,3 +187,11 @@ fn what_takes_long_or_was_told_before_is_no_fault() {
 fn a_source_that_fell_back_makes_no_other_one_stable() {
     holds(3600000276, Some(4), None, &[], "0-999", "0-9999");
 }
+
+/// A disk was taken away by force while nodes were asked about its attach, and attached again. The old question was
+/// answered, and the new disk took part before its metadata were read: its bitmap never came.
+#[test]
+fn an_attach_that_was_taken_back_does_not_end_the_next_one() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(774000009212, None, Some(kinds), &[], "5,9-11,13-15", "61");
+}
