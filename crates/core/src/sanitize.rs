@@ -823,7 +823,6 @@ impl QuorumCount {
             && voters != 0
             && voters.is_multiple_of(2)
             && here + 1 == self.needed
-            && self.up_to_date >= self.needed_up_to_date
             && self.diskless >= majority
             && have_now
         {
@@ -845,20 +844,6 @@ mod tests {
         };
         n.decide(quorum, Quorum::Off, 0, true);
         n
-    }
-
-    #[test]
-    fn a_tie_breaker_is_no_copy() {
-        for (redundancy, have) in [(Quorum::Off, true), (Quorum::Number(2), false)] {
-            let mut n = QuorumCount {
-                up_to_date: 1,
-                unknown: 1,
-                diskless: 1,
-                ..QuorumCount::default()
-            };
-            n.decide(Quorum::Majority, redundancy, 0, true);
-            assert_eq!(n.have, have, "{redundancy:?}");
-        }
     }
 
     #[test]
@@ -910,6 +895,16 @@ mod tests {
         assert!(!back(0, 0, true), "it was lost as a copy while it was here");
         assert!(!back(1, 1, true), "somebody else may have quorum");
         assert!(!back(1, 0, false), "it gives none");
+        // Nor from the half that a tie-breaker keeps going.
+        let mut n = QuorumCount {
+            up_to_date: 1,
+            present: 1,
+            late: 1,
+            diskless: 1,
+            ..QuorumCount::default()
+        };
+        n.decide(Quorum::Majority, Quorum::Number(2), 0, true);
+        assert!(n.have);
     }
 
     #[test]

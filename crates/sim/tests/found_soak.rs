@@ -160,9 +160,10 @@ fn a_source_that_fell_back_is_not_copied_behind_a_better_one() {
     holds(773000004898, Some(5), Some(kinds), &every, faults, requests);
 }
 
-/// A tie-breaker stood in for a second copy until the next change of members: a node lost its quorum by its own promotion.
+/// A tie-breaker stood in for a second copy until the next change of members, which was the commit of the promotion
+/// itself: a node became Primary without quorum.
 #[test]
-fn a_tie_breaker_is_no_second_copy() {
+fn nobody_loses_quorum_by_the_own_promotion() {
     let kinds = "diskless,quorum,crash,partition,reset";
     holds(774000010067, Some(3), Some(kinds), &[], "1,3", "none");
 }
