@@ -178,6 +178,7 @@ impl Resource {
             _ => {}
         }
     }
+
     /// The peer's last state says that it is target.
     fn is_told_target(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let device = self.devices.get(&volume);
@@ -204,6 +205,11 @@ impl Resource {
         if self.state.peer_device(volume, peer).repl != ReplState::StartingSyncS {
             return;
         }
+        self.source_starts(volume, peer);
+    }
+
+    /// This node is source from now on, without an exchange of bitmaps.
+    pub(crate) fn source_starts(&mut self, volume: VolumeNr, peer: NodeId) {
         let change = Change::new()
             .repl(volume, peer, ReplState::SyncSource)
             .peer_disk(volume, peer, DiskState::Inconsistent);

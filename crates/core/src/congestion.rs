@@ -160,13 +160,7 @@ impl Resource {
         if !planted!(self, AheadMarksUntold) {
             self.tell_marks(volume, peer);
         }
-        let change = Change::new()
-            .repl(volume, peer, ReplState::SyncSource)
-            .peer_disk(volume, peer, DiskState::Inconsistent);
-        self.hard_change(change);
-        if self.is_legacy(peer) {
-            self.legacy_source_starts(volume, peer);
-        }
+        self.source_starts(volume, peer);
     }
 
     /// A resync of the peer is through: it has what it missed, unless it misses more.

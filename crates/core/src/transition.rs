@@ -451,7 +451,7 @@ impl Resource {
         let never_clean = planted!(self, CrashedFlagStays);
         let forgets_quorum = planted!(self, QuorumLossUnnoted);
         let quorum_lost_stays = planted!(self, QuorumLossStays);
-        let restored = self.options.quorum == Quorum::Off || planted!(self, RestoredQuorumStays);
+        let uncounted = self.options.quorum == Quorum::Off || planted!(self, RestoredQuorumStays);
         let primary_elsewhere = new.connections.iter().any(|(n, c)| {
             c.peer_role == Role::Primary && new.peer_device(volume, *n).disk == DiskState::UpToDate
         });
@@ -499,7 +499,7 @@ impl Resource {
             flags.remove(DeviceFlags::PRIMARY_IND);
         }
         flags.set(DeviceFlags::HAVE_QUORUM, after.have_quorum);
-        disk.restore_quorum &= !after.quorum || restored;
+        disk.restore_quorum &= !after.quorum || uncounted;
         if new.role == Role::Primary && !after.have_quorum && !forgets_quorum {
             disk.is_left_alone(after);
         } else if after.have_quorum

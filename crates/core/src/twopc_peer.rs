@@ -21,7 +21,7 @@ use crate::transition::Change;
 use crate::twopc::{ReplyKind, Transaction, WishKind};
 use crate::validity::Refusal;
 
-/// Committed transactions that are known again.
+/// Transactions that are over and known again.
 const NUMBERS_KEPT: usize = 8;
 
 /// Keeps the number of a transaction that is over.

@@ -639,8 +639,8 @@ impl Resource {
         self.new_uuid_done(volume);
     }
 
-    /// The disk has its new generation, and maybe the next one by now, and will be written under it, unless it is being given up (`give_up_unmade`).
-    /// Whether it is not.
+    /// The disk has its new generation, and maybe the next one by now, and will be written under it, unless it is
+    /// being given up (`give_up_unmade`). Whether it is not.
     pub(crate) fn generation_made(&mut self, volume: VolumeNr, uuid: Uuid) -> bool {
         let stays = self.state.disk(volume) > DiskState::Failed;
         if let Some(device) = self.devices.get_mut(&volume) {

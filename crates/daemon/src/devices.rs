@@ -8,15 +8,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{
-    Receiver, RecvTimeoutError, Sender, SyncSender, TrySendError, channel, sync_channel,
-};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
-use lockstep_front::closes::{Closes, Touch};
+use lockstep_front::closes::Closes;
 use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Discards, Opening};
 use lockstep_front::gate::{Access, Session};
 use lockstep_front::ublk::Lifetime;
@@ -32,6 +30,10 @@ use crate::opener::Opener;
 use crate::options;
 use crate::place::Place;
 use crate::report::{DeviceReport, ResourceReport};
+
+mod watches;
+
+use watches::{watch_closes, watch_mounts};
 
 /// Makes a port of `resource`, volume; none if it has gone.
 pub(crate) type OpenPort =
@@ -1088,51 +1090,6 @@ fn access(report: &ResourceReport) -> BlockAccess {
     } else {
         BlockAccess::ReadOnly
     }
-}
-
-/// Has the devices looked at whenever something is mounted or unmounted.
-fn watch_mounts(orders: SyncSender<Order>) -> std::io::Result<()> {
-    use rustix::event::{PollFd, PollFlags, poll};
-    let mounts = std::fs::File::open("/proc/self/mountinfo")?;
-    let watch = move || {
-        loop {
-            let mut fds = [PollFd::new(&mounts, PollFlags::PRI)];
-            match poll(&mut fds, None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return tracing::warn!(%error, "mounts are seen a second later"),
-            }
-            match orders.try_send(Order::Look) {
-                Ok(()) | Err(TrySendError::Full(_)) => {}
-                Err(TrySendError::Disconnected(_)) => return,
-            }
-        }
-    };
-    let thread = std::thread::Builder::new().name("mounts".into());
-    thread.spawn(watch).map(drop)
-}
-
-/// Has a device looked at when somebody has opened it, or closed it and could write.
-fn watch_closes(closes: Arc<Closes>, orders: SyncSender<Order>) -> std::io::Result<()> {
-    let watch = move || {
-        loop {
-            let touches = match closes.wait() {
-                Ok(touches) => touches,
-                Err(error) => return tracing::warn!(%error, "closed devices are seen later"),
-            };
-            for (number, touch) in touches {
-                let order = match touch {
-                    Touch::Opened => Order::Opened(number),
-                    Touch::Closed => Order::Closed(number),
-                };
-                // With a full queue it is looked at soon anyway.
-                if let Err(TrySendError::Disconnected(_)) = orders.try_send(order) {
-                    return;
-                }
-            }
-        }
-    };
-    let thread = std::thread::Builder::new().name("closes".into());
-    thread.spawn(watch).map(drop)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
