@@ -13,6 +13,7 @@ use anyhow::{Context, bail};
 use lockstep_front::nbd::{
     ExportDescription, ExportRefusal, Exports, Listen, NbdLimits, NbdServer,
 };
+use lockstep_io::disk::runs;
 use lockstep_io::port::{PortSink, VolumePort};
 use rustix::fs::FlockOperation;
 use rustix::mm::MlockAllFlags;
@@ -178,15 +179,6 @@ fn take_lock(place: &Place) -> anyhow::Result<File> {
 
 /// How long a dead daemon's children may keep its lock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
-
-/// The process is there and not dead.
-fn runs(pid: &str) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat
-        .rsplit_once(") ")
-        .and_then(|(_, rest)| rest.chars().next());
-    !matches!(state, None | Some('Z' | 'X'))
-}
 
 /// A volume needs a file, and each connection two; with devices more. A shell's limit would do for
 /// some hundreds.

@@ -12,11 +12,13 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use lockstep_core::event::DiskInfo;
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
 
 use super::faults::FaultPlan;
+use super::holder::{self, Locked};
 use super::pmem::Mapping;
 use super::ram::{RAM_PREFIX, RamDisk, RamDiskError};
-use super::{holder, sys};
+use super::sys;
 use crate::ring::Fd;
 
 /// Why a disk could not be opened.
@@ -102,7 +104,7 @@ impl Device {
         let metadata = std::fs::metadata(path).map_err(open)?;
         let kind = metadata.file_type();
         let device = if kind.is_file() {
-            Device::open_file(path, &metadata)?
+            Device::open_file(path)?
         } else if kind.is_block_device() {
             Device::open_block(path, metadata.rdev())?
         } else {
@@ -190,15 +192,22 @@ impl Device {
         self.memory_align > 1
     }
 
-    fn open_file(path: &str, metadata: &std::fs::Metadata) -> Result<Device, OpenError> {
+    fn open_file(path: &str) -> Result<Device, OpenError> {
         let (fd, mut direct) = open_direct(path, OFlags::empty())?;
-        if rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive).is_err() {
-            let holder = holder::of_file(metadata.dev(), metadata.ino());
-            let holder = holder.unwrap_or_else(|| "another process".into());
-            return Err(OpenError::Busy {
-                path: path.into(),
-                holder,
-            });
+        match holder::lock_alone(&fd) {
+            Ok(Locked::Ours) => {}
+            Ok(Locked::By(holder)) => {
+                return Err(OpenError::Busy {
+                    path: path.into(),
+                    holder,
+                });
+            }
+            Err(error) => {
+                return Err(OpenError::Open {
+                    path: path.into(),
+                    source: error.into(),
+                });
+            }
         }
         // Only now nobody else can change the size.
         let stat = rustix::fs::fstat(&fd).map_err(|e| OpenError::Properties {
@@ -336,9 +345,13 @@ const MAX_DISCARD_BYTES: u32 = 128 << 20;
 /// Opens for reading and writing, direct if possible.
 fn open_direct(path: &str, more: OFlags) -> Result<(OwnedFd, bool), OpenError> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | more;
-    let open = |flags| rustix::fs::open(path, flags, Mode::empty());
+    let open = |flags| {
+        holder::open_alone(Path::new(path), || {
+            rustix::fs::open(path, flags, Mode::empty())
+        })
+    };
     let (result, direct) = match open(flags | OFlags::DIRECT) {
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => {
+        Err((Errno::INVAL | Errno::OPNOTSUPP, _)) => {
             tracing::warn!(
                 path,
                 "the file system refuses direct IO; the page cache is used, which costs memory and \
@@ -350,18 +363,11 @@ fn open_direct(path: &str, more: OFlags) -> Result<(OwnedFd, bool), OpenError> {
     };
     match result {
         Ok(fd) => Ok((fd, direct)),
-        Err(rustix::io::Errno::BUSY) => {
-            let rdev = std::fs::metadata(Path::new(path))
-                .map(|m| m.rdev())
-                .unwrap_or(0);
-            let holder = holder::of_block(rdev);
-            let holder = holder.unwrap_or_else(|| "another process or the kernel".into());
-            Err(OpenError::Busy {
-                path: path.into(),
-                holder,
-            })
-        }
-        Err(errno) => Err(OpenError::Open {
+        Err((Errno::BUSY, holder)) => Err(OpenError::Busy {
+            path: path.into(),
+            holder: holder.unwrap_or_else(|| "another process or the kernel".into()),
+        }),
+        Err((errno, _)) => Err(OpenError::Open {
             path: path.into(),
             source: errno.into(),
         }),

@@ -18,6 +18,7 @@ use lockstep_core::event::DiskInfo;
 
 pub use device::{Device, OpenError};
 pub use faults::{FaultOn, FaultPlan};
+pub use holder::{Locked, lock_alone, open_alone, runs};
 pub use pmem::stand_in;
 pub use ram::{RAM_PREFIX, RamDisk, RamDiskError};
 pub use task::{DataWork, MetaWork, Outcome, Step, Task};

@@ -290,6 +290,44 @@ fn a_file_in_use_is_refused_with_its_holder() {
     ));
 }
 
+/// A killed daemon's ring, or a child that it was starting, keeps the lock for a moment.
+#[test]
+fn a_file_that_a_dead_process_left_locked_is_waited_for() {
+    let (_file, path) = file();
+    // The lock is that of `flock`, which has ended when it is told; the shell keeps the file.
+    let mut shell = Command::new("sh")
+        .args(["-c", "exec 9<$0; flock 9; echo; read line", &path])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::io::Read::read_exact(shell.stdout.as_mut().unwrap(), &mut [0]).unwrap();
+    std::thread::scope(|scope| {
+        let opened = scope.spawn(|| Disk::open(&path, None).map(drop));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!opened.is_finished());
+        drop(shell.stdin.take());
+        opened.join().unwrap().expect("the lock is free");
+    });
+    shell.wait().unwrap();
+}
+
+#[test]
+fn a_block_device_is_waited_for_while_nobody_is_known_to_use_it() {
+    let Some(device) = Loop::new() else {
+        eprintln!("skipped: no loop device (needs root)");
+        return;
+    };
+    let disk = Disk::open(&device.path, None).unwrap();
+    std::thread::scope(|scope| {
+        let opened = scope.spawn(|| Disk::open(&device.path, None).map(drop));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!opened.is_finished());
+        drop(disk);
+        opened.join().unwrap().expect("the device is free");
+    });
+}
+
 #[test]
 fn a_metadata_device_is_shared_by_the_volumes_of_a_process() {
     let ((_a, a), (_b, b), (_meta, meta)) = (file(), file(), file());

@@ -9,7 +9,9 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 use lockstep_format::disk::store::Store;
+use lockstep_io::disk::{Locked, lock_alone, open_alone};
 use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::io::Errno;
 
 /// What a command does with the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,10 +42,12 @@ pub(crate) enum OpenError {
         path: String,
     },
     /// Somebody holds it.
-    #[error("'{path}' is in use; bring down what uses it first")]
+    #[error("'{path}' is in use by {holder}; bring down what uses it first")]
     Busy {
         /// Name as given.
         path: String,
+        /// Who, as far as the kernel tells.
+        holder: String,
     },
 }
 
@@ -96,28 +100,30 @@ impl Device {
         if is_block && exclusive && access == Access::Write {
             options.custom_flags(rustix::fs::OFlags::EXCL.bits() as i32);
         }
-        let file = options.open(path).map_err(|source| {
-            match source.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()) {
-                true => OpenError::Busy {
-                    path: path.to_owned(),
-                },
-                false => open(source),
-            }
-        })?;
-        let lock = match access {
-            Access::Write => FlockOperation::NonBlockingLockExclusive,
-            Access::Read | Access::DryRun => FlockOperation::NonBlockingLockShared,
+        let busy = |holder| OpenError::Busy {
+            path: path.to_owned(),
+            holder,
         };
-        match (rustix::fs::flock(&file, lock), access) {
-            (Ok(()), _) => {}
-            // Reading beside a daemon is allowed; what is read may be old.
-            (Err(rustix::io::Errno::WOULDBLOCK), Access::Read | Access::DryRun) => {}
-            (Err(rustix::io::Errno::WOULDBLOCK), Access::Write) => {
-                return Err(OpenError::Busy {
-                    path: path.to_owned(),
-                });
+        let file = open_alone(Path::new(path), || {
+            let failed = |error: io::Error| Errno::from_io_error(&error).unwrap_or(Errno::IO);
+            options.open(path).map_err(failed)
+        });
+        let file = file.map_err(|(error, holder)| match error {
+            Errno::BUSY => busy(holder.unwrap_or_else(|| "another process".into())),
+            error => open(error.into()),
+        })?;
+        match access {
+            Access::Write => match lock_alone(&file).map_err(|error| open(error.into()))? {
+                Locked::Ours => {}
+                Locked::By(holder) => return Err(busy(holder)),
+            },
+            Access::Read | Access::DryRun => {
+                match rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) {
+                    // Reading beside a daemon is allowed; what is read may be old.
+                    Ok(()) | Err(Errno::WOULDBLOCK) => {}
+                    Err(error) => return Err(open(error.into())),
+                }
             }
-            (Err(error), _) => return Err(open(error.into())),
         }
         let size_bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
             .map_err(|error| open(error.into()))?;
