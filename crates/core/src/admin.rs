@@ -10,7 +10,7 @@ use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
 
 use crate::command::{Answer, Command, CommandError, ErrorCode};
 use crate::data::BitmapThen;
-use crate::device::AfterMeta;
+use crate::device::{AfterMeta, LostDisk};
 use crate::event::CommandId;
 use crate::generation::Rotation;
 use crate::open::{Access, OpenStep};
@@ -1154,6 +1154,12 @@ impl Resource {
             }
             DiskState::Inconsistent
         } else {
+            if let Some(device) = self.devices.get_mut(&volume) {
+                device.lost_disk = Some(match fault {
+                    crate::data::DiskFault::Data => LostDisk::Data,
+                    crate::data::DiskFault::Meta => LostDisk::Meta,
+                });
+            }
             DiskState::Failed
         };
         self.hard_change(Change::new().disk(volume, to));

@@ -905,7 +905,12 @@ impl Resource {
                 );
                 self.answer(command, Err(error(ErrorCode::ERR_DATA_NOT_CURRENT, text)));
             }
-            _ => self.answer(command, Ok(Answer::Done)),
+            _ => {
+                if let Some(device) = self.devices.get_mut(&volume) {
+                    device.lost_disk = None;
+                }
+                self.answer(command, Ok(Answer::Done));
+            }
         }
     }
 

@@ -56,6 +56,8 @@ pub struct Device {
     pub new_uuid_for_late: bool,
     /// How often an unequal peer was compared with again.
     pub looked_again: u32,
+    /// Why the last disk was given up, until one is attached again.
+    pub lost_disk: Option<LostDisk>,
     /// Openers for reading and for writing.
     pub openers: Openers,
     /// The volume towards each peer; one entry for every connection.
@@ -64,6 +66,17 @@ pub struct Device {
     pub(crate) growth: crate::resize::Growth,
     /// The data path's part.
     pub io: DeviceIo,
+}
+
+/// Why a disk was given up without a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LostDisk {
+    /// Data could not be read or written.
+    Data,
+    /// Metadata could not be read or written, or a flush failed.
+    Meta,
+    /// It did not answer within `disk-timeout`.
+    Timeout,
 }
 
 /// How many front ends have a volume open.
@@ -477,6 +490,7 @@ impl Device {
             new_uuid_forced: false,
             new_uuid_for_late: false,
             looked_again: 0,
+            lost_disk: None,
             openers: Openers::default(),
             peers: Few::new(),
             growth: crate::resize::Growth::default(),

@@ -77,6 +77,9 @@ impl Resource {
             );
             self.log(Level::Error, None, Some(volume), text);
             if self.state.disk(volume) > DiskState::Failed {
+                if let Some(device) = self.devices.get_mut(&volume) {
+                    device.lost_disk = Some(crate::device::LostDisk::Timeout);
+                }
                 self.hard_change(Change::new().disk(volume, DiskState::Failed));
             }
             self.abandon_disk(volume);

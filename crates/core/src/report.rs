@@ -112,6 +112,8 @@ pub struct DeviceReport {
     pub minor: u32,
     /// Disk state.
     pub disk_state: DiskState,
+    /// Why the last disk was given up, until one is attached again.
+    pub lost_disk: Option<crate::device::LostDisk>,
     /// Meant to have no disk.
     pub client: bool,
     /// Quorum (true when not enforced).

@@ -134,6 +134,7 @@ impl Resource {
             volume,
             minor: device.minor,
             disk_state: state.disk,
+            lost_disk: device.lost_disk,
             client: device.intentional_diskless && state.disk == DiskState::Diskless,
             quorum: state.have_quorum,
             open: device.openers.any(),

@@ -390,6 +390,7 @@ pub(crate) mod tests {
                 volume: 0,
                 minor: 1,
                 disk_state: DiskState::UpToDate,
+                lost_disk: None,
                 client: false,
                 quorum: true,
                 open: true,

@@ -378,6 +378,7 @@ mod tests {
                 volume: 0,
                 minor: 0,
                 disk_state: DiskState::UpToDate,
+                lost_disk: None,
                 client: false,
                 quorum: true,
                 open: false,

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use lockstep_core::device::LostDisk;
 use lockstep_core::report as core;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
 use lockstep_io::tcp::NetNamespace;
@@ -53,6 +54,10 @@ pub struct DeviceReport {
     /// State of the disk.
     #[serde(with = "by_name")]
     pub disk_state: DiskState,
+    /// Why the last disk was given up, until one is attached again: `data error`, `metadata error`
+    /// or `disk-timeout`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_disk: Option<String>,
     /// Meant to have no disk.
     pub client: bool,
     /// Has quorum, or none is required.
@@ -370,6 +375,14 @@ fn join_device(configured: Option<&ConfiguredVolume>, device: &core::DeviceRepor
         volume: device.volume.0,
         minor: device.minor,
         disk_state: device.disk_state,
+        lost_disk: device.lost_disk.map(|why| {
+            let text = match why {
+                LostDisk::Data => "data error",
+                LostDisk::Meta => "metadata error",
+                LostDisk::Timeout => "disk-timeout",
+            };
+            text.to_owned()
+        }),
         client: device.client,
         quorum: device.quorum,
         open: device.open,

@@ -501,6 +501,7 @@ impl Engine for Toy {
             volume: VOLUME,
             minor: 0,
             disk_state: DiskState::UpToDate,
+            lost_disk: None,
             client: false,
             quorum: true,
             open: false,

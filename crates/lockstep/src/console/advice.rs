@@ -100,7 +100,10 @@ fn of_device(r: &ResourceReport, d: &DeviceReport) -> Option<Advice> {
         DiskState::UpToDate => return None,
         DiskState::Diskless if d.client => return None,
         DiskState::Diskless => (
-            "it has no disk: it was detached, failed, or never attached".to_owned(),
+            match d.lost_disk.as_deref() {
+                Some(why) => format!("its disk was given up ({why})"),
+                None => "it has no disk: it was detached, or never attached".to_owned(),
+            },
             format!(
                 "look for errors of the disk in the log, replace it (drbdadm create-md \
                      {about}) if it is broken, then drbdadm attach {about}"
@@ -323,6 +326,20 @@ mod tests {
         web.connections.truncate(1);
         web.connections[0].peer_devices.remove(0);
         assert_eq!(of_resource(&web), []);
+    }
+
+    #[test]
+    fn a_lost_disk_is_told_from_none() {
+        let mut web = sample::web();
+        web.devices[0].disk_state = DiskState::Diskless;
+        let why = |web: &ResourceReport| of_resource(web)[0].why.clone();
+        assert!(why(&web).contains("never attached"), "{}", why(&web));
+        web.devices[0].lost_disk = Some("data error".into());
+        assert!(
+            why(&web).ends_with("given up (data error)"),
+            "{}",
+            why(&web)
+        );
     }
 
     #[test]

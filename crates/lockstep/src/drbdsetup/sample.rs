@@ -82,6 +82,7 @@ fn device(volume: u16, minor: u32, disk_state: DiskState) -> DeviceReport {
         volume,
         minor,
         disk_state,
+        lost_disk: None,
         client: !attached,
         quorum: true,
         open: true,

@@ -1,6 +1,7 @@
 //! Handlers that decide whether a resync starts (semantics.md, 11.5 and 19.2).
 
 use super::*;
+use crate::device::LostDisk;
 use crate::options::{AfterSplitBrain, OnIoError};
 use crate::state::Role;
 
@@ -164,6 +165,8 @@ fn the_handler_for_disk_errors_is_called_only_where_it_is_asked_for() {
             let called: Vec<_> = w.handlers.iter().map(|h| (h.0, h.1)).collect();
             let expected = [(failing, "local-io-error")];
             assert_eq!(called, expected[..usize::from(asked)]);
+            let why = w.nodes[failing].resource.devices[&VOLUME].lost_disk;
+            assert_eq!(why, Some(LostDisk::Data));
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Disks that do not answer: `disk-timeout` and `detach --force`.
 
 use super::*;
+use crate::device::LostDisk;
 
 /// Operations of a disk that hangs.
 #[derive(Default)]
@@ -127,12 +128,15 @@ fn requests_go_on_with_the_peer_when_the_disk_is_given_up() {
             assert_eq!(w.nodes[0].completed.get(&id), Some(&Ok(())), "{:#?}", w.log);
         }
         assert_eq!(w.own_disk(hung), DiskState::Diskless);
+        let why = |w: &World| w.nodes[hung].resource.devices[&VOLUME].lost_disk;
+        assert_eq!(why(&w), Some(LostDisk::Timeout));
         let more = w.write(0, 8, 4096, 4);
         w.pass(Duration::from_secs(1));
         assert!(w.done(0, more));
         w.answers_again();
         w.attach_again(hung);
         w.pass_until("in sync again", 60, World::in_sync);
+        assert_eq!(why(&w), None);
         for (block, fill) in [(0, 1), (1, 4), (3 * 1024, 3)] {
             for node in &w.nodes {
                 assert_eq!(node.data.block(block), [fill; 4096], "block {block}");
