@@ -200,10 +200,16 @@ impl Resource {
             }
         };
         disk.info = info;
+        if let Some(device) = self.devices.get_mut(&volume) {
+            device.growth.looks.opened();
+        }
         if self.state.disk(volume) != DiskState::Attaching {
             self.attach_taken_back(volume);
             return;
         }
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.disk.as_mut()) else {
+            return;
+        };
         let Some(sector) = layout::superblock_sector(placement(disk.index), info.meta_bytes) else {
             let text = format!(
                 "{}: {} bytes are too few for metadata",

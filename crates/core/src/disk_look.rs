@@ -42,6 +42,33 @@ pub(crate) enum ProbeFor {
     },
 }
 
+/// The looks at a disk in the order in which they were asked for. Their answers may come in another one: what an
+/// earlier look saw says nothing about the disk any more once a later one was answered, and would be taken for a disk
+/// that has shrunk.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Looks {
+    asked: u64,
+    answered: u64,
+}
+
+impl Looks {
+    fn begin(&mut self) -> u64 {
+        self.asked += 1;
+        self.asked
+    }
+
+    fn is_newest(&mut self, number: u64) -> bool {
+        let newest = number >= self.answered;
+        self.answered = self.answered.max(number);
+        newest
+    }
+
+    /// The disk was opened: nobody has looked at it later.
+    pub(crate) fn opened(&mut self) {
+        self.answered = self.begin();
+    }
+}
+
 /// How long a handshake waits for a look at the disks: a disk that hangs keeps nobody from connecting.
 const LOOK_PATIENCE: Duration = Duration::from_millis(500);
 
@@ -59,9 +86,7 @@ impl Resource {
             })
             .collect();
         for (volume, room) in looked {
-            let wanted = ProbeFor::Connect { peer, room };
-            let tag = self.tags.insert(Pending::Probe(volume, wanted));
-            self.output(Output::LookAtDisk { tag, volume });
+            self.probe_disk(volume, ProbeFor::Connect { peer, room });
             if let Some(device) = self.devices.get_mut(&volume) {
                 device.growth.looked_at = Some(self.now);
             }
@@ -119,16 +144,30 @@ impl Resource {
     }
 
     pub(crate) fn probe_disk(&mut self, volume: VolumeNr, wanted: ProbeFor) {
-        let tag = self.tags.insert(Pending::Probe(volume, wanted));
-        self.output(Output::ProbeDisk { tag, volume });
+        let looks = self.devices.get_mut(&volume).map(|d| &mut d.growth.looks);
+        let number = looks.map_or(0, Looks::begin);
+        let connects = matches!(wanted, ProbeFor::Connect { .. });
+        let tag = self.tags.insert(Pending::Probe(volume, number, wanted));
+        self.output(match connects {
+            true => Output::LookAtDisk { tag, volume },
+            false => Output::ProbeDisk { tag, volume },
+        });
     }
 
     pub(crate) fn disk_probed(
         &mut self,
         volume: VolumeNr,
+        number: u64,
         wanted: ProbeFor,
         result: Result<DiskInfo, String>,
     ) {
+        let device = self.devices.get_mut(&volume);
+        let is_past = device.is_some_and(|d| !d.growth.looks.is_newest(number));
+        let attached = self.devices.get(&volume).and_then(|d| d.attached());
+        if is_past && result.is_ok() && attached.is_some() {
+            self.probe_disk(volume, wanted);
+            return;
+        }
         if let ProbeFor::Connect { peer, .. } = wanted {
             self.look_ended(volume, peer);
         }

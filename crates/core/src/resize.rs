@@ -21,7 +21,7 @@ use crate::before_resync::ResyncGate;
 use crate::command::{Answer, CommandError, ErrorCode};
 use crate::data::Wanted;
 use crate::device::{Device, DiskPhase, LocalDisk, PeerDevice, PeerSizes};
-use crate::disk_look::ProbeFor;
+use crate::disk_look::{Looks, ProbeFor};
 use crate::event::{CommandId, LinkId, Stream};
 use crate::report::Level;
 use crate::resource::Resource;
@@ -112,6 +112,7 @@ pub(crate) struct Growth {
     pub(crate) uncompared: NodeMask,
     /// Peers whose handshake had begun when the disk was found larger: they hear of it when it ends.
     pub(crate) untold: NodeMask,
+    pub(crate) looks: Looks,
     /// When a look at the disk began for a peer that connects; none if it has ended.
     pub(crate) looked_at: Option<Instant>,
     /// A connected peer's size changed while this node's disk was being changed: it is looked at after that.

@@ -90,8 +90,8 @@ pub(crate) enum Pending {
     Open(VolumeNr),
     /// `Output::CloseDisk`.
     Close(VolumeNr),
-    /// `Output::ProbeDisk`, and what its result is for.
-    Probe(VolumeNr, crate::disk_look::ProbeFor),
+    /// `Output::ProbeDisk` or `LookAtDisk`, the number of the look, and what its result is for.
+    Probe(VolumeNr, u64, crate::disk_look::ProbeFor),
     /// A write of a metadata move.
     Move(VolumeNr),
     /// A part of the metadata that an attach reads.
@@ -196,7 +196,9 @@ impl Resource {
             }
             Input::DiskOpened { tag, result } => match self.tags.take(tag) {
                 Some(Pending::Open(volume)) => self.disk_opened(volume, result),
-                Some(Pending::Probe(volume, wanted)) => self.disk_probed(volume, wanted, result),
+                Some(Pending::Probe(volume, number, wanted)) => {
+                    self.disk_probed(volume, number, wanted, result);
+                }
                 _ => {}
             },
             Input::DiskClosed { tag } => {

@@ -196,3 +196,12 @@ fn an_attach_that_was_taken_back_does_not_end_the_next_one() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(774000009212, None, Some(kinds), &[], "5,9-11,13-15", "61");
 }
+
+/// A look at a disk's size was answered later than one that had been asked for after it: the disk was said to have shrunk.
+#[test]
+fn what_an_earlier_look_saw_is_over_when_a_later_one_was_answered() {
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    let of = |seed, nodes, faults| holds(seed, Some(nodes), Some(kinds), &[], faults, "none");
+    of(779000006838, 3, "0,3,13,16");
+    of(774000005649, 2, "0-5");
+}
