@@ -3,7 +3,7 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role, UuidFlags};
 
 use crate::device::Reconcile;
 use crate::few::Few;
@@ -113,10 +113,33 @@ impl Resource {
             .and_then(|d| d.attached())
             .is_some_and(|disk| self.serves_newer_data(volume, &disk.generations, new));
         if stale {
-            DiskState::Detaching
-        } else {
-            self.disk_state_from_metadata(volume)
+            return DiskState::Detaching;
         }
+        let by_metadata = self.disk_state_from_metadata(volume);
+        match self.beside_primary_target(volume, new) {
+            true => by_metadata.min(DiskState::Outdated),
+            false => by_metadata,
+        }
+    }
+
+    /// A Primary that is being copied from another node serves a generation that this node's attaching disk does not
+    /// know. The two are not compared before that has ended (rule target-of-another), and that the disk is not
+    /// whole there says nothing about what applications see.
+    fn beside_primary_target(&self, volume: VolumeNr, new: &State) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let (Some(disk), Some(state)) = (disk, new.devices.get(&volume)) else {
+            return false;
+        };
+        state.peers.iter().any(|(peer, p)| {
+            let is_primary = new.connections.get(peer).map(|c| c.peer_role) == Some(Role::Primary);
+            let target = self
+                .peer_uuids(volume, *peer)
+                .filter(|set| set.flags.contains(UuidFlags::SYNC_TARGET));
+            is_primary
+                && p.repl > ReplState::Off
+                && self.is_lockstep(*peer)
+                && target.is_some_and(|set| !disk.generations.knows(set.current))
+        })
     }
 
     fn sanitize_peers_first(&self, volume: VolumeNr, old: &State, new: &mut State) {

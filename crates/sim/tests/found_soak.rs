@@ -205,3 +205,11 @@ fn what_an_earlier_look_saw_is_over_when_a_later_one_was_answered() {
     of(779000006838, 3, "0,3,13,16");
     of(774000005649, 2, "0-5");
 }
+
+/// A Primary that was being copied was not compared with a disk that came back, and that disk took itself for UpToDate,
+/// without what the Primary had written meanwhile; then so did the Primary.
+#[test]
+fn a_disk_that_attaches_beside_a_primary_target_waits_for_its_end() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(779000001196, None, Some(kinds), &[], "0-999", "0-9999");
+}
