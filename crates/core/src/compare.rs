@@ -25,11 +25,13 @@
 //! 5. only one side has marks: it is source, its marks are writes that the other did not confirm;
 //! 6. both are Primary and both have marks: no side may lose, split brain; where two are not allowed
 //!    the connection is refused for that reason alone;
-//! 7. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
+//! 7. only one side's slot for the other names a generation: it is source. The other was away when this one began,
+//!    and has what a third node had of it, which may have lost its power since;
+//! 8. the side with more marks, at last the lower node id. (Both are stale, that is: the machines
 //!    lost power together, and only flushed writes are promised; or none is, and both have all.)
 //!
 //! While connected (a Primary that both followed was lost) nobody is stale, and the numbers of marks
-//! that one side knows may be older than those of the other: 2, 5 and the marks of 7 do not count.
+//! that one side knows may be older than those of the other: 2, 5, 7 and the marks of 8 do not count.
 //!
 //! Further differences between Lockstep nodes: where the better disk is source (13.5), a stale one
 //! of protocol C is none, even beside a survivor that is still Consistent; a generation found in the

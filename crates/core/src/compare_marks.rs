@@ -5,6 +5,7 @@ use lockstep_format::wire::{DiskState, Features, UuidFlags};
 
 use super::{Direction, Handshake, Phase, Rule, Strategy, Verdict, follower, may_be_stale};
 use crate::options::Protocol;
+use crate::uuids::is_real;
 
 /// Equal UUIDs and both UpToDate, but marked blocks: reconcile (13.5) or the rule marked-blocks.
 pub(super) fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
@@ -156,5 +157,7 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
     if two_primaries {
         return None;
     }
-    prefer(marks.0 > marks.1, marks.1 > marks.0).or_else(by_node)
+    prefer(is_real(h.own_slot()), is_real(h.peer_slot()))
+        .or_else(|| prefer(marks.0 > marks.1, marks.1 > marks.0))
+        .or_else(by_node)
 }

@@ -908,6 +908,22 @@ fn marked_blocks_are_resynced_between_two_lockstep_nodes() {
 }
 
 #[test]
+fn whoever_left_the_other_behind_has_what_it_missed() {
+    let base = Case::new(0x10, 0x10).with(|c| {
+        c.features = Features::LOCKSTEP;
+        slot(&mut c.a, B, 0x20);
+        c.a.uuids.dirty_bits = 2;
+        c.b.uuids.dirty_bits = 300;
+    });
+    base.clone()
+        .expect(Strategy::SourceUseBitmap, Rule::MarkedBlocks);
+    // Somebody who stayed with a Primary, or with the other one's disk, knows better.
+    let stayed = |c: &mut Case| flag(&mut c.b, UuidFlags::RECONNECT);
+    base.with(stayed)
+        .expect(Strategy::TargetUseBitmap, Rule::MarkedBlocks);
+}
+
+#[test]
 fn a_stale_primary_that_has_served_nothing_gets_what_it_lacks() {
     // Its disk came back with marks, and it was promoted alone: on the same generation still.
     let promoted = Case::new(0x10, 0x11).with(|c| {

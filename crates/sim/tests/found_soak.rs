@@ -213,3 +213,10 @@ fn a_disk_that_attaches_beside_a_primary_target_waits_for_its_end() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(779000001196, None, Some(kinds), &[], "0-999", "0-9999");
 }
+
+/// A Primary's own disk was written under a generation that only that node had seen, and lived. One of the others had
+/// lost its power, the third one was copied from it, and had more marks: it was taken for the better one.
+#[test]
+fn who_left_another_one_behind_is_not_copied_from_it() {
+    holds(779000004391, None, None, &[], "0,10-12", "0-28");
+}
