@@ -220,3 +220,21 @@ fn a_disk_that_attaches_beside_a_primary_target_waits_for_its_end() {
 fn who_left_another_one_behind_is_not_copied_from_it() {
     holds(779000004391, None, None, &[], "0,10-12", "0-28");
 }
+
+/// A write was made again, because the only whole disk was going. The next peer ack of another write said that all had
+/// the first attempt.
+#[test]
+fn peers_hear_what_became_of_each_attempt_of_a_write() {
+    let extras = [Extra::Every, Extra::ShortLog];
+    let requests = "12,18-19,162,168,187";
+    let kinds = "suspend,detach";
+    holds(
+        779000000346,
+        Some(2),
+        Some(kinds),
+        &extras,
+        "4,7-8",
+        requests,
+    );
+    holds(700125842, Some(2), None, &[], "0-999", "0-9999");
+}

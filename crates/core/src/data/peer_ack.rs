@@ -6,6 +6,7 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::PeerAck;
 
+use super::Key;
 use super::write::{AppRequest, Local};
 use crate::event::Stream;
 use crate::resource::Resource;
@@ -67,6 +68,29 @@ impl Resource {
             let delay = Duration::from_millis(u64::from(self.options.peer_ack_delay_ms));
             let at = self.now + delay;
             self.timers.set(Timer::PeerAck, at);
+        }
+    }
+
+    /// A write is made again from the start. Peers have heard of the first attempt, and would take the next peer ack of
+    /// any later write for what became of it: it stays in the log until it is its turn to be told.
+    pub(super) fn attempt_ends(&mut self, key: Key, attempt: Option<AppRequest>) {
+        let Some(attempt) = attempt.filter(|req| !req.sent.is_empty()) else {
+            self.io.log.retain(|other| *other != key);
+            return;
+        };
+        let told = self.io.requests.insert(AppRequest {
+            completed: true,
+            submitted: false,
+            held: false,
+            range: None,
+            al: None,
+            payload: None,
+            mark: NodeMask::EMPTY,
+            in_sync: NodeMask::EMPTY,
+            ..attempt
+        });
+        for place in self.io.log.iter_mut().filter(|other| **other == key) {
+            *place = told;
         }
     }
 

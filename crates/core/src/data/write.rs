@@ -628,6 +628,7 @@ impl Resource {
             self.close_epoch();
             return;
         }
+        let attempt = (!req.settled).then(|| req.clone());
         (req.submitted, req.settled, req.missed) = (false, false, false);
         req.local = Local::None;
         req.ok = NodeMask::EMPTY;
@@ -636,7 +637,7 @@ impl Resource {
         req.accounted = NodeMask::EMPTY;
         req.left = NodeMask::EMPTY;
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
-        self.io.log.retain(|other| *other != key);
+        self.attempt_ends(key, attempt);
         // The disk that is gone, or not whole, has it, and nobody else yet.
         if !planted!(self, RedoneUnmarked) {
             self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
@@ -717,6 +718,9 @@ impl Resource {
             false => Some(req.clone()),
         };
         let Some(req) = req else { return };
+        if !req.submitted {
+            return self.note_peer_ack(&req);
+        }
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         let mut news = NodeMask::EMPTY;
         let gone = al.is_some_and(|serial| serial != self.al_serial(volume));
