@@ -840,6 +840,7 @@ impl Resource {
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
+        device.unmade = None;
         for pd in device.peers.values_mut() {
             pd.negotiation = None;
         }

@@ -446,11 +446,12 @@ impl Resource {
 
     /// The superblock with a new generation hung when this node gave the disk up, and was written after
     /// all. Nothing was written under that generation, and others may have gone on: the disk is of the
-    /// one before, and the other is noted.
+    /// one before, and the other is noted. An attach may fail before that is on the disk: the next one does it again.
     pub(crate) fn undo_unmade(&mut self, volume: VolumeNr, found: &mut Generations) {
-        let unmade = self.devices.get_mut(&volume).and_then(|d| d.unmade.take());
-        let Some((base, uuid)) = unmade else { return };
-        go_back(found, &base, uuid);
+        let unmade = self.devices.get(&volume).and_then(|d| d.unmade.as_ref());
+        if let Some((base, uuid)) = unmade {
+            go_back(found, base, *uuid);
+        }
     }
 
     /// The disk goes before a new generation on it was made, so nothing will be written under that: the peer that it

@@ -238,3 +238,11 @@ fn peers_hear_what_became_of_each_attempt_of_a_write() {
     );
     holds(700125842, Some(2), None, &[], "0-999", "0-9999");
 }
+
+/// A generation was given up with its disk, whose superblock had it. The first attach knew that and was refused; the
+/// second one found the generation on the disk, and took it for another branch.
+#[test]
+fn a_generation_that_was_given_up_stays_so_until_the_disk_says_it() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(775000009831, None, Some(kinds), &[], "0-999", "0-9999");
+}
