@@ -49,6 +49,8 @@ impl Resource {
             return;
         };
         let negotiated_alone = self.negotiated_alone(volume, new);
+        // Nor is it copied from a node that has less than this Primary has shown.
+        let stale = negotiated_alone == DiskState::Detaching;
         let Some(state) = new.devices.get_mut(&volume) else {
             return;
         };
@@ -76,7 +78,7 @@ impl Resource {
             all += 1;
             up_to_date |= p.disk == DiskState::UpToDate;
         }
-        state.disk = if refused > 0 && refused == all {
+        state.disk = if refused > 0 && refused == all || stale {
             DiskState::Detaching
         } else if targets > 0 {
             DiskState::Inconsistent

@@ -246,3 +246,11 @@ fn a_generation_that_was_given_up_stays_so_until_the_disk_says_it() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(775000009831, None, Some(kinds), &[], "0-999", "0-9999");
 }
+
+/// A Primary without a disk had shown a generation that only a lost disk had. Its own one came back, was copied from a
+/// disk that was older still, and the Primary went on with that.
+#[test]
+fn a_primary_is_not_copied_from_what_is_older_than_it_has_shown() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(773000001131, None, Some(kinds), &[], "0-999", "0-9999");
+}
