@@ -337,8 +337,14 @@ impl History {
             return true;
         };
         let newer = |v: &Version| {
-            let over = if v.end == NEVER { v.dead } else { v.end };
             register.versions.iter().any(|n| {
+                // What one of two Primaries had sent before it died reaches the other's disk behind its own writes.
+                let lingers = self.several_writers && n.writer != v.writer;
+                let over = match v.end {
+                    NEVER if lingers => NEVER,
+                    NEVER => v.dead,
+                    end => end,
+                };
                 writer.is_none_or(|writer| n.writer == writer)
                     && !n.weak
                     && n.counts_since() < issued

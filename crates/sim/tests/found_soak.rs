@@ -254,3 +254,17 @@ fn a_primary_is_not_copied_from_what_is_older_than_it_has_shown() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(773000001131, None, Some(kinds), &[], "0-999", "0-9999");
 }
+
+/// A check that was wrong: what one of two Primaries had sent before it died is written behind the other one's own write.
+#[test]
+fn a_dead_primary_s_write_may_come_last() {
+    let requests = "12-13,18,21,23-24,31-35,38-46,49,51-58,60,62-69,71-73,100,103";
+    holds(
+        779000005499,
+        None,
+        None,
+        &[Extra::TwoPrimaries],
+        "1",
+        requests,
+    );
+}
