@@ -268,3 +268,10 @@ fn a_dead_primary_s_write_may_come_last() {
         requests,
     );
 }
+
+/// A source's bitmap had come for a disk that was going, and was taken for that of the next resync: the new disk did
+/// not wait for it.
+#[test]
+fn a_bitmap_that_came_for_another_disk_does_not_count() {
+    holds(776000006673, None, None, &[Extra::Old], "0-999", "0-9999");
+}

@@ -636,6 +636,11 @@ impl Resource {
         if let Some(device) = self.devices.get_mut(&volume) {
             device.io.disk_serial += 1;
             device.io.local_reads = super::balance::ReadPath::default();
+            for peer in device.peers.values_mut() {
+                // What came for this disk would be taken for what the next one waits for.
+                peer.io.bitmap_received = false;
+                peer.io.acked_in_exchange.clear();
+            }
         }
         let Some(io) = self
             .devices
