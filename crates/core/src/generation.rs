@@ -86,6 +86,8 @@ pub struct LearnContext {
     pub busy: NodeMask,
     /// Connected nodes.
     pub connected: NodeMask,
+    /// Nodes whose slots are set for the time being (`PeerDevice::provisional`): they have left nothing.
+    pub provisional: NodeMask,
     /// This node or the sender is sync target of anybody.
     pub any_sync_target: bool,
 }
@@ -500,8 +502,8 @@ impl Generations {
                     let clear_bits = node != context.sender;
                     learned.push(Learned::CaughtUp { node, clear_bits });
                 }
-            } else if let Some(copy) = self.copy_newer(node, set.current) {
-                learned.push(copy);
+            } else if !context.provisional.contains(node) {
+                learned.extend(self.copy_newer(node, set.current));
             }
         }
         self.learn_from_equal_slots(set, context, &mut learned);

@@ -318,6 +318,7 @@ fn context(sender: NodeId) -> LearnContext {
         sender,
         busy: NodeMask::EMPTY,
         connected: NodeMask::of(sender),
+        provisional: NodeMask::EMPTY,
         any_sync_target: false,
     }
 }
@@ -369,6 +370,12 @@ fn a_node_synced_to_the_level_of_another_gets_its_bitmap() {
         to: 1,
         node: C,
     };
+    // Not one that is on its way to the newer generation, which this node took first.
+    let provisional = LearnContext {
+        provisional: NodeMask::of(C),
+        ..context(B)
+    };
+    assert_eq!(set.clone().learn(&news, &provisional), vec![]);
     assert_eq!(set.learn(&news, &context(B)), vec![copied]);
     assert_eq!(set.slot(C).bitmap_uuid, Uuid(0x90));
     assert!(set.history.contains(&Uuid(0x80)));

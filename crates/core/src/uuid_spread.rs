@@ -1031,7 +1031,10 @@ impl Resource {
         let Some(state) = self.state.devices.get(&volume) else {
             return;
         };
+        let peers = self.devices.get(&volume).into_iter().flat_map(|d| &d.peers);
+        let provisional = peers.filter(|(_, pd)| pd.provisional.is_some());
         let context = LearnContext {
+            provisional: provisional.map(|(n, _)| *n).collect(),
             sender: peer,
             busy: state
                 .peers

@@ -275,3 +275,20 @@ fn a_dead_primary_s_write_may_come_last() {
 fn a_bitmap_that_came_for_another_disk_does_not_count() {
     holds(776000006673, None, None, &[Extra::Old], "0-999", "0-9999");
 }
+
+/// A follower took a new generation before it knew that the Primary has it, and copied marks of another node towards
+/// that Primary, which stayed for ever. While that was so nobody vouched for the rest, and third nodes were copied from
+/// each other in turn, all of their blocks each time.
+#[test]
+fn a_primary_that_others_follow_is_not_behind_them() {
+    let kinds = "promote,promote,disconnect,handover,detach,invalidate,suspend";
+    let every = [Extra::Every];
+    holds(
+        776000002542,
+        Some(3),
+        Some(kinds),
+        &every,
+        "0-999",
+        "0-9999",
+    );
+}
