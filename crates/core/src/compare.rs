@@ -890,7 +890,10 @@ fn bitmap_choice(
 ) -> Strategy {
     let slot = target.uuids.slot(source.node);
     let settled = is_real(slot) && slot.same_generation(target.uuids.current);
-    if h.is_old() || !target.flag(UuidFlags::SYNC_TARGET) || settled {
+    // Both follow this generation and mark what they miss. The target is one because of marks that it had with a third
+    // node: the source may not have heard of that.
+    let follow = h.is_lockstep() && slot.is_zero() && source.uuids.slot(target.node).is_zero();
+    if h.is_old() || !target.flag(UuidFlags::SYNC_TARGET) || settled || follow {
         return direction.use_bitmap();
     }
     match (find_slot(h, source, target.node, slot), direction) {

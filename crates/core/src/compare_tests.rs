@@ -564,6 +564,13 @@ fn a_target_of_a_third_node_gets_the_bitmap_of_the_generation_it_came_from() {
         flag(&mut c.b, UuidFlags::SYNC_TARGET);
     });
     target.expect(Strategy::SourceSetBitmap, Rule::BothOff);
+    // Where both follow, the marks say what differs, and the source may not know that it is a target.
+    let lockstep = |c: &mut Case| c.features = Features::LOCKSTEP;
+    let follows = target.clone().with(lockstep);
+    follows.expect(Strategy::SourceUseBitmap, Rule::BothOff);
+    follows
+        .with(|c| slot(&mut c.a, B, 0x90))
+        .expect(Strategy::SourceSetBitmap, Rule::BothOff);
     let cases = [
         (B, Strategy::SourceUseBitmap),
         (NodeId(2), Strategy::SourceCopyBitmap(NodeId(2))),
