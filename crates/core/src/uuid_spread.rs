@@ -853,7 +853,7 @@ impl Resource {
             && mine.repl == ReplState::Established
             && self.state.stable()
         {
-            if self.is_asking(volume, peer) {
+            if self.is_asking(volume, peer) || self.awaits_follower(volume, peer) {
                 // What is still marked when the answers are there is compared.
                 self.watch_marks(volume, peer);
                 return;
@@ -861,8 +861,19 @@ impl Resource {
             self.send_uuids(peer, volume, UuidFlags::RESYNC);
             self.compare_now(peer, volume);
         } else if flags.contains(UuidFlags::RESYNC) {
+            if self.awaits_follower(volume, peer) {
+                self.watch_marks(volume, peer);
+                return;
+            }
             self.compare_now(peer, volume);
         }
+    }
+
+    /// The peer may have taken the generation that is on its way here, and these news may be older than that. Compared
+    /// now, this Primary would look behind a follower of its own.
+    fn awaits_follower(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let plan = self.new_uuid.as_ref().and_then(|n| n.plans.get(&volume));
+        plan.is_some_and(|plan| plan.confirm.contains(peer))
     }
 
     /// Equal and nothing marked: an Outdated or Consistent disk takes the neighbour's state.

@@ -292,3 +292,14 @@ fn a_primary_that_others_follow_is_not_behind_them() {
         "0-9999",
     );
 }
+/// A Primary that waits for the answer to a generation that it has announced compared with the follower by news from
+/// before, which were on a slow wire.
+#[test]
+fn a_primary_compares_after_its_followers_have_answered() {
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    holds(776000011942, Some(3), Some(kinds), &extras, "1-2", "27-28");
+    let kinds = "verifyspot,verifyspot,verifyspot,stall,stall,slowdisk,handover";
+    let extras = [Extra::Every, Extra::Hot];
+    holds(774000015123, Some(3), Some(kinds), &extras, "0-999", "0");
+}
