@@ -172,11 +172,14 @@ impl Resource {
             .filter(|peer| !self.waits_for_stable(volume, *peer))
             .filter(|peer| !weak && !self.is_for_peer(volume, *peer))
             .collect();
+        let good_peer = |peer: &NodeId| good(self.state.peer_device(volume, *peer).disk);
+        let primary = |peer: &NodeId| self.peer_role(*peer) == Role::Primary;
+        // A Primary whose disk is being copied serves what another node has, by a name that its own disk has not.
+        let whole = peers.iter().any(good_peer);
+        let served = |peer: &NodeId| whole && primary(peer) && !good_peer(peer);
+        let peers: Vec<NodeId> = peers.into_iter().filter(|peer| !served(peer)).collect();
         // Where a Primary is near, it is asked first: it has everything.
-        let primary = peers.iter().copied().find(|peer| {
-            let connection = self.state.connections.get(peer);
-            connection.is_some_and(|c| c.peer_role == Role::Primary)
-        });
+        let primary = peers.iter().copied().find(primary);
         for peer in peers {
             if primary.is_some_and(|primary| primary != peer) {
                 continue;

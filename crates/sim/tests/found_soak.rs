@@ -303,3 +303,11 @@ fn a_primary_compares_after_its_followers_have_answered() {
     let extras = [Extra::Every, Extra::Hot];
     holds(774000015123, Some(3), Some(kinds), &extras, "0-999", "0");
 }
+
+/// A Consistent disk compared with a Primary whose disk was being copied, by the name of what that one served.
+#[test]
+fn a_primary_that_is_copied_itself_is_not_asked() {
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    holds(773000006149, Some(3), Some(kinds), &extras, "0-5,10", "0-1");
+}
