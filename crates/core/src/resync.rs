@@ -244,6 +244,24 @@ impl Resource {
         self.hard_change(change);
     }
 
+    /// While the bitmap of a source was on its way, another one has brought this disk beyond it.
+    pub(crate) fn has_passed_source(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let own = self.state.disk(volume);
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let (Some(disk), Some(theirs)) = (disk, self.peer_uuids(volume, peer)) else {
+            return false;
+        };
+        let slot = disk.generations.slot(peer).bitmap_uuid;
+        // Who announced this one, and did not make it, is not behind.
+        let left = is_real(theirs.current)
+            && slot.same_generation(theirs.current)
+            && !theirs.history_notes(disk.generations.current);
+        left && !self.same_current(volume, peer)
+            && self.is_lockstep(peer)
+            && own >= DiskState::Outdated
+            && self.state.peer_device(volume, peer).disk <= own
+    }
+
     /// A stable source may have been there before the unstable resync ended.
     fn seek_stable_source(&mut self, volume: VolumeNr) {
         for peer in self.established_peers().iter() {

@@ -311,3 +311,13 @@ fn a_primary_that_is_copied_itself_is_not_asked() {
     let extras = [Extra::Every, Extra::Numb];
     holds(773000006149, Some(3), Some(kinds), &extras, "0-5,10", "0-1");
 }
+
+/// A target waited for the bitmap of a second source when the first one had brought it beyond that: it was copied back to
+/// the older data.
+#[test]
+fn a_source_that_was_passed_meanwhile_copies_nothing() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    let every = [Extra::Every];
+    let faults = "1-2,4-5,8-9";
+    holds(772000000100, Some(5), Some(kinds), &every, faults, "3-5,8");
+}

@@ -9,11 +9,12 @@ use core::ops::Range;
 use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{BitmapWords, CompressedBitmap, RunKind};
 use lockstep_format::wire::vli::{Pushed, RleEncoder, for_each_set_run};
-use lockstep_format::wire::{Packet, ReplState};
+use lockstep_format::wire::{ConnState, Packet, ReplState};
 
 use crate::before_resync::ResyncGate;
 use crate::bitmap::Bitmap;
 use crate::event::Stream;
+use crate::report::Level;
 use crate::resource::Resource;
 use crate::state::ReplSets;
 
@@ -283,6 +284,12 @@ impl Resource {
         }
         io.bitmap_received = false;
         if repl == ReplState::WfBitmapT {
+            if self.has_passed_source(volume, peer) {
+                let text = "another source has copied newer data meanwhile: connecting anew";
+                self.log(Level::Info, Some(peer), Some(volume), text.into());
+                self.drop_connection(peer, ConnState::NetworkFailure);
+                return;
+            }
             self.before_resync_target(volume, peer, ResyncGate::Answer);
         } else {
             self.before_resync_source(volume, peer, ResyncGate::Exchanged);
