@@ -690,7 +690,8 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
     let peer_started = started_84(h, h.peer, h.own, own);
     let own_started = started_84(h, h.own, h.peer, peer);
     if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {
-        return row(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+        return announced::came_back(h, own, peer)
+            .unwrap_or_else(|| row(Strategy::SplitBrainDisconnect, Rule::Contradiction));
     }
     if let Some(row) = announced::announcer_lives_on(h, own, peer) {
         return row;

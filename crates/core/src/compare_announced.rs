@@ -36,6 +36,33 @@ pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Op
     }
 }
 
+/// Between two Lockstep nodes: one of them took a generation that its Primary announced, and that Primary, which did
+/// not make it, has copied its data here since. The other one has kept it: each knows the other's as an older one. It
+/// has nothing that the former lacks, as above.
+pub(super) fn came_back(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
+    let came_back = |back: &Side, follower: &Side| {
+        let (to, base) = (follower.uuids.current, back.uuids.current);
+        // Nor may its disk have lost anything since.
+        let lived_on = back.flag(UuidFlags::RECONNECT) || back.uuids.dirty_bits == 0;
+        back.uuids.history_notes(to)
+            && lived_on
+            && !back.flag(UuidFlags::CRASHED_PRIMARY)
+            && back.effective_disk() > DiskState::Inconsistent
+            && !follower.uuids.history_notes(base)
+            && !follower.is_primary()
+            && follower.uuids.dirty_bits == 0
+    };
+    if !h.is_lockstep() || !is_real(own) || !is_real(peer) {
+        None
+    } else if came_back(h.own, h.peer) {
+        Some(row(Strategy::SourceSetBitmap, Rule::HistorySelf))
+    } else if came_back(h.peer, h.own) {
+        Some(row(Strategy::TargetSetBitmap, Rule::HistoryPeer))
+    } else {
+        None
+    }
+}
+
 /// It was demoted without that follower, and lived on: its disk lost nothing. Nor has it where both were
 /// connected all the time. A follower that has another Primary by now stays with that one (its last words may
 /// still name this one).

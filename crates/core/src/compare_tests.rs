@@ -462,6 +462,28 @@ fn sets_that_contradict_each_other_never_make_both_sides_target() {
 }
 
 #[test]
+fn who_came_back_from_an_announced_generation_is_the_source() {
+    const D: NodeId = NodeId(3);
+    let came_back = |c: &mut Case| {
+        c.features = Features::LOCKSTEP;
+        slot(&mut c.a, D, 0x20);
+        c.a.uuids.history[0] = Uuid(0x21);
+        slot(&mut c.b, D, 0x10);
+    };
+    let c = Case::new(0x10, 0x20).with(came_back);
+    c.expect(Strategy::SourceSetBitmap, Rule::HistorySelf);
+    // It may lack what the other one was given before.
+    let mut lost = c.clone();
+    lost.a.uuids.dirty_bits = 1;
+    lost.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+    flag(&mut lost.a, UuidFlags::RECONNECT);
+    lost.expect(Strategy::SourceSetBitmap, Rule::HistorySelf);
+    // Under that name something was written.
+    lost.b.uuids.dirty_bits = 1;
+    lost.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+}
+
+#[test]
 fn rules_for_old_peers_find_lost_starts_and_ends() {
     let old = |a, b| Case::new(a, b).with(|c| c.version = 101);
     // The target never got the sync UUID: the source's history and slot say what it did.

@@ -226,6 +226,14 @@ impl Generations {
         self.history[0] = Uuid(uuid.0 | Uuid::PRIMARY_BIT);
     }
 
+    fn forget_history(&mut self, uuid: Uuid) {
+        let at = self.history.iter().position(|e| e.same_generation(uuid));
+        if let Some(at) = at {
+            self.history[at..].rotate_left(1);
+            self.history[UUID_SLOTS - 1] = Uuid::ZERO;
+        }
+    }
+
     /// A node of the same generation noted some that it gave up: they are ancestors here, too, so
     /// that a follower that kept one finds its way back. Whether there was any news.
     pub(crate) fn adopt_notes(&mut self, set: &PeerUuids) -> bool {
@@ -423,6 +431,11 @@ impl Generations {
             self.push_history(uuid);
         }
         self.push_retired_current(old_current);
+        if source.history_notes(old_current) {
+            // Back at the generation of who announced the old one in vain, this node has what that one has.
+            self.forget_history(old_current);
+            self.note_planned(old_current);
+        }
         behind
     }
 

@@ -321,3 +321,12 @@ fn a_source_that_was_passed_meanwhile_copies_nothing() {
     let faults = "1-2,4-5,8-9";
     holds(772000000100, Some(5), Some(kinds), &every, faults, "3-5,8");
 }
+
+/// A follower of a generation that was announced in vain was copied from its Primary, and met another follower.
+#[test]
+fn who_came_back_from_an_announced_generation_is_the_source() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    let every = [Extra::Every];
+    let faults = "1-3,10";
+    holds(772000004271, Some(5), Some(kinds), &every, faults, "2-3,5");
+}
