@@ -62,6 +62,7 @@ impl Resource {
         for device in self.devices.values_mut() {
             if let Some(pd) = device.peers.get_mut(&peer) {
                 pd.verdict = None;
+                pd.refusal = None;
                 pd.last_state = None;
             }
         }

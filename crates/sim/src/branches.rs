@@ -9,6 +9,7 @@ use lockstep_core::event::RequestKind;
 use lockstep_core::options::{AfterSplitBrain, Fencing, OnCongestion, Quorum};
 use lockstep_core::state::ConnState;
 
+use crate::faults::Fault;
 use crate::operator::{Operator, peer_id};
 use crate::plan::Plan;
 use crate::rng::{Rng, mixed};
@@ -107,13 +108,16 @@ pub(crate) fn are_mended(w: &mut World, o: &mut Operator, plan: &Plan) {
         false => verdicts,
     };
     let mut since = None;
+    let mut faults = plan.faults.iter().map(|planned| planned.fault);
+    let resized = faults.any(|fault| matches!(fault, Fault::Resize | Fault::CutResize));
     let end = format!("two branches ({what}) become one");
     let mut round = 0;
     // A target of two may copy everything, at the rate of resyncs.
     wait_for_copies(w, o, SOON, &end, |w, o| {
-        // Who becomes a target where it has no quorum may have refused another one before.
+        // Who becomes a target where it has no quorum may have refused another one before. Who grows in the middle of a
+        // connect drops it, and the word that its data are given up with it.
         round += 1;
-        if sides.quorate.is_some() && round % 50 == 0 {
+        if (sides.quorate.is_some() || resized) && round % 50 == 0 {
             o.heal(w);
         }
         let missing = rest(w);

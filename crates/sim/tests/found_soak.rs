@@ -330,3 +330,10 @@ fn who_came_back_from_an_announced_generation_is_the_source() {
     let faults = "1-3,10";
     holds(772000004271, Some(5), Some(kinds), &every, faults, "2-3,5");
 }
+
+/// What an attempt to connect was refused for counted in the next one, though the peer had grown since.
+#[test]
+fn a_refusal_does_not_outlive_its_attempt() {
+    let kinds = "resize,cut-resize,crash,partition,powercut";
+    holds(774000016043, Some(3), Some(kinds), &[], "0-999", "0-999");
+}
