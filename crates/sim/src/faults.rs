@@ -2,6 +2,7 @@
 
 use lockstep_core::command::Command;
 use lockstep_core::options::{OnIoError, ReadBalancing};
+use lockstep_core::state::DiskState;
 use lockstep_format::units::VolumeNr;
 
 use crate::check;
@@ -622,7 +623,12 @@ pub(crate) fn happen(w: &mut World, o: &mut Operator, rng: &mut Rng, fault: Faul
             None
         }
         Fault::NewUuid => {
-            if let Some(primary) = o.primary.filter(|p| o.is_up(*p)) {
+            // On a disk that is not current it would be a second branch.
+            let is_current = |node: usize| {
+                let mut disks = w.snapshot(node).into_iter().flat_map(|s| s.devices);
+                disks.any(|d| d.volume.0 == volume && d.disk_state == DiskState::UpToDate)
+            };
+            if let Some(primary) = o.primary.filter(|p| o.is_up(*p) && is_current(*p)) {
                 w.command(
                     primary,
                     Command::NewCurrentUuid {

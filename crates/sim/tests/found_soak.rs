@@ -337,3 +337,18 @@ fn a_refusal_does_not_outlive_its_attempt() {
     let kinds = "resize,cut-resize,crash,partition,powercut";
     holds(774000016043, Some(3), Some(kinds), &[], "0-999", "0-999");
 }
+
+/// Errors of the simulated operator: a generation by command on a disk that is not current is a second branch.
+#[test]
+fn only_current_data_get_a_generation_by_command() {
+    let handlers = [Extra::Handlers];
+    let requests = "57-58,60,67-70";
+    holds(
+        776000008731,
+        Some(2),
+        None,
+        &handlers,
+        "2-3,5,14-15,17",
+        requests,
+    );
+}
