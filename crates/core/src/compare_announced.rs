@@ -11,7 +11,7 @@ use crate::uuids::is_real;
 /// it, and is still Primary; without that follower it may lack the quorum to make another one. The
 /// follower has nothing that the Primary lacks as long as nobody else wrote under that name, which
 /// its marks would tell. Nor has it if the Primary was demoted since: what it wrote last, and what its
-/// applications saw fail, is at its disk alone.
+/// applications saw fail, is at its disk alone. One that is being copied itself has nothing to give.
 pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
     let announced = |primary: &Side, follower: &Side, to: Uuid, base: Uuid| {
         let slot = follower.uuids.slot(primary.node);
@@ -20,6 +20,7 @@ pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Op
             && slot.same_generation(primary.uuids.slot(follower.node))
             && follower.uuids.history_has(base);
         (primary.is_primary() || gave_up(h, primary, follower))
+            && primary.effective_disk() > DiskState::Inconsistent
             && !follower.is_primary()
             && primary.uuids.history_notes(to)
             && (slot.same_generation(base) || both_at_once)

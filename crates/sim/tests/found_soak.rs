@@ -352,3 +352,10 @@ fn only_current_data_get_a_generation_by_command() {
         requests,
     );
 }
+
+/// A Primary whose own disk was being copied came back as the one that had announced what the others followed, and was to
+/// be their source.
+#[test]
+fn who_is_copied_itself_is_no_source_of_its_followers() {
+    holds(773000013440, None, None, &[], "1,7", "0");
+}
