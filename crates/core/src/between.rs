@@ -3,14 +3,14 @@
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
 
 use crate::change::Change;
 use crate::command::ErrorCode;
 use crate::resource::Resource;
 use crate::state::{PeerDeviceState, State};
-use crate::uuids::PeerUuids;
+use crate::uuids::{PeerUuids, is_real};
 use crate::validity::Refusal;
 
 impl Resource {
@@ -109,7 +109,7 @@ impl Resource {
         else {
             return;
         };
-        if !behind.is_empty() {
+        if !behind.is_empty() || is_after(newest, device.exposed_uuid) {
             device.exposed_uuid = newest.current;
         }
         for (peer, _) in behind {
@@ -141,6 +141,13 @@ impl Resource {
             ),
         })
     }
+}
+
+/// The data have gone on from that generation. A target that names its source's at the end of a resync does so before
+/// its disk counts.
+fn is_after(set: &PeerUuids, exposed: Uuid) -> bool {
+    let made = set.knows(exposed) && !set.history_notes(exposed);
+    is_real(exposed) && made && !set.current.same_generation(exposed)
 }
 
 /// The data of the other set are an ancestor of these. What is only noted as announced may never have been made.

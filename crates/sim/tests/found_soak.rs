@@ -359,3 +359,12 @@ fn only_current_data_get_a_generation_by_command() {
 fn who_is_copied_itself_is_no_source_of_its_followers() {
     holds(773000013440, None, None, &[], "1,7", "0");
 }
+
+/// A node without a disk heard of a newer generation before the disk that has it was whole, and served the older one.
+#[test]
+fn a_client_goes_by_what_a_disk_has_when_it_becomes_whole() {
+    let kinds = "shuffle,diskless,crash";
+    let extras = [Extra::Every, Extra::Hot];
+    let faults = "8-9,12-15";
+    holds(773000014514, Some(4), Some(kinds), &extras, faults, "98-99");
+}
