@@ -368,3 +368,11 @@ fn a_client_goes_by_what_a_disk_has_when_it_becomes_whole() {
     let faults = "8-9,12-15";
     holds(773000014514, Some(4), Some(kinds), &extras, faults, "98-99");
 }
+
+/// The survivor that lost the Primary last followed one that had been outdated meanwhile: both stayed Outdated.
+#[test]
+fn a_survivor_does_not_follow_one_that_was_outdated_meanwhile() {
+    holds(3100001254, Some(3), None, &[], "0-999", "0-9999");
+    let discards = [Extra::KeptDiscards];
+    holds(774000007909, None, None, &discards, "0-999", "0-9999");
+}
