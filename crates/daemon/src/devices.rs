@@ -16,7 +16,7 @@ use lockstep_core::state::Role;
 use lockstep_front::block::{BlockDevice, DeviceKind, clean_leftovers, clean_links};
 use lockstep_front::closes::Closes;
 use lockstep_front::device::{ConnectPort, DeviceError, DeviceSpec, Discards, Opening};
-use lockstep_front::gate::{Access, Session};
+use lockstep_front::gate::{Access, Gate, Session};
 use lockstep_front::ublk::Lifetime;
 use lockstep_front::{BlockAccess, BlockNumber, Usage};
 use lockstep_io::port::{PortEvent, PortSink, VolumePort};
@@ -34,7 +34,7 @@ use crate::report::{DeviceReport, ResourceReport};
 mod asking;
 mod watches;
 
-use asking::{ask_device, find_usage, or_open};
+use asking::{ask_device, find_usage, left_usage, or_open};
 use watches::{watch_closes, watch_mounts};
 
 /// Makes a port of `resource`, volume; none if it has gone.
@@ -317,6 +317,8 @@ struct Served {
     closed: bool,
     /// It was claimed or mounted when last seen.
     claimed: bool,
+    /// It was mounted when last seen.
+    mounted: bool,
     /// What was written last had failed when last seen, which was told.
     unwritten: bool,
     /// The count of its uses when last seen, and since when it is that.
@@ -342,6 +344,25 @@ impl Served {
                     false => or_open(number, ask_device(number)),
                 };
                 drop(busy);
+                // A thread of devices that has ended needs no answer.
+                let _ = orders.send(Order::Checked {
+                    key,
+                    of: check,
+                    uses,
+                    usage,
+                });
+            });
+        self.checking = asked.is_ok();
+    }
+
+    /// The same after an unmount has begun, as soon as it has ended.
+    fn ask_left(&mut self, orders: &SyncSender<Order>, key: Key, gate: Arc<Gate>) {
+        let (orders, check) = (orders.clone(), self.check.clone());
+        let number = self.device.number();
+        let asked = std::thread::Builder::new()
+            .name("usage".into())
+            .spawn(move || {
+                let (uses, usage) = left_usage(number, &gate, &check);
                 // A thread of devices that has ended needs no answer.
                 let _ = orders.send(Order::Checked {
                     key,
@@ -624,7 +645,14 @@ impl Worker {
                 continue;
             };
             if let Ok(Some(usage)) = served.device.number().mounted() {
+                served.mounted = true;
                 self.checked(&key, uses, usage);
+                continue;
+            }
+            if std::mem::take(&mut served.mounted)
+                && let Some(gate) = served.device.gate().cloned()
+            {
+                served.ask_left(&self.orders, key, gate);
                 continue;
             }
             // A mount reads before it claims, and must not meet the question.
@@ -874,6 +902,7 @@ impl Worker {
                         checking: false,
                         closed: false,
                         claimed: false,
+                        mounted: false,
                         unwritten: false,
                         last_use: None,
                         held: false,

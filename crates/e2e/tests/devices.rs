@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::{Cluster, Setup, Shape, can_mount, has_program, run};
@@ -121,6 +122,32 @@ fn a_promotion_after_an_unmount_is_a_new_one() -> Result<()> {
         ensure!(role(&cluster, 0)? == "Primary", "promoted by command");
         cluster.adm(0, &["secondary", "r0"])?;
     }
+    Ok(())
+}
+
+/// Another node may disconnect in the next moment, and is Outdated if it leaves a Primary.
+#[test]
+fn the_demotion_after_an_unmount_waits_for_no_tick() -> Result<()> {
+    if !can_mount() || !has_program("mkfs.ext4") {
+        return Ok(());
+    }
+    let mut cluster = secondaries(92, "auto-promote-timeout 300;")?;
+    let device = cluster.device(0, 92, 0)?;
+    run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
+    wait_closed(&cluster, 0)?;
+    let mut waits = Vec::new();
+    for round in 0..5 {
+        let point = cluster.mount(&device)?;
+        cluster.wait("the mount promotes", |c| Ok(role(c, 0)? == "Primary"))?;
+        fs::write(point.join(round.to_string()), "text")?;
+        cluster.unmount(&point)?;
+        let begin = Instant::now();
+        wait_closed(&cluster, 0)?;
+        waits.push(begin.elapsed());
+    }
+    // However busy the machine is, one of them shows whether the daemon looks once a second only.
+    let least = waits.iter().min().context("a round")?;
+    ensure!(least.as_millis() < 400, "{waits:?}");
     Ok(())
 }
 
