@@ -502,6 +502,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.last_state = Some(state);
         }
+        self.source_says_so(volume, peer, state.repl);
         self.admission_changed();
         match self.state.conn(peer) {
             ConnState::Connecting => {

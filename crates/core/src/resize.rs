@@ -30,6 +30,8 @@ use crate::transition::Change;
 use crate::twopc::{Transaction, Wish, WishKind, command_error};
 use crate::validity::Refusal;
 
+/// How long a kernel may take to say that it is source of a new area; it took 0.4 s in an emulated machine.
+const SOURCE_SAYS_SO: Duration = Duration::from_secs(5);
 /// Requests that are kept for one peer and more than it has in flight.
 const EARLY_REQUESTS: usize = 4096;
 /// How long a peer's sizes count as what is so now: a handshake is tried again within it.
@@ -119,6 +121,8 @@ pub(crate) struct Growth {
     follow: Option<(NodeId, DeviceDescFlags)>,
     /// This node's command grew the volume and the 8.4 peer has not followed yet.
     pending: Option<DeviceDescFlags>,
+    /// A kernel that is source of the new area and has not said so yet, and how long that is waited for.
+    unsaid: Option<(NodeId, Instant)>,
 }
 
 /// A resync request that came before this node knew that it is source.
@@ -863,10 +867,32 @@ impl Resource {
                     ReplState::SyncTarget
                 };
                 self.hard_change(Change::new().repl(volume, peer, repl));
+                if self.is_kernel(peer)
+                    && let Some(device) = self.devices.get_mut(&volume)
+                {
+                    device.growth.unsaid = Some((peer, self.now + SOURCE_SAYS_SO));
+                }
                 if !legacy {
                     self.before_resync_target(volume, peer, ResyncGate::Started);
                 }
             }
+        }
+    }
+
+    /// A kernel sends the commit of a resize before it follows itself, and closes the connection when it is asked for what
+    /// lies behind its end. Its state says when it is source.
+    pub(crate) fn source_may_be_smaller(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let unsaid = device.and_then(|d| d.growth.unsaid);
+        unsaid.is_some_and(|(source, until)| source == peer && self.now < until)
+    }
+
+    /// The peer's state has come.
+    pub(crate) fn source_says_so(&mut self, volume: VolumeNr, peer: NodeId, repl: ReplState) {
+        if let Some(device) = self.devices.get_mut(&volume)
+            && matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS)
+        {
+            device.growth.unsaid.take_if(|(source, _)| *source == peer);
         }
     }
 

@@ -395,7 +395,8 @@ impl Resource {
 
     /// Requests out-of-sync blocks as far as granted; notices the end.
     fn target_step(&mut self, volume: VolumeNr, peer: NodeId) {
-        let held = self.target(volume, peer).is_some_and(|sync| sync.held > 0);
+        let held = self.target(volume, peer).is_some_and(|sync| sync.held > 0)
+            || self.source_may_be_smaller(volume, peer);
         if held || self.state.peer_device(volume, peer).repl != ReplState::SyncTarget {
             return;
         }

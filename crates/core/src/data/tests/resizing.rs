@@ -131,6 +131,30 @@ fn both_grow_and_only_the_new_area_is_copied() {
     }
 }
 
+/// A kernel that is asked for what lies behind its end closes the connection, and it sends the commit of a resize
+/// before it follows itself.
+#[test]
+fn a_kernel_is_not_asked_for_a_new_area_before_it_says_that_it_is_source() {
+    for seed in 0..16 {
+        let mut setup = setup(MetaIndex::FlexExternal);
+        setup.options.kernel_rules = true;
+        let mut w = clean(seed, 2, setup);
+        grow_disk(&mut w, 0, SIZE + 4 * MIB);
+        grow_disk(&mut w, 1, SIZE + 4 * MIB);
+        w.sent.clear();
+        let id = resize(&mut w, 0, 0);
+        w.run();
+        assert_eq!(w.answers[&id], Ok(Answer::Done), "{:#?}", w.log);
+        w.pass_until("resync of the new area", 30, World::in_sync);
+        let asks = |s: &(usize, usize, &str)| s.0 == 1 && s.2 == "resync request";
+        let first = w.sent.iter().position(asks).expect("a request");
+        let said = |s: &(usize, usize, &str)| s.0 == 0 && s.2 == "state";
+        assert!(w.sent[..first].iter().any(said), "{:?}", w.sent);
+        assert_eq!((w.bits(0, 1), w.bits(1, 0)), (0, 0));
+        w.check_idle();
+    }
+}
+
 #[test]
 fn assume_clean_copies_nothing() {
     let mut w = pair(5, MetaIndex::Internal);
