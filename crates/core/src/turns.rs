@@ -76,7 +76,26 @@ impl Resource {
             && !self.may_both_be_primary(peer)
     }
 
-    /// This Secondary could be Primary but for those that are it, and these may take turns with it.
+    /// The peer, a kernel, knows no turns. This node may stand by for it until it is Secondary, as the target of a
+    /// migration does.
+    fn may_wait_for(&self, peer: NodeId) -> bool {
+        self.both_may_write(peer)
+            && self.is_kernel(peer)
+            && self.is_established(peer)
+            && !self.may_both_be_primary(peer)
+    }
+
+    /// Standing by for a kernel, whose turn may be long, users read what they would read as a second Primary beside
+    /// it: a migration's target looks at its disk before the source has stopped.
+    pub(crate) fn reads_beside_primary(&self) -> bool {
+        let mut primaries = self.state.primaries().peekable();
+        self.waits_for_turn()
+            && primaries.peek().is_some()
+            && primaries.all(|peer| self.may_wait_for(peer))
+    }
+
+    /// This Secondary could be Primary but for those that are it, and these may take turns with it, or it waits for
+    /// them.
     pub(crate) fn may_stand_by(&self) -> bool {
         let ready = |d: &DeviceState| d.have_quorum && d.data_accessible();
         let mut primaries = self.state.primaries().peekable();
@@ -84,7 +103,7 @@ impl Resource {
             && !self.state.fail_io
             && !self.in_handshake()
             && primaries.peek().is_some()
-            && primaries.all(|peer| self.may_take_turns(peer))
+            && primaries.all(|peer| self.may_take_turns(peer) || self.may_wait_for(peer))
             && self.state.devices.values().all(ready)
     }
 
@@ -347,7 +366,8 @@ impl Resource {
             }
             return;
         }
-        if self.holder_is_lost() {
+        if self.holder_is_lost() || self.reads_beside_primary() {
+            // A kernel that is asked would say yes.
             return;
         }
         let promotes = |kind: &WishKind| matches!(kind, WishKind::Promote { .. });

@@ -1,6 +1,7 @@
 //! Three nodes, Lockstep and kernel DRBD 9 mixed: quorum, promotions, a lost Primary, nodes without a disk.
 
 use anyhow::{Result, ensure};
+use lockstep_e2e::NAMES;
 use lockstep_e2e::guest_drbd9::{Kind, Nine, NineSetup, can_join_drbd9, scribble_words};
 
 use Kind::{Kernel, Lockstep};
@@ -103,7 +104,9 @@ fn connect_kernels(cluster: &Nine, kinds: &[Kind]) -> Result<()> {
             if cluster.connection_state(node, peer)? == "StandAlone"
                 && cluster.kernel_log(node)?.contains(KERNELS_AT_ODDS)
             {
-                cluster.adm(node, "connect r0")?;
+                eprintln!("two kernels are at odds and are connected again");
+                // Not all of its connections: the tool gives up at one that is there.
+                cluster.adm(node, &format!("connect r0:{}", NAMES[peer]))?;
             }
         }
     }
@@ -183,6 +186,51 @@ fn a_client_of_either_kind_writes_to_two_servers_of_unlike_kind() -> Result<()> 
             cluster.adm(client, "secondary r0")?;
             cluster.check_end(EXPECTED)?;
         }
+    }
+    Ok(())
+}
+
+/// The target of a live migration is asked to be Primary before its source, a kernel, has stopped.
+#[test]
+fn a_migration_from_a_kernel_beside_a_third_disk_waits_for_the_demotion() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let setup = NineSetup::new(&kinds, 9650 + n as u32).net("allow-two-primaries yes;");
+        let cluster = Nine::start_equal(setup)?;
+        for source in (0..3).filter(|node| kinds[*node] == Kernel) {
+            cluster.make_primary(source)?;
+            cluster.scribble(source, 0)?;
+            cluster.adm(1, "primary r0")?;
+            ensure!(
+                cluster.status(1)?["role"] == "Primary",
+                "it does not stand by"
+            );
+            let all = "dd if=$D bs=1M iflag=direct 2>/dev/null | md5sum";
+            let (here, there) = (cluster.sh(1, 0, all)?, cluster.sh(source, 0, all)?);
+            ensure!(here == there, "it reads something else: {here} {there}");
+            let job = cluster.job(1, 0, &scribble_words(1, 20))?;
+            // The source writes still, and nobody else does.
+            cluster.scribble(source, 0)?;
+            ensure!(
+                cluster.status(source)?["role"] == "Primary",
+                "it has lost its role"
+            );
+            cluster.adm(source, "secondary r0")?;
+            cluster.finish(job)?;
+            cluster.wait("the new Primary", |cluster| {
+                Ok(cluster.status(source)?["connections"]
+                    .as_array()
+                    .is_some_and(|all| {
+                        all.iter()
+                            .any(|c| c["peer-node-id"] == 1 && c["peer-role"] == "Primary")
+                    }))
+            })?;
+            cluster.wait_in_sync()?;
+            cluster.adm(1, "secondary r0")?;
+        }
+        cluster.check_end(EXPECTED)?;
     }
     Ok(())
 }

@@ -47,14 +47,19 @@ impl Resource {
         } else if self.io_fails(volume) {
             self.complete(request.id, Err(RequestError::Io));
         } else if full
-            || !self.io.held.is_empty() && !planted!(self, HeldOvertaken)
-            || self.requests_wait(volume)
+            || self.is_behind_held(request.kind) && !planted!(self, HeldOvertaken)
+            || self.request_waits(volume, request.kind)
         {
             self.io.held.push_back(request);
             self.want_held_uuids();
         } else {
             self.admit(&request);
         }
+    }
+
+    /// Requests are admitted in order, but for reads that go on while writes wait for a kernel's demotion.
+    fn is_behind_held(&self, kind: RequestKind) -> bool {
+        !self.io.held.is_empty() && !(kind == RequestKind::Read && self.reads_beside_primary())
     }
 
     /// What no waiting can heal.
@@ -115,19 +120,34 @@ impl Resource {
                 && (!self.waits_for_turn() || self.settled()))
     }
 
-    /// No request is admitted now (semantics.md, 3.6).
-    pub(crate) fn requests_wait(&self, volume: VolumeNr) -> bool {
-        self.turn_ends() || self.begun_wait(volume)
+    /// No such request is admitted now (semantics.md, 3.6).
+    fn request_waits(&self, volume: VolumeNr, kind: RequestKind) -> bool {
+        self.turn_ends() || self.begun_waits(volume, kind)
     }
 
-    /// No request goes on now, whether it has been admitted or not.
+    /// No such request goes on now, whether it has been admitted or not.
+    fn begun_waits(&self, volume: VolumeNr, kind: RequestKind) -> bool {
+        let waits_for_turn = match kind {
+            RequestKind::Read => self.waits_for_turn() && !self.reads_beside_primary(),
+            RequestKind::Flush
+            | RequestKind::Write { .. }
+            | RequestKind::Discard
+            | RequestKind::Zeroes { .. } => self.waits_for_turn(),
+        };
+        waits_for_turn || self.all_wait(volume)
+    }
+
+    /// No write goes on now, whether it has been admitted or not.
     pub(crate) fn begun_wait(&self, volume: VolumeNr) -> bool {
+        self.waits_for_turn() || self.all_wait(volume)
+    }
+
+    fn all_wait(&self, volume: VolumeNr) -> bool {
         // What the metadata say of a promotion has to be durable before its first write.
         self.state.suspended() && !planted!(self, FrozenWritesGoOn)
             || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
             || self.is_demoting() && !planted!(self, WritesDuringDemotion)
-            || self.waits_for_turn()
             || self.waits_for_detach(volume)
             || self.waits_for_old_target(volume)
             || self.awaits_first_state(volume)
@@ -190,7 +210,8 @@ impl Resource {
                             .devices
                             .get(&req.volume)
                             .is_some_and(|d| !d.data_accessible());
-                    (self.begun_wait(req.volume) && !self.io_fails(req.volume)) || no_data
+                    (self.begun_waits(req.volume, req.kind) && !self.io_fails(req.volume))
+                        || no_data
                 })
             });
             if !waits {
@@ -205,7 +226,7 @@ impl Resource {
                 self.complete(request.id, Err(error));
             } else if self.io_fails(volume) {
                 self.complete(request.id, Err(RequestError::Io));
-            } else if full || self.requests_wait(volume) {
+            } else if full || self.request_waits(volume, request.kind) {
                 let all = full || self.state.suspended();
                 kept.push_back(request);
                 if all {

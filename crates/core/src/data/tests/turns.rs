@@ -225,3 +225,59 @@ fn the_death_of_who_asked_is_no_error_for_who_gives_its_turn_away() {
         assert!(w.done(0, id), "{steps}: {:#?}", w.log);
     }
 }
+
+/// A kernel knows no turns, and would become a second Primary if it were asked.
+#[test]
+fn beside_a_kernel_primary_a_second_one_reads_and_its_writes_wait_for_the_demotion() {
+    for (diskless, seed) in [(None, 1), (None, 2), (Some(1), 3)] {
+        let mut setup = Setup {
+            diskless,
+            client: diskless.is_some(),
+            ..Setup::default()
+        };
+        setup.net.allow_two_primaries = true;
+        setup.options.kernel_rules = true;
+        let mut w = clean(seed, 3, setup);
+        let before = w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, before));
+        primary(&mut w, 1);
+        assert!(stands_by(&w, 1));
+        let waiting = w.write(1, 16, 4096, 3);
+        w.pass(Duration::from_secs(5));
+        assert_eq!((role(&w, 0), role(&w, 1)), (Role::Primary, Role::Secondary));
+        assert!(!w.done(1, waiting), "{:#?}", w.log);
+        // The one that is Primary still writes, and the other one reads that, past its own writes that wait.
+        let more = w.write(0, 8, 4096, 2);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, more), "{:#?}", w.log);
+        assert_eq!(read(&mut w, 1, 0), vec![1; 4096]);
+        assert_eq!(read(&mut w, 1, 8), vec![2; 4096]);
+        let id = w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        assert_eq!(w.answers.get(&id), Some(&Ok(Answer::Done)), "{:#?}", w.log);
+        assert_eq!((role(&w, 0), role(&w, 1)), (Role::Secondary, Role::Primary));
+        assert!(w.done(1, waiting), "{:#?}", w.log);
+        assert_eq!(read(&mut w, 1, 16), vec![3; 4096]);
+        w.check_same_data();
+        w.check_idle();
+    }
+}
+
+#[test]
+fn who_loses_the_kernel_that_it_stands_by_for_reads_no_more() {
+    let mut setup = Setup::default();
+    setup.net.allow_two_primaries = true;
+    setup.options.kernel_rules = true;
+    let mut w = clean(4, 3, setup);
+    primary(&mut w, 1);
+    w.crash(0);
+    w.pass(Duration::from_secs(1));
+    let id = w.request(1, RequestKind::Read, 0, 4096, 0xee);
+    w.pass(Duration::from_secs(5));
+    assert!(
+        !w.done(1, id) && role(&w, 1) == Role::Secondary,
+        "{:#?}",
+        w.log
+    );
+}
