@@ -682,7 +682,7 @@ impl Nine {
             text += &match member {
                 Member::Lockstep(host) => host.report(),
                 Member::Kernel(guest) => guest
-                    .sh("drbdsetup status --verbose --statistics; dmesg | grep drbd | tail -60")
+                    .sh("drbdsetup status --verbose --statistics; dmesg | grep drbd | tail -150")
                     .unwrap_or_else(|e| e.to_string()),
             };
             text.push('\n');
@@ -720,7 +720,7 @@ impl Nine {
             if !bad.is_empty() {
                 let lines: Vec<&str> = log.lines().collect();
                 let tail = lines[lines.len().saturating_sub(200)..].join("\n");
-                bail!("{}: {bad:#?} in\n{tail}", NAMES[node]);
+                bail!("{}: {bad:#?} in\n{tail}\n{}", NAMES[node], self.report());
             }
         }
         Ok(())
