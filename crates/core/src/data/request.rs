@@ -59,7 +59,8 @@ impl Resource {
 
     /// Requests are admitted in order, but for reads that go on while writes wait for a kernel's demotion.
     fn is_behind_held(&self, kind: RequestKind) -> bool {
-        !self.io.held.is_empty() && !(kind == RequestKind::Read && self.reads_beside_primary())
+        let passes = kind == RequestKind::Read && self.reads_beside_primary();
+        !self.io.held.is_empty() && !passes
     }
 
     /// What no waiting can heal.
