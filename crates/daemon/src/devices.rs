@@ -735,7 +735,8 @@ impl Worker {
     }
 
     fn ask_closed(&mut self, key: &Key) {
-        if self.suspended(&key.0).is_some() {
+        // The question claims the device for a moment, and who stays Primary can wait for it.
+        if self.suspended(&key.0).is_some() || lock(&self.explicit).contains(&key.0) {
             return;
         }
         let Some(served) = self.devices.get_mut(key) else {

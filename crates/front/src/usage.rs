@@ -191,10 +191,12 @@ impl BlockNumber {
         if let Some(visible) = self.visible_usage()? {
             return Ok(visible);
         }
+        // Before the claim: the last close of a device writes out what is dirty, and keeps its claim meanwhile. Whoever
+        // claims it then, such as `mkfs`, is refused.
+        let device = self.open()?;
         if claimed(self)? {
             return Ok(Usage::Claimed);
         }
-        let device = self.open()?;
         let durable = device.sync_all();
         // What could not be written must not be read again.
         control(&device, NumberRequest::BlockFlushBuffers)?;
