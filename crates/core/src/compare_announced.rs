@@ -19,8 +19,11 @@ pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Op
         let both_at_once = is_real(slot)
             && slot.same_generation(primary.uuids.slot(follower.node))
             && follower.uuids.history_has(base);
+        // A Primary whose disk is only being attached has shown its applications what the follower has.
+        let served = primary.disk == DiskState::Negotiating && follower.disk == DiskState::UpToDate;
         (primary.is_primary() || gave_up(h, primary, follower))
             && primary.effective_disk() > DiskState::Inconsistent
+            && !served
             && !follower.is_primary()
             && primary.uuids.history_notes(to)
             && (slot.same_generation(base) || both_at_once)

@@ -375,4 +375,11 @@ fn a_survivor_does_not_follow_one_that_was_outdated_meanwhile() {
     holds(3100001254, Some(3), None, &[], "0-999", "0-9999");
     let discards = [Extra::KeptDiscards];
     holds(774000007909, None, None, &discards, "0-999", "0-9999");
+
+/// A Primary without a disk had announced a generation, and its follower, the only whole one, became the target of the
+/// Primary's disk as that was attached, which became the target of one that the follower was copying: none was whole.
+#[test]
+fn a_disk_that_comes_back_follows_who_served_its_primary() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(779300002009, None, Some(kinds), &[], "0-999", "0-9999");
 }
