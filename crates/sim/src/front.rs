@@ -259,8 +259,11 @@ impl World {
 
     /// A node whose own disk is good has no reason to fail a request.
     fn check_error(&mut self, node: usize, asked: &Asked) {
-        let failed = self.nodes[node].disks[usize::from(asked.volume)].had_errors;
         let volume = usize::from(asked.volume);
+        let disk = &self.nodes[node].disks[volume];
+        // One that was opened after the request does not answer it.
+        let was_there = disk.open && disk.opened_at <= asked.start;
+        let failed = disk.had_errors || !was_there;
         // Without quorum a request may have to fail.
         let view = self.view(node).filter(|v| v.quorate);
         let is_whole =

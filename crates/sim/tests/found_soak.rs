@@ -383,3 +383,11 @@ fn a_disk_that_comes_back_follows_who_served_its_primary() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(779300002009, None, Some(kinds), &[], "0-999", "0-9999");
 }
+
+/// A check that was wrong: a flush was asked for while the Primary had no disk, and failed with the peer that it had gone
+/// to.
+#[test]
+fn a_disk_that_comes_after_a_flush_does_not_answer_it() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(778000000987, None, Some(kinds), &[], "0-2,4", "3,8-11");
+}
