@@ -204,6 +204,7 @@ fn what_an_earlier_look_saw_is_over_when_a_later_one_was_answered() {
     let of = |seed, nodes, faults| holds(seed, Some(nodes), Some(kinds), &[], faults, "none");
     of(779000006838, 3, "0,3,13,16");
     of(774000005649, 2, "0-5");
+    of(778000004825, 3, "10-11,13");
 }
 
 /// A Primary that was being copied was not compared with a disk that came back, and that disk took itself for UpToDate,
@@ -292,6 +293,7 @@ fn a_primary_that_others_follow_is_not_behind_them() {
         "0-9999",
     );
 }
+
 /// A Primary that waits for the answer to a generation that it has announced compared with the follower by news from
 /// before, which were on a slow wire.
 #[test]
@@ -375,6 +377,7 @@ fn a_survivor_does_not_follow_one_that_was_outdated_meanwhile() {
     holds(3100001254, Some(3), None, &[], "0-999", "0-9999");
     let discards = [Extra::KeptDiscards];
     holds(774000007909, None, None, &discards, "0-999", "0-9999");
+}
 
 /// A Primary without a disk had announced a generation, and its follower, the only whole one, became the target of the
 /// Primary's disk as that was attached, which became the target of one that the follower was copying: none was whole.
