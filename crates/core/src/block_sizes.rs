@@ -9,9 +9,9 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, VolumeNr};
-use lockstep_format::wire::Features;
+use lockstep_format::units::{NodeId, Sector, VolumeNr};
 use lockstep_format::wire::packet::Sizes;
+use lockstep_format::wire::{Features, ReplState};
 
 use crate::resource::Resource;
 
@@ -76,6 +76,27 @@ impl Resource {
             return own;
         }
         own.max(self.peer_block_sectors(volume, peer))
+    }
+
+    /// What a resync from the peer asks for where it has marked this range: whole blocks of both bitmaps. Without a
+    /// resync it is the range alone.
+    pub(crate) fn asked_with(
+        &self,
+        volume: VolumeNr,
+        peer: NodeId,
+        sector: Sector,
+        size_bytes: u32,
+    ) -> (Sector, u32) {
+        let copied = self.state.peer_device(volume, peer).repl == ReplState::SyncTarget;
+        if !copied || planted!(self, ToldAloneMarked) {
+            return (sector, size_bytes);
+        }
+        let block = self.common_block_sectors(volume, peer);
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let start = sector.0 / block * block;
+        let end = sector.end_of(size_bytes).0.next_multiple_of(block);
+        let sectors = end.min(size).saturating_sub(start);
+        (Sector(start), (sectors * Sector::SIZE) as u32)
     }
 
     /// The peer's bitmap block in sectors.

@@ -511,6 +511,8 @@ registry! {
         "What an 8.4 Primary writes without its disk gets no generation of its own.";
     LegacyFollowsIgnored "legacy-follows-ignored"
         "A Primary makes a new generation that its 8.4 peer does not follow.";
+    ToldAloneMarked "told-alone-marked"
+        "A target with smaller bitmap blocks marks what it is told, and copies more than that.";
     CoarseBitsRounded "coarse-bits-rounded"
         "Marks for a part of a larger bitmap block are dropped.";
     OwnBlocksOnly "own-blocks-only"

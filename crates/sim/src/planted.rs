@@ -308,6 +308,7 @@ fn shows(bug: Planted) -> Shows {
         | P::SyncUuidEarly
         | P::LegacyLossUnlabelled
         | P::LegacyFollowsIgnored
+        | P::ToldAloneMarked
         | P::CoarseBitsRounded
         | P::SupersededInPart
         | P::VerdictNotAwaited
@@ -696,6 +697,7 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
+    Planted::ToldAloneMarked,
     Planted::CrashedDiskUnmet,
     Planted::DemotionGivesUpTold,
     Planted::FarVoteCounts,

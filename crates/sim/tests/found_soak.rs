@@ -394,3 +394,11 @@ fn a_disk_that_comes_after_a_flush_does_not_answer_it() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(778000000987, None, Some(kinds), &[], "0-2,4", "3,8-11");
 }
+
+/// A source with larger bitmap blocks marked a write for its target, which marked what it was told, and was copied the
+/// rest of the source's block as well: a third node would not have heard of that from it.
+#[test]
+fn a_target_marks_all_that_a_told_mark_makes_it_ask_for() {
+    let requests = "6,9,11,13-18,41-76,81,94";
+    holds(782000012188, None, None, &[Extra::Blocks], "1,3", requests);
+}

@@ -1188,7 +1188,8 @@ impl Resource {
             return;
         }
         let before = self.out_of_sync_blocks(volume, peer);
-        self.mark_towards(volume, peer, desc.sector, desc.size_bytes);
+        let (sector, size_bytes) = self.asked_with(volume, peer, desc.sector, desc.size_bytes);
+        self.mark_towards(volume, peer, sector, size_bytes);
         if self.out_of_sync_blocks(volume, peer) > before {
             self.hold_for_new_marks(volume, peer);
         }

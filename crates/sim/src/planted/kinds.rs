@@ -83,6 +83,7 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::ConflictsNotSeen,
         ],
     ),
+    ("--with blocks", &[Planted::ToldAloneMarked]),
     ("--with pmem", &[Planted::SlotNotFenced]),
 ];
 
