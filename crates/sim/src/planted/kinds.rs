@@ -84,6 +84,10 @@ const KINDS: &[(&str, &[Planted])] = &[
         ],
     ),
     ("--with blocks", &[Planted::ToldAloneMarked]),
+    (
+        "--nodes 2 --faults balance,stall,slowdisk --with every,hot",
+        &[Planted::ReadOvertakesWrites],
+    ),
     ("--with pmem", &[Planted::SlotNotFenced]),
 ];
 
