@@ -405,6 +405,8 @@ impl Resource {
             };
             if before.repl > ReplState::Established && p.repl <= ReplState::Established {
                 pd.reconcile = Reconcile::No;
+                // What the peer said of its end was of the resync that is over.
+                pd.finished_early = None;
                 pd.resync_gate = None;
                 pd.resync_agreed = false;
             }

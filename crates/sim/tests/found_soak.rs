@@ -402,3 +402,11 @@ fn a_target_marks_all_that_a_told_mark_makes_it_ask_for() {
     let requests = "6,9,11,13-18,41-76,81,94";
     holds(782000012188, None, None, &[Extra::Blocks], "1,3", requests);
 }
+
+/// A target's disk was detached while its source asked its handler, which kept that as the end of the resync, and ended
+/// the next one with it.
+#[test]
+fn the_end_of_a_resync_is_not_that_of_the_next_one() {
+    let handlers = [Extra::Handlers];
+    holds(782000027041, Some(2), None, &handlers, "0,12", "0,2");
+}
