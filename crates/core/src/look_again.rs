@@ -389,6 +389,9 @@ impl Resource {
         }
         let waits_here = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapT;
         if lockstep && theirs.repl == ReplState::WfBitmapT && waits_here {
+            if self.both_give_up(volume, peer, theirs) {
+                return;
+            }
             let text = "both nodes want to be the target of a resync; connecting again";
             self.log(Level::Warn, Some(peer), Some(volume), text.into());
             self.drop_connection(peer, ConnState::NetworkFailure);
@@ -421,6 +424,24 @@ impl Resource {
             self.log(Level::Warn, Some(peer), Some(volume), text.into());
             self.drop_connection(peer, ConnState::NetworkFailure);
         }
+    }
+
+    /// Both ends of a pair that is in one generation chose to be target, each with an older disk state of the other,
+    /// and one of them is copied from a third node. None sends its marks first, so that none has begun: both see the
+    /// same, stay connected as they were, and compare again later.
+    fn both_give_up(&mut self, volume: VolumeNr, peer: NodeId, theirs: PeerState) -> bool {
+        let secondary = |role: Role| role == Role::Secondary;
+        let given_up = secondary(self.state.role)
+            && secondary(self.peer_role(peer))
+            && self.same_current(volume, peer);
+        if given_up {
+            let text = "both nodes want to be the target of a resync; neither is";
+            self.log(Level::Info, Some(peer), Some(volume), text.into());
+            let change = Change::new().repl(volume, peer, ReplState::Established);
+            self.hard_change(change.peer_disk(volume, peer, theirs.disk));
+            self.watch_marks(volume, peer);
+        }
+        given_up
     }
 
     /// Compares with the peer's last state.

@@ -402,12 +402,13 @@ impl Resource {
                 next = p.disk;
             }
             if before.repl == ReplState::WfBitmapT
-                && p.repl == ReplState::Off
+                && matches!(p.repl, ReplState::Off | ReplState::Established)
                 && own == DiskState::Outdated
                 && self.may_be_up_to_date(volume, new_peers(state))
             {
                 let neighbour = state.peers.iter().any(|(n, q)| {
-                    q.disk == DiskState::UpToDate
+                    n != peer
+                        && q.disk == DiskState::UpToDate
                         && q.repl > ReplState::Off
                         && self
                             .peer_uuids(volume, *n)

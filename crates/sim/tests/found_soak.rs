@@ -410,3 +410,11 @@ fn the_end_of_a_resync_is_not_that_of_the_next_one() {
     let handlers = [Extra::Handlers];
     holds(782000027041, Some(2), None, &handlers, "0,12", "0,2");
 }
+
+/// Two Secondaries with marks became target of each other, as one of them was outdated by a third node meanwhile, and
+/// connected again.
+#[test]
+fn two_targets_of_each_other_stay_connected() {
+    let faults = "5,9,11,13-14,20";
+    holds(782000006699, None, None, &[], faults, "19-20,25");
+}
