@@ -933,6 +933,9 @@ impl Resource {
                 if finished_target {
                     uuids = Some(UuidFlags::empty());
                 }
+                if self.told_as_target(*volume, *peer) && was.repl == ReplState::Off {
+                    uuids = Some(UuidFlags::empty());
+                }
                 let target_of = was.repl.is_sync_target();
                 if has_disk && (became_stable || (finished_target && new.stable())) {
                     let demoted = old.connections.get(peer).is_some_and(|c| {

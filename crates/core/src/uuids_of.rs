@@ -68,6 +68,17 @@ impl Resource {
             .is_some_and(|u| u.current.same_generation(own) && !u.current.is_zero())
     }
 
+    /// A resync ended here while this node met the peer, which was told the UUIDs of before: the generations that came
+    /// with the data are missing there. Between Lockstep nodes that go on without a resync.
+    pub(crate) fn told_as_target(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
+        let told = pd.and_then(|pd| pd.sent_uuids.as_ref());
+        self.state.disk(volume) == DiskState::UpToDate
+            && self.state.peer_device(volume, peer).repl == ReplState::Established
+            && self.is_lockstep(peer)
+            && told.is_some_and(|set| set.flags.contains(UuidFlags::SYNC_TARGET))
+    }
+
     pub(crate) fn is_stable_set(&self, uuids: &PeerUuids) -> bool {
         uuids.flags.contains(UuidFlags::STABLE)
     }

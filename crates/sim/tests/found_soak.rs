@@ -418,3 +418,12 @@ fn two_targets_of_each_other_stay_connected() {
     let faults = "5,9,11,13-14,20";
     holds(782000006699, None, None, &[], faults, "19-20,25");
 }
+
+/// A resync ended while its target met a client, which knew its generation and not what came before, and took another
+/// disk for one that had parted from it.
+#[test]
+fn a_client_hears_what_a_resync_brought_while_it_connected() {
+    let kinds = "shuffle,diskless,crash";
+    let extras = [Extra::Every, Extra::Hot];
+    holds(782000019388, Some(4), Some(kinds), &extras, "0-7", "1-6,12");
+}
