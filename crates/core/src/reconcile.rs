@@ -140,12 +140,7 @@ impl Resource {
         for volume in volumes {
             let p = self.state.peer_device(volume, peer);
             let own = self.state.disk(volume);
-            // It was outdated since it said so, and takes no part: it follows whoever becomes UpToDate.
-            let takes_no_part = p.disk == DiskState::Outdated
-                && self.is_lockstep(peer)
-                && self.same_current(volume, peer);
             if p.repl != ReplState::Established
-                || takes_no_part
                 || !matches!(own, DiskState::Consistent | DiskState::UpToDate)
                 || !matches!(
                     p.disk,
