@@ -330,39 +330,38 @@ struct Served {
 impl Served {
     /// Has a thread find out how the device is used, after a while.
     fn ask(&mut self, orders: &SyncSender<Order>, key: Key, uses: u64, after: Duration) {
-        let (orders, check) = (orders.clone(), self.check.clone());
         let number = self.device.number();
         self.closed = false;
-        let asked = std::thread::Builder::new()
-            .name("usage".into())
-            .spawn(move || {
-                std::thread::sleep(after);
-                let busy = lock(&check);
-                let usage = match after.is_zero() {
-                    true => find_usage(number),
-                    // The other process looks for what shows from here as well.
-                    false => or_open(number, ask_device(number)),
-                };
-                drop(busy);
-                // A thread of devices that has ended needs no answer.
-                let _ = orders.send(Order::Checked {
-                    key,
-                    of: check,
-                    uses,
-                    usage,
-                });
-            });
-        self.checking = asked.is_ok();
+        self.look(orders, key, move |check| {
+            std::thread::sleep(after);
+            let _busy = lock(check);
+            let usage = match after.is_zero() {
+                true => find_usage(number),
+                // The other process looks for what shows from here as well.
+                false => or_open(number, ask_device(number)),
+            };
+            (uses, usage)
+        });
     }
 
     /// The same after an unmount has begun, as soon as it has ended.
     fn ask_left(&mut self, orders: &SyncSender<Order>, key: Key, gate: Arc<Gate>) {
-        let (orders, check) = (orders.clone(), self.check.clone());
         let number = self.device.number();
+        self.look(orders, key, move |check| left_usage(number, &gate, check));
+    }
+
+    /// Runs a look at the device's use in a thread of its own. It gives the count of uses that it belongs to.
+    fn look(
+        &mut self,
+        orders: &SyncSender<Order>,
+        key: Key,
+        find: impl FnOnce(&Mutex<()>) -> (u64, Usage) + Send + 'static,
+    ) {
+        let (orders, check) = (orders.clone(), self.check.clone());
         let asked = std::thread::Builder::new()
             .name("usage".into())
             .spawn(move || {
-                let (uses, usage) = left_usage(number, &gate, &check);
+                let (uses, usage) = find(&check);
                 // A thread of devices that has ended needs no answer.
                 let _ = orders.send(Order::Checked {
                     key,
