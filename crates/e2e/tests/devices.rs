@@ -296,6 +296,8 @@ fn volumes_come_and_go_beside_one_in_use() -> Result<()> {
     let device = cluster.device(0, 96, 0)?;
     let user = fs::File::options().write(true).open(&device)?;
     user.write_all_at(&[1; 4096], 0)?;
+    // It is Primary before there is a volume without data, with which it could not be promoted.
+    user.sync_all()?;
     let minor = "9690";
     let link = cluster.node_dir(0).join("dev/drbd9690");
     let call = |args: &[&str]| -> Result<bool> { Ok(cluster.setup_raw(0, args)?.status.success()) };
