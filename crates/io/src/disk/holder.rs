@@ -16,7 +16,7 @@ use rustix::io::Errno;
 /// How long what a dead process left is waited for: as long as a disk may take for its requests.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The same for a block device, of which the kernel does not tell who has it: a living process may.
-const BLOCK_PATIENCE: Duration = Duration::from_secs(2);
+const BLOCK_PATIENCE: Duration = Duration::from_secs(5);
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -59,7 +59,7 @@ pub fn lock_alone(file: impl AsFd) -> Result<Locked, Errno> {
 }
 
 /// Opens a block device for oneself alone: repeats what fails because another one has it, while
-/// nobody is known who does, for up to 2 s. The second value is the error's holder.
+/// nobody is known who does, for up to 5 s. The second value is the error's holder.
 ///
 /// # Errors
 ///
