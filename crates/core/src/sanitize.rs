@@ -401,8 +401,9 @@ impl Resource {
             {
                 next = p.disk;
             }
+            let given_up = p.repl == ReplState::Established && self.is_lockstep(*peer);
             if before.repl == ReplState::WfBitmapT
-                && matches!(p.repl, ReplState::Off | ReplState::Established)
+                && (p.repl == ReplState::Off || given_up)
                 && own == DiskState::Outdated
                 && self.may_be_up_to_date(volume, new_peers(state))
             {

@@ -719,6 +719,7 @@ impl Resource {
         };
         let Some(req) = req else { return };
         if !req.submitted {
+            // A first attempt (`attempt_ends`): the write itself marks what differs.
             return self.note_peer_ack(&req);
         }
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
