@@ -285,6 +285,10 @@ impl Resource {
             for peer in self.established_peers().iter() {
                 self.compare_with_old_target(volume, peer);
             }
+            // It was left behind, and would be for as long as this node is Primary.
+            if !planted!(self, ConsistentNotCompared) {
+                self.compare_with_consistent(volume);
+            }
         }
     }
 

@@ -867,6 +867,10 @@ registry! {
         "An Outdated disk stays so beside an UpToDate one of its generation.";
     ConsistentTrustsAny "consistent-trusts-any"
         "A Consistent disk becomes UpToDate beside an UpToDate one of another generation.";
+    LeftBehindFollows "left-behind-follows"
+        "A disk that one connected node has left behind becomes UpToDate beside another one.";
+    ConsistentNotCompared "consistent-not-compared"
+        "A generation leaves a connected node behind, and it is not copied then.";
     TurnsLost "turns-lost"
         "What waits for acks among two Primaries is forgotten when they come.";
     ForwardsUnasked "forwards-unasked"

@@ -435,6 +435,7 @@ impl Resource {
                 && p.repl >= ReplState::Established
                 && peer_stable
                 && (self.same_current(volume, *peer) || planted!(self, ConsistentTrustsAny))
+                && !self.is_left_by_another(volume, &new_peers(state))
             {
                 next = DiskState::UpToDate;
             }

@@ -304,7 +304,10 @@ impl Resource {
         let Some(disk) = device.attached() else {
             return false;
         };
-        if self.diskless_primary_of_other_generation(volume) || self.reconcile_hold(volume) {
+        if self.diskless_primary_of_other_generation(volume)
+            || self.reconcile_hold(volume)
+            || self.is_left_by_another(volume, &peers)
+        {
             return false;
         }
         let disk_of = |node: NodeId| {
@@ -326,6 +329,30 @@ impl Resource {
             .map(|(n, _)| *n)
             .collect();
         disk.generations.may_be_up_to_date(disk_of, diskless)
+    }
+
+    /// A connected node that is whole has left this disk behind in its generation, and has not been compared since.
+    /// What a third node says of its own disk does not make this one current.
+    pub(crate) fn is_left_by_another(
+        &self,
+        volume: VolumeNr,
+        peers: &[(NodeId, PeerDeviceState)],
+    ) -> bool {
+        let own = self.devices.get(&volume).map(|d| d.current_uuid());
+        let Some(own) = own.filter(|own| is_real(*own)) else {
+            return false;
+        };
+        let left = |set: &PeerUuids| {
+            set.slot(self.node_id).same_generation(own) && !set.current.same_generation(own)
+        };
+        let mut peers = peers.iter().filter(|(peer, p)| {
+            p.disk == DiskState::UpToDate
+                && p.repl == ReplState::Established
+                && self.is_lockstep(*peer)
+                && !self.is_legacy(*peer)
+        });
+        peers.any(|(peer, _)| self.peer_uuids(volume, *peer).is_some_and(left))
+            && !planted!(self, LeftBehindFollows)
     }
 
     /// Some other peer is a source that does not change unseen (semantics.md, 14.2).

@@ -468,6 +468,8 @@ fn shows(bug: Planted) -> Shows {
         | P::AttachKeepsDagtag
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
+        | P::LeftBehindFollows
+        | P::ConsistentNotCompared
         | P::TurnsLost
         | P::ForwardsUnasked
         | P::WritesDuringDemotion
@@ -1047,6 +1049,8 @@ const RARE: &[Planted] = &[
     Planted::AttachKeepsDagtag,
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
+    Planted::LeftBehindFollows,
+    Planted::ConsistentNotCompared,
     Planted::TurnsLost,
     Planted::ForwardsUnasked,
     Planted::WritesDuringDemotion,

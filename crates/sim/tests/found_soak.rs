@@ -426,3 +426,19 @@ fn a_client_hears_what_a_resync_brought_while_it_connected() {
     let extras = [Extra::Every, Extra::Hot];
     holds(782000019388, Some(4), Some(kinds), &extras, "0-7", "1-6,12");
 }
+
+/// A Primary whose disk came back left a connected, Consistent node behind in its next generation, wrote alone and
+/// was demoted; that node became UpToDate beside a third one before the two compared again.
+#[test]
+fn who_is_left_behind_is_copied_at_once() {
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    holds(
+        786000001199,
+        Some(3),
+        Some(kinds),
+        &extras,
+        "0-2,4,10,15-16",
+        "0-1,4-5,33-34",
+    );
+}
