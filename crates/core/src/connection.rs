@@ -240,7 +240,6 @@ impl Resource {
         let node_id = self.node_id;
         let (protocol_min, protocol_max) = (self.protocol_min(peer), self.options.protocol_max);
         let usable = self.state.conn(peer) == ConnState::Connecting;
-        let alone = self.connections.len() == 1;
         let Some(conn) = self.connections.get_mut(&peer) else {
             self.output(Output::CloseLink {
                 peer,
@@ -260,11 +259,7 @@ impl Resource {
         conn.connecting = false;
         let offered = match crate::legacy::is_old(protocol_max) {
             true => Features::empty(),
-            false if alone => conn.offered_features(),
-            // See `wants_replication`.
-            false => conn
-                .offered_features()
-                .difference(Features::RESYNC_WITHOUT_REPLICATION),
+            false => conn.offered_features(),
         };
         let offered = match self.options.kernel_rules {
             true => offered.difference(Features::LOCKSTEP),

@@ -14,6 +14,7 @@ use crate::few::Few;
 use crate::generation::Generations;
 use crate::options::{DiskOptions, PeerDeviceOptions};
 use crate::time::Instant;
+use crate::uuid_spread::ANNOUNCED_COUNT;
 use crate::uuids::PeerUuids;
 
 /// A volume of a resource.
@@ -526,5 +527,21 @@ impl Device {
             Some(disk) => disk.generations.current,
             None => self.exposed_uuid,
         }
+    }
+
+    /// The disk of a Primary goes: a peer may have taken what was announced with it, and its answer is on the way.
+    pub(crate) fn keep_announced(&mut self) {
+        let Some(disk) = self.attached() else {
+            return;
+        };
+        let given_up: Vec<Uuid> = disk.generations.announced_since().collect();
+        for uuid in given_up.into_iter().rev() {
+            let uuid = uuid.without_primary_bit();
+            if !self.announced.contains(&uuid) {
+                self.announced.push(uuid);
+            }
+        }
+        let most = self.announced.len().saturating_sub(ANNOUNCED_COUNT);
+        self.announced.drain(..most);
     }
 }

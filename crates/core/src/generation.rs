@@ -153,11 +153,15 @@ impl Generations {
     /// Those of them that came before the current one. What was announced since then and not made
     /// is none: who follows it is not behind.
     pub fn older(&self) -> impl Iterator<Item = Uuid> + '_ {
-        let announced = |uuid: &Uuid| uuid.0 & Uuid::PRIMARY_BIT != 0;
-        let since = self.history.iter().take_while(|uuid| announced(uuid));
-        let since = since.count();
+        let since = self.announced_since().count();
         self.ancestors()
             .filter(move |uuid| !self.history[..since].contains(uuid))
+    }
+
+    /// What was announced here since the current generation began, and not made; the newest first.
+    pub fn announced_since(&self) -> impl Iterator<Item = Uuid> + '_ {
+        let announced = |uuid: &&Uuid| uuid.0 & Uuid::PRIMARY_BIT != 0;
+        self.history.iter().take_while(announced).copied()
     }
 
     /// Puts the set into a superblock that will be written.

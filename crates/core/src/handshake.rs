@@ -749,9 +749,14 @@ impl Resource {
             };
             if refusal.code == ErrorCode::HANDSHAKE_RETRY {
                 retry = Some(refusal);
-            } else {
-                return Err(refusal);
+                continue;
             }
+            // What is refused for good is refused by what holds now.
+            let changed = self.handshake_changed(peer);
+            return Err(match planted!(self, RefusedByOldNews) {
+                true => refusal,
+                false => changed.unwrap_or(refusal),
+            });
         }
         let changed = || self.outgrown(peer).or_else(|| self.handshake_changed(peer));
         if let Some(refusal) = retry.or_else(changed) {

@@ -319,7 +319,10 @@ impl Resource {
             let counts =
                 verdict.repl == ReplState::Established && verdict.peer_disk == DiskState::UpToDate;
             let told = match self.state.disk(volume) {
-                DiskState::UpToDate => pd.sent_uuids.as_ref()?.dirty_bits > 0,
+                // Marks of a disk that is being attached were told with its UUIDs, and count when it is compared.
+                DiskState::UpToDate | DiskState::Negotiating => {
+                    pd.sent_uuids.as_ref()?.dirty_bits > 0
+                }
                 own => own >= DiskState::Inconsistent,
             };
             (counts && !told && self.lacks_writes(volume, peer)).then_some(volume)

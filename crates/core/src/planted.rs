@@ -867,6 +867,10 @@ registry! {
         "An Outdated disk stays so beside an UpToDate one of its generation.";
     ConsistentTrustsAny "consistent-trusts-any"
         "A Consistent disk becomes UpToDate beside an UpToDate one of another generation.";
+    RefusedByOldNews "refused-by-old-news"
+        "A connection ends for good by what a disk was before it was copied.";
+    AnnouncedGoesWithDisk "announced-goes-with-disk"
+        "A Primary that loses its disk forgets what it had announced with it.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

@@ -477,8 +477,8 @@ impl Resource {
                 continue;
             };
             let was = before.repl >= ReplState::Established;
-            if self.connections.len() > 1 {
-                // A third node may have joined since the peer asked for marks.
+            if self.connections.len() > 1 && self.is_kernel(*peer) {
+                // It believes a third node's word about who is in sync, which may be older than a mark.
                 p.replication = true;
             } else if p.repl.is_sync_source() && !before.repl.is_sync_source() {
                 p.replication = asked.replicates_to_target || asked.replicates_early;

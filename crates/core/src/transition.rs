@@ -253,6 +253,9 @@ impl Resource {
                     device.new_uuid_pending = false;
                     device.new_uuid_forced = false;
                 }
+                if failed && !demoted && !planted!(self, AnnouncedGoesWithDisk) {
+                    device.keep_announced();
+                }
             }
         }
     }

@@ -32,7 +32,7 @@ use crate::transition::Change;
 use crate::uuids::{PeerUuids, is_real};
 
 /// Given-up generations of a diskless Primary that are remembered.
-const ANNOUNCED_COUNT: usize = 16;
+pub(crate) const ANNOUNCED_COUNT: usize = 16;
 
 /// A new current UUID on its way.
 #[derive(Debug)]

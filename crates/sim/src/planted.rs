@@ -469,6 +469,8 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::AnnouncedGoesWithDisk
+        | P::RefusedByOldNews
         | P::ConsistentNotCompared
         | P::TurnsLost
         | P::ForwardsUnasked
@@ -1050,6 +1052,8 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::AnnouncedGoesWithDisk,
+    Planted::RefusedByOldNews,
     Planted::ConsistentNotCompared,
     Planted::TurnsLost,
     Planted::ForwardsUnasked,

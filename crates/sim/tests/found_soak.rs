@@ -442,3 +442,47 @@ fn who_is_left_behind_is_copied_at_once() {
         "0-1,4-5,33-34",
     );
 }
+
+/// A connection ended for good as a split brain by what a disk had been before it was copied from a third node.
+#[test]
+fn what_a_disk_was_before_it_was_copied_ends_no_connection() {
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    let requests = "0,2,8,10,14";
+    holds(
+        782000009219,
+        Some(3),
+        Some(kinds),
+        &extras,
+        "0-1,6-7",
+        requests,
+    );
+    let kinds = "detach,stall,slowdisk,reset";
+    holds(794000000265, Some(3), Some(kinds), &[], "20", "19,22,24");
+}
+
+/// A Primary lost its disk with a generation that it had announced: it refused who had taken that. Then it refused
+/// whom its attached disk had marks for.
+#[test]
+fn a_primary_whose_disk_comes_back_meets_who_took_its_generation() {
+    holds(795000000859, Some(3), None, &[], "0-1,10-11,14", "0");
+    let kinds = "stall,stall,stall,disconnect,handover,detach";
+    let extras = [Extra::Every, Extra::Numb];
+    let faults = "9-10,14-19,21,23";
+    holds(
+        792000010489,
+        Some(3),
+        Some(kinds),
+        &extras,
+        faults,
+        "14-15,23,26",
+    );
+}
+
+/// With protocol B a former Primary that had lost its cache with its power was copied over its peer.
+#[test]
+fn with_protocol_b_nobody_is_copied_over_who_has_been_here_all_the_time() {
+    let kinds = "hangdisk,reset,partition,crash,powercut,handover,invalidate";
+    let extras = [Extra::Blocks];
+    holds(792000016051, Some(2), Some(kinds), &extras, "0,2,4", "27");
+}

@@ -21,8 +21,6 @@ impl Resource {
     /// What `P_ENABLE_REPLICATION_NEXT` tells the peer. Only nodes of this project vouch for the
     /// acks of an earlier Primary in their answer to a flush, so kernel peers are asked for all their
     /// writes. Where two nodes write, each reads what the other has written: a mark would be too late.
-    /// And a third node's word about who is in sync (`P_PEERS_IN_SYNC`) may be older than a mark that
-    /// it then clears, so resources of more than two nodes replicate all the time.
     pub(crate) fn wants_replication(&self, peer: NodeId, volume: VolumeNr) -> bool {
         let Some(device) = self.devices.get(&volume) else {
             return true;
@@ -33,8 +31,7 @@ impl Resource {
             .is_some_and(|pd| pd.options.resync_without_replication);
         // A resync that may be in its last pass must not get marks of somebody new.
         let runs = device.peers.values().any(|pd| pd.io.target.is_some());
-        let third = self.connections.len() > 1;
-        !marks || runs || third || self.is_shared() || !self.is_lockstep(peer)
+        !marks || runs || self.is_shared() || !self.is_lockstep(peer)
     }
 
     /// Nobody was asked for marks.
