@@ -871,6 +871,8 @@ registry! {
         "A connection ends for good by what a disk was before it was copied.";
     AnnouncedGoesWithDisk "announced-goes-with-disk"
         "A Primary that loses its disk forgets what it had announced with it.";
+    ReadErrorMarkedLazily "read-error-marked-lazily"
+        "A block that could not be read is marked in memory only.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

@@ -505,7 +505,9 @@ impl World {
         let ends = [from.min(to), from.max(to)];
         for l in self.links.values_mut().filter(|l| l.ends == ends) {
             let side = usize::from(l.ends[0] != from);
-            l.wires[side][stream].stalled_until = until;
+            let wire = &mut l.wires[side][stream];
+            // What an earlier stall holds up comes at its end.
+            wire.stalled_until = wire.stalled_until.max(until);
         }
     }
 

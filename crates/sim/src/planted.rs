@@ -469,6 +469,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::ReadErrorMarkedLazily
         | P::AnnouncedGoesWithDisk
         | P::RefusedByOldNews
         | P::ConsistentNotCompared
@@ -1052,6 +1053,7 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::ReadErrorMarkedLazily,
     Planted::AnnouncedGoesWithDisk,
     Planted::RefusedByOldNews,
     Planted::ConsistentNotCompared,

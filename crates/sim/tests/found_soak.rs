@@ -486,3 +486,24 @@ fn with_protocol_b_nobody_is_copied_over_who_has_been_here_all_the_time() {
     let extras = [Extra::Blocks];
     holds(792000016051, Some(2), Some(kinds), &extras, "0,2,4", "27");
 }
+
+/// A block could not be read, and its mark was in memory only: neither disk knew that they differ there.
+#[test]
+fn a_block_that_cannot_be_read_is_marked_on_disk() {
+    let kinds = "badblock,badblock,crash,reset";
+    holds(
+        792000024443,
+        Some(2),
+        Some(kinds),
+        &[Extra::Every],
+        "0",
+        "113",
+    );
+}
+
+/// Two stalls of a stream, the second one shorter: a check took what the first one held for rest.
+#[test]
+fn what_a_stream_holds_is_no_rest() {
+    let kinds = "detach,detach,detach,stall,slowdisk,reset";
+    holds(792000021502, None, Some(kinds), &[], "0,4", "27");
+}

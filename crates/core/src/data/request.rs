@@ -13,7 +13,7 @@ use super::balance::ReadPath;
 use super::disk::FlushWaiter;
 use super::slab::Key;
 use super::write::{AppRequest, Local};
-use super::{DataOp, DiskFault, Owner, Serving};
+use super::{BitmapThen, DataOp, DiskFault, Owner, Serving};
 use crate::event::{
     DiskError, DiskOp, Output, Payload, Request, RequestError, RequestKind, Stream,
 };
@@ -518,6 +518,11 @@ impl Resource {
             self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
         }
         self.disk_failed(volume, DiskFault::Data);
+        if !planted!(self, ReadErrorMarkedLazily) && self.state.disk(volume) > DiskState::Failed {
+            // No extent of the activity log stands for it: a disk that is only Inconsistent would be copied without
+            // this block, if its node died now.
+            self.write_bitmap(volume, BitmapThen::Nothing);
+        }
         self.start_read(key);
     }
 
