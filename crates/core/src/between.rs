@@ -76,16 +76,24 @@ impl Resource {
         self.look_at_new_primaries(old, new);
         let is_whole =
             |p: &PeerDeviceState| p.repl == ReplState::Established && p.disk == DiskState::UpToDate;
+        // A Primary may have left one of them behind that has not noticed, and goes.
+        let was_primary =
+            |peer| old.connections.get(peer).map(|c| c.peer_role) == Some(Role::Primary);
+        let mut connections = new.connections.iter();
+        let demoted =
+            connections.any(|(peer, c)| c.peer_role == Role::Secondary && was_primary(peer));
         for (volume, device) in &new.devices {
             let before = |peer| old.peer_device(*volume, peer);
             let mut peers = device.peers.iter();
-            if peers.any(|(peer, p)| is_whole(p) && !is_whole(&before(*peer))) {
+            let came = peers.any(|(peer, p)| is_whole(p) && !is_whole(&before(*peer)));
+            let left = demoted && !planted!(self, AncestorsReadAfterDemotion);
+            if came || left {
                 self.outdate_ancestors(*volume);
             }
         }
     }
 
-    fn outdate_ancestors(&mut self, volume: VolumeNr) {
+    pub(crate) fn outdate_ancestors(&mut self, volume: VolumeNr) {
         let mut connections = self.state.connections.values();
         let writes = connections.any(|c| c.peer_role == Role::Primary);
         if writes

@@ -873,6 +873,8 @@ registry! {
         "A Primary that loses its disk forgets what it had announced with it.";
     ReadErrorMarkedLazily "read-error-marked-lazily"
         "A block that could not be read is marked in memory only.";
+    AncestorsReadAfterDemotion "ancestors-read-after-demotion"
+        "A node without a disk reads from who was left behind by a Primary that has gone.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

@@ -805,6 +805,9 @@ impl Resource {
             self.catches_up_again(volume, peer, &set);
             self.expose_from(peer, volume, &set);
             self.expose_announced(volume, peer, &set);
+            if !planted!(self, AncestorsReadAfterDemotion) {
+                self.outdate_ancestors(volume);
+            }
             self.vouch_for(peer, volume, set.current);
             return;
         }

@@ -469,6 +469,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::AncestorsReadAfterDemotion
         | P::ReadErrorMarkedLazily
         | P::AnnouncedGoesWithDisk
         | P::RefusedByOldNews
@@ -1053,6 +1054,7 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::AncestorsReadAfterDemotion,
     Planted::ReadErrorMarkedLazily,
     Planted::AnnouncedGoesWithDisk,
     Planted::RefusedByOldNews,

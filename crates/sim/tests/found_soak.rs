@@ -507,3 +507,10 @@ fn what_a_stream_holds_is_no_rest() {
     let kinds = "detach,detach,detach,stall,slowdisk,reset";
     holds(792000021502, None, Some(kinds), &[], "0,4", "27");
 }
+
+/// A Primary wrote without a node that had not noticed, and gave its role up: a client took over and read there.
+#[test]
+fn a_client_does_not_read_from_who_was_left_behind() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    holds(792000012558, Some(3), Some(kinds), &[], "0-99", "2,11,21");
+}
