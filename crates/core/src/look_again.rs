@@ -59,6 +59,17 @@ impl Resource {
             } else if let Some(device) = self.devices.get_mut(volume) {
                 device.looked_again = 0;
             }
+            // Clients alone are beside it: there is no other disk to compare with.
+            let alone = !unequal && device.disk == DiskState::Outdated;
+            let met = device
+                .peers
+                .values()
+                .any(|p| p.repl == ReplState::Established);
+            let weak = self.is_weak(state);
+            if alone && met && !weak && !planted!(self, LonelyOutdatedStays) {
+                let at = self.now + PATIENCE_OUTDATED;
+                self.timers.set_earliest(Timer::LookAgain(*volume), at);
+            }
             if !self.is_beside_primary() {
                 self.renew_for_late(*volume);
             }

@@ -875,6 +875,8 @@ registry! {
         "A block that could not be read is marked in memory only.";
     AncestorsReadAfterDemotion "ancestors-read-after-demotion"
         "A node without a disk reads from who was left behind by a Primary that has gone.";
+    LonelyOutdatedStays "lonely-outdated-stays"
+        "The only disk that there is stays Outdated.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

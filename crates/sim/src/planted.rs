@@ -469,6 +469,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::LonelyOutdatedStays
         | P::AncestorsReadAfterDemotion
         | P::ReadErrorMarkedLazily
         | P::AnnouncedGoesWithDisk
@@ -1054,6 +1055,7 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::LonelyOutdatedStays,
     Planted::AncestorsReadAfterDemotion,
     Planted::ReadErrorMarkedLazily,
     Planted::AnnouncedGoesWithDisk,

@@ -508,6 +508,13 @@ fn what_a_stream_holds_is_no_rest() {
     holds(792000021502, None, Some(kinds), &[], "0,4", "27");
 }
 
+/// The only disk that there is stayed Outdated beside clients: there was no disk that it would have compared with.
+#[test]
+fn the_only_disk_beside_clients_is_not_outdated_for_ever() {
+    let kinds = "diskless,quorum,crash,partition,reset";
+    holds(798000000291, Some(3), Some(kinds), &[], "4-8", "none");
+}
+
 /// A Primary wrote without a node that had not noticed, and gave its role up: a client took over and read there.
 #[test]
 fn a_client_does_not_read_from_who_was_left_behind() {
