@@ -877,6 +877,10 @@ registry! {
         "A node without a disk reads from who was left behind by a Primary that has gone.";
     LonelyOutdatedStays "lonely-outdated-stays"
         "The only disk that there is stays Outdated.";
+    ReconciledStaysOutdated "reconciled-stays-outdated"
+        "A survivor that follows an Outdated one is Outdated, too.";
+    OutdatedDoesNotLead "outdated-does-not-lead"
+        "An Outdated survivor with more does not give it to the other one.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

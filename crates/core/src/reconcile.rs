@@ -140,13 +140,13 @@ impl Resource {
         for volume in volumes {
             let p = self.state.peer_device(volume, peer);
             let own = self.state.disk(volume);
-            if p.repl != ReplState::Established
-                || !matches!(own, DiskState::Consistent | DiskState::UpToDate)
-                || !matches!(
-                    p.disk,
-                    DiskState::Consistent | DiskState::UpToDate | DiskState::Outdated
-                )
-            {
+            let whole = |disk| matches!(disk, DiskState::Consistent | DiskState::UpToDate);
+            // One of both may be Outdated, because the other one still had the Primary then.
+            let outdated = |disk| disk == DiskState::Outdated;
+            let leads = outdated(own) && self.is_lockstep(peer) && mine.is_newer_than(theirs);
+            let takes_part = whole(own) && (whole(p.disk) || outdated(p.disk))
+                || whole(p.disk) && leads && !planted!(self, OutdatedDoesNotLead);
+            if p.repl != ReplState::Established || !takes_part {
                 if let Some(pd) = self.peer_device_mut(volume, peer) {
                     pd.reconcile = Reconcile::No;
                 }

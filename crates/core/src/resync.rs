@@ -339,12 +339,27 @@ impl Resource {
             && !planted!(self, OutdatedForEver)
     }
 
+    /// The source of a reconciliation is Outdated because this node still had the Primary that both have lost now: what
+    /// is here is as good as it was, and this node asks whether that Primary is somewhere else.
+    fn outdated_for_lost(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let reconcile = device
+            .and_then(|d| d.peers.get(&peer))
+            .map(|pd| pd.reconcile);
+        matches!(reconcile, Some(Reconcile::Running { .. }))
+            && self.state.peer_device(volume, peer).disk == DiskState::Outdated
+            && self.is_lockstep(peer)
+            && self.same_current(volume, peer)
+            && !planted!(self, ReconciledStaysOutdated)
+    }
+
     /// The source may hear that this target has everything.
     pub(crate) fn tell_resync_end(&mut self, volume: VolumeNr, peer: NodeId) {
         let p = self.state.peer_device(volume, peer);
         if p.repl.is_sync_target() {
             let disk = match self.outdated_for_this(volume, peer) {
                 true => DiskState::UpToDate,
+                false if self.outdated_for_lost(volume, peer) => DiskState::Consistent,
                 false => p.disk,
             };
             self.end_resync(volume, peer, Some(disk));

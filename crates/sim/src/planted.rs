@@ -469,6 +469,8 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::ReconciledStaysOutdated
+        | P::OutdatedDoesNotLead
         | P::LonelyOutdatedStays
         | P::AncestorsReadAfterDemotion
         | P::ReadErrorMarkedLazily
@@ -1055,6 +1057,8 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::ReconciledStaysOutdated,
+    Planted::OutdatedDoesNotLead,
     Planted::LonelyOutdatedStays,
     Planted::AncestorsReadAfterDemotion,
     Planted::ReadErrorMarkedLazily,

@@ -521,3 +521,12 @@ fn a_client_does_not_read_from_who_was_left_behind() {
     let kinds = "diskless,quorum,crash,partition,reset";
     holds(792000012558, Some(3), Some(kinds), &[], "0-99", "2,11,21");
 }
+
+/// Two survivors of a Primary, one of which had lost it first, was Outdated and had more: the other one followed it,
+/// and both stayed Outdated until the Primary was back.
+#[test]
+fn survivors_give_each_other_what_they_have_though_one_is_outdated() {
+    let requests = "547,573-574,579-580,591,593,595,597";
+    holds(3100001254, Some(3), None, &[], "0", requests);
+    holds(796000000696, Some(3), None, &[], "0,14,16", "0");
+}
