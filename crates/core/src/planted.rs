@@ -881,6 +881,10 @@ registry! {
         "A survivor that follows an Outdated one is Outdated, too.";
     OutdatedDoesNotLead "outdated-does-not-lead"
         "An Outdated survivor with more does not give it to the other one.";
+    ClientNotAsked "client-not-asked"
+        "An Outdated disk follows a neighbour, and a Primary without a disk has served newer data.";
+    OldCopyServed "old-copy-served"
+        "A Primary without a disk reads from a disk that lacks the generation that it has served.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

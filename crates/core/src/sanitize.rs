@@ -172,7 +172,9 @@ impl Resource {
             } else if own <= DiskState::Failed
                 && p.disk == DiskState::UpToDate
                 && (self.is_left_behind(volume, *peer)
-                    || before.disk == DiskState::Outdated && self.lacks_held(volume, *peer))
+                    || before.disk == DiskState::Outdated
+                        && (self.lacks_held(volume, *peer)
+                            || self.lacks_exposed(volume, *peer, role)))
             {
                 // Rule 13 of 4.3: applications have seen newer data than the peer's.
                 p.disk = DiskState::Outdated;
@@ -397,6 +399,8 @@ impl Resource {
                     || before.disk == DiskState::Outdated)
                 && self.same_current(volume, *peer)
                 && !weak
+                && (!self.diskless_primary_of_other_generation(volume)
+                    || planted!(self, ClientNotAsked))
                 && !planted!(self, OutdatedStaysAtConnect)
             {
                 next = p.disk;

@@ -232,6 +232,22 @@ impl Resource {
         behind && !set.same_generation(device.exposed_uuid)
     }
 
+    /// The peer has become whole beside another node, and neither knows the generation that this Primary without a
+    /// disk has served meanwhile.
+    pub(crate) fn lacks_exposed(&self, volume: VolumeNr, peer: NodeId, role: Role) -> bool {
+        let exposed = self.devices.get(&volume).map(|d| d.exposed_uuid);
+        let (Some(exposed), Some(set)) = (exposed, self.peer_uuids(volume, peer)) else {
+            return false;
+        };
+        role == Role::Primary
+            && is_real(exposed)
+            && is_real(set.current)
+            && self.is_lockstep(peer)
+            && !self.is_legacy(peer)
+            && !set.knows(exposed)
+            && !planted!(self, OldCopyServed)
+    }
+
     /// What the flags of the metadata make of the disk (semantics.md, 8.2).
     pub(crate) fn disk_state_from_metadata(&self, volume: VolumeNr) -> DiskState {
         let Some(disk) = self.devices.get(&volume).and_then(|d| d.attached()) else {

@@ -469,6 +469,8 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::ClientNotAsked
+        | P::OldCopyServed
         | P::ReconciledStaysOutdated
         | P::OutdatedDoesNotLead
         | P::LonelyOutdatedStays
@@ -1057,6 +1059,8 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::ClientNotAsked,
+    Planted::OldCopyServed,
     Planted::ReconciledStaysOutdated,
     Planted::OutdatedDoesNotLead,
     Planted::LonelyOutdatedStays,

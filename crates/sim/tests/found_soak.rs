@@ -530,3 +530,13 @@ fn survivors_give_each_other_what_they_have_though_one_is_outdated() {
     holds(3100001254, Some(3), None, &[], "0", requests);
     holds(796000000696, Some(3), None, &[], "0,14,16", "0");
 }
+
+/// An Outdated disk followed a neighbour of its generation, beside a Primary without a disk that had served a newer
+/// one: that Primary read there, and its next generation began without what it had written.
+#[test]
+fn a_client_is_asked_before_an_outdated_disk_counts_again() {
+    let kinds = "shuffle,diskless,crash";
+    let extras = [Extra::Every, Extra::Hot];
+    let requests = "37,155,157,159";
+    holds(795000000556, Some(4), Some(kinds), &extras, "0-5", requests);
+}
