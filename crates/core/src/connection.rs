@@ -19,7 +19,7 @@ use crate::command::{Answer, CommandError};
 use crate::data::ConnIo;
 use crate::data::doubt::Doubt;
 use crate::disk_timeout::SECOND_LOOK;
-use crate::event::{CommandId, LinkDownReason, LinkId, Output, Stream};
+use crate::event::{CommandId, LinkDownReason, LinkEnd, LinkId, Output, Stream};
 use crate::options::{AfterSplitBrain, NetOptions, Protocol};
 use crate::report::Level;
 use crate::resource::Resource;
@@ -244,7 +244,7 @@ impl Resource {
             self.output(Output::CloseLink {
                 peer,
                 link,
-                flush: false,
+                end: LinkEnd::AtOnce,
             });
             return;
         };
@@ -252,7 +252,7 @@ impl Resource {
             self.output(Output::CloseLink {
                 peer,
                 link,
-                flush: false,
+                end: LinkEnd::AtOnce,
             });
             return;
         }
@@ -336,7 +336,7 @@ impl Resource {
     /// Ends the link for a reason that retries; `StandAlone` is reached with `Disconnecting`.
     pub(crate) fn drop_connection(&mut self, peer: NodeId, reason: ConnState) {
         if self.state.conn(peer) < ConnState::Unconnected {
-            self.lose_link(peer, false);
+            self.lose_link(peer, LinkEnd::AtOnce);
             return;
         }
         let link = self.connections.get(&peer).and_then(|c| c.link.as_ref());
@@ -354,7 +354,7 @@ impl Resource {
     }
 
     /// Closes the streams, if any, and starts the cleanup.
-    pub(crate) fn lose_link(&mut self, peer: NodeId, flush: bool) {
+    pub(crate) fn lose_link(&mut self, peer: NodeId, end: LinkEnd) {
         let dialect = self.dialect(peer);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
@@ -364,7 +364,7 @@ impl Resource {
             self.output(Output::CloseLink {
                 peer,
                 link: link.id,
-                flush,
+                end,
             });
         } else if conn.connecting {
             conn.connecting = false;

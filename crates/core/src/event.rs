@@ -355,6 +355,17 @@ pub enum Input {
     },
 }
 
+/// How a link is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkEnd {
+    /// What is queued is lost.
+    AtOnce,
+    /// What was sent before goes out first.
+    Flushed,
+    /// The same, and the peer has agreed and ends the link too.
+    Agreed,
+}
+
 /// Why a link went down, as the driver saw it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkDownReason {
@@ -459,14 +470,14 @@ pub enum Output {
         /// The peer.
         peer: NodeId,
     },
-    /// Close both streams. With `flush` what was sent before goes out first.
+    /// Close both streams.
     CloseLink {
         /// The peer.
         peer: NodeId,
         /// The link.
         link: LinkId,
-        /// Let queued bytes go out before closing.
-        flush: bool,
+        /// How.
+        end: LinkEnd,
     },
     /// A front end's request is done. Its payload's reference is released with it.
     Complete {

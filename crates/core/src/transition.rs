@@ -16,7 +16,7 @@ use lockstep_format::wire::{
 use crate::attach::Leaving;
 pub use crate::change::Change;
 use crate::device::Reconcile;
-use crate::event::{Output, Stream};
+use crate::event::{LinkEnd, Output, Stream};
 use crate::options::{OnIoError, Protocol, Quorum};
 use crate::report::{Event, Level};
 use crate::resource::Resource;
@@ -734,9 +734,11 @@ impl Resource {
         peer: NodeId,
         before: ConnState,
         after: ConnState,
-        _graceful: bool,
+        graceful: bool,
     ) {
-        self.lose_link(peer, true);
+        let agreed = graceful && before == ConnState::Connected;
+        let ends = [LinkEnd::Flushed, LinkEnd::Agreed];
+        self.lose_link(peer, ends[usize::from(agreed)]);
         self.twopc_peer_lost(peer);
         let was_up = before >= ConnState::Connecting;
         let mut drains = false;

@@ -252,9 +252,9 @@ fn wait_for_both_paths(cluster: &Nine) -> Result<()> {
     })
 }
 
-/// A node disconnects and connects again, in the time of one attempt.
-fn reconnect_over_both_paths(cluster: &Nine, node: usize) -> Result<()> {
-    cluster.adm(node, "disconnect r0")?;
+/// A node disconnects in this way and connects again, in the time of one attempt.
+fn reconnect_over_both_paths(cluster: &Nine, node: usize, disconnect: &str) -> Result<()> {
+    cluster.adm(node, disconnect)?;
     let begin = Instant::now();
     cluster.wait("the node may connect again", |cluster| {
         Ok(cluster.adm_raw(node, "connect r0")?.0)
@@ -274,7 +274,7 @@ fn all_paths_at_once_carry_writes_and_are_made_anew() -> Result<()> {
     let net = "transport lb-tcp; load-balance-paths yes; ping-int 2; verify-alg crc32c;";
     let mut setup = NineSetup::new(&PAIR, 9580).net(net);
     setup.two_paths = true;
-    let cluster = Nine::start_equal(setup)?;
+    let mut cluster = Nine::start_equal(setup)?;
     for (source, _) in ROLES {
         cluster.make_primary(source)?;
         wait_for_both_paths(&cluster)?;
@@ -290,11 +290,32 @@ fn all_paths_at_once_carry_writes_and_are_made_anew() -> Result<()> {
         cluster.adm(source, "secondary r0")?;
         // A kernel that took the end of a path for its loss would hang in most of them.
         for node in [0, 1, 0, 1] {
-            reconnect_over_both_paths(&cluster, node)?;
+            reconnect_over_both_paths(&cluster, node, "disconnect r0")?;
+        }
+        // Without a word to the peer.
+        for node in [0, 1, 0, 1] {
+            reconnect_over_both_paths(&cluster, node, "disconnect --force r0")?;
         }
     }
-    // Two kernels log that as well while a further path pairs.
-    cluster.check_end(&["Closing unexpected connection"])
+    // And after the death of either, and of both networks.
+    for node in [0, 1] {
+        cluster.kill(node)?;
+        cluster.revive(node)?;
+        wait_for_both_paths(&cluster)?;
+    }
+    cluster.cut(0, true)?;
+    cluster.network().set_second_link(0, true)?;
+    cluster.wait_apart(0, 1)?;
+    cluster.cut(0, false)?;
+    cluster.network().set_second_link(0, false)?;
+    wait_for_both_paths(&cluster)?;
+    // Two kernels log the first as well while a further path pairs.
+    cluster.check_end(&[
+        "Closing unexpected connection",
+        "the connection was lost: Closed",
+        "the connection was lost: Broken",
+        "a path acknowledges nothing any more",
+    ])
 }
 
 #[test]

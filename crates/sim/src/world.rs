@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{
-    ALL_ZERO, BufId, CommandId, Input, Output, Payload, RequestKind, Stream, Tag,
+    ALL_ZERO, BufId, CommandId, Input, LinkEnd, Output, Payload, RequestKind, Stream, Tag,
 };
 use lockstep_core::options::{Protocol, Quorum};
 use lockstep_core::report::{Event, Level, Snapshot};
@@ -880,10 +880,10 @@ impl World {
                 });
                 self.nodes[node].connecting.remove(&usize::from(peer.0));
             }
-            Output::CloseLink { link, flush, .. } => {
+            Output::CloseLink { link, end, .. } => {
                 self.trace(node, || format!("closes link {}", link.0));
                 self.nodes[node].links.remove(&link.0);
-                self.close(link.0, node, flush, false);
+                self.close(link.0, node, end != LinkEnd::AtOnce, false);
             }
             Output::Complete { id, result } => self.complete(node, id, result),
             Output::Answer { id, result } => {

@@ -16,8 +16,8 @@ use lockstep_format::wire::{ConnState, Digest, DiskState, Packet, ReplState};
 
 use crate::command::{Answer, Command, CommandError, MetaIndex};
 use crate::event::{
-    ALL_ZERO, BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output,
-    Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
+    ALL_ZERO, BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkEnd, LinkId, MetaOp,
+    Output, Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
 };
 use crate::options::{DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions};
 use crate::report::{Event, Snapshot};
@@ -571,8 +571,9 @@ impl World {
             Output::StopConnecting { peer } => {
                 self.nodes[index].connecting.retain(|p| *p != peer);
             }
-            Output::CloseLink { peer, link, flush } => {
-                for data in [true, false].into_iter().filter(|_| flush) {
+            Output::CloseLink { peer, link, end } => {
+                let flushes = end != LinkEnd::AtOnce;
+                for data in [true, false].into_iter().filter(|_| flushes) {
                     let key = (index, usize::from(peer.0), link.0, data);
                     while self.deliver(key) {}
                 }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use lockstep_core::event::Stream;
-use lockstep_core::time::Instant;
+use lockstep_core::time::{Duration, Instant};
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{self, Dialect, Packet};
 use socket2::{SockAddr, SockRef};
@@ -197,8 +197,19 @@ impl<E: Engine> Shard<E> {
     ) -> Key {
         let random = self.random();
         let larger = |path: &Path| address_is_larger(path.local, path.peer);
+        let all = self
+            .resources
+            .get(resource)
+            .and_then(|slot| slot.nets.get(&peer));
+        // A kernel looks after one path after the other, each for this long, and a second connection
+        // over one that it has not come to yet crosses its own.
+        let patience = match all {
+            Some(all) if net.load_balance_paths => net.check_time().times(all.paths.len() as u64),
+            _ => Duration(0),
+        };
         let config = PairingConfig {
             connect_int: net.connect_int,
+            patience,
             socket_check: net.check_time(),
             larger: net.paths.iter().map(larger).collect(),
         };

@@ -13,7 +13,7 @@ use lockstep_core::report::Event;
 use lockstep_core::time::{Duration, Instant};
 use socket2::SockRef;
 
-use super::links::{Link, STREAMS, Way};
+use super::links::{Half, Link, STREAMS, Way};
 use super::{Engine, LaneRef, Owner, Shard, TimerKey};
 use crate::arena::Key;
 use crate::reassembly::{ChunkError, Inlet, Paths, Reassembly};
@@ -53,6 +53,8 @@ struct Lane {
     usable_at: Instant,
     /// It gets no new chunks, and has to be empty until then.
     leaving: Option<Instant>,
+    /// The peer ends it before this node does, until then.
+    awaits_end: Option<Instant>,
     /// This node sends nothing more.
     shut: bool,
 }
@@ -62,13 +64,22 @@ struct Lane {
 pub(super) enum EndOrder {
     /// The peer, which takes an end that comes before its own for the loss of the path.
     Peer,
-    /// This node: the peer had its time.
-    First,
+    /// This node, all paths at the same time: the peer knows nothing of it, or had its time.
+    Here,
+}
+
+/// Who gives a path up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Leaver {
+    /// The peer: it ends its two connections one after the other.
+    Peer,
+    /// This node.
+    Here,
 }
 
 impl Lane {
     fn shut(&mut self) {
-        if !std::mem::replace(&mut self.shut, true) {
+        if self.sending.is_none() && !std::mem::replace(&mut self.shut, true) {
             // An error means that the connection has ended already.
             let _ = SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
         }
@@ -94,6 +105,11 @@ impl Lanes {
         stay.map(|lane| lane.path)
     }
 
+    /// One of the lanes has ended.
+    pub(super) fn begin_to_end(&self) -> bool {
+        self.lanes.iter().any(|lane| lane.ended)
+    }
+
     /// All lanes have ended.
     pub(super) fn have_ended(&self) -> bool {
         self.lanes.iter().all(|lane| lane.ended)
@@ -106,21 +122,10 @@ impl Lanes {
         }
     }
 
-    /// Ends this node's side of both streams as far as it is due: of each path after the peer's, or
-    /// first, then path after path, the data stream of each before its control stream.
-    pub(super) fn shut_in_turn(&mut self, control: &mut Lanes, order: EndOrder) {
-        for (data, control) in self.lanes.iter_mut().zip(&mut control.lanes) {
-            let first = order == EndOrder::First;
-            if first || data.ended {
-                data.shut();
-            }
-            if control.ended || (first && data.ended) {
-                control.shut();
-            }
-            if first && !(data.ended && control.ended) {
-                return;
-            }
-        }
+    /// Ends this node's side of the lanes as far as it is due.
+    pub(super) fn shut(&mut self, order: EndOrder) {
+        let due = |lane: &&mut Lane| lane.ended || order == EndOrder::Here;
+        self.lanes.iter_mut().filter(due).for_each(Lane::shut);
     }
 
     /// The end, at once; the operations that are to be cancelled and the lanes' keys.
@@ -213,6 +218,7 @@ impl<E: Engine> Shard<E> {
                 room: SendRoom::default(),
                 usable_at,
                 leaving: None,
+                awaits_end: None,
                 shut: false,
             });
         }
@@ -398,7 +404,7 @@ impl<E: Engine> Shard<E> {
                     tracing::info!(peer, ?stream, %local, "the peer ended a path within a chunk");
                     return self.link_down(key, LinkDownReason::Closed);
                 }
-                self.leave_path(key, |path| *path == left);
+                self.leave_path(key, Leaver::Peer, |path| *path == left);
             }
             Ok(_) => {
                 // What the peer uses already it takes bytes from.
@@ -430,7 +436,7 @@ impl<E: Engine> Shard<E> {
             return self.link_down(key, LinkDownReason::Broken);
         }
         tracing::info!(peer, ?stream, %local, %errno, "a path failed");
-        self.leave_path(key, |path| *path == left);
+        self.leave_path(key, Leaver::Peer, |path| *path == left);
     }
 
     /// Gives the receiver the stream's next bytes; `false` if they have not come.
@@ -467,13 +473,24 @@ impl<E: Engine> Shard<E> {
     }
 
     /// Paths for which this holds get no new chunks, and leave when they are empty.
-    pub(super) fn leave_path(&mut self, key: Key, leaves: impl Fn(&Path) -> bool) {
+    pub(super) fn leave_path(&mut self, key: Key, leaver: Leaver, leaves: impl Fn(&Path) -> bool) {
         let now = self.now;
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
         let (peer, resource) = (link.peer, link.resource);
         let until = now + link.net.ping_timeout.times(LEAVE_PING_TIMEOUTS);
+        // A kernel whose own end of a socket comes after this node's is in a wrong state (wire.md, 9.1).
+        let peer_first = now + link.net.ping_timeout;
+        // A path that may not stand yet at the peer that ends it, and brought nothing, is begun anew there.
+        let is_used = |half: &Half| match &half.way {
+            Way::Lanes(lanes) => {
+                let all = &mut lanes.lanes.iter();
+                all.any(|lane| leaves(&lane.path) && lane.usable_at <= now)
+            }
+            Way::Socket(_) => false,
+        };
+        let is_new = !is_used(&link.data) && !is_used(&link.control);
         let mut any = false;
         for stream in STREAMS {
             let Way::Lanes(lanes) = &mut link.half(stream).way else {
@@ -482,6 +499,11 @@ impl<E: Engine> Shard<E> {
             for lane in &mut lanes.lanes {
                 if leaves(&lane.path) && lane.leaving.is_none() {
                     lane.leaving = Some(until);
+                    lane.awaits_end = match leaver {
+                        Leaver::Peer if is_new => Some(now),
+                        Leaver::Peer => Some(peer_first),
+                        Leaver::Here => None,
+                    };
                     any = true;
                 }
             }
@@ -491,7 +513,11 @@ impl<E: Engine> Shard<E> {
             return self.link_down(key, LinkDownReason::Closed);
         }
         if any {
-            self.timers.arm(&mut link.armed, TimerKey::Link(key), until);
+            let at = match leaver {
+                Leaver::Peer => peer_first,
+                Leaver::Here => until,
+            };
+            self.timers.arm(&mut link.armed, TimerKey::Link(key), at);
             // What waits for a lane that leaves goes to others.
             STREAMS
                 .into_iter()
@@ -511,6 +537,7 @@ impl<E: Engine> Shard<E> {
             return;
         }
         let (mut busy, mut gone, mut broken) = (LanePaths::new(), LanePaths::new(), false);
+        let mut by_peer = false;
         for stream in STREAMS {
             let Way::Lanes(lanes) = &mut link.half(stream).way else {
                 return;
@@ -519,11 +546,14 @@ impl<E: Engine> Shard<E> {
                 let Some(until) = lane.leaving else {
                     continue;
                 };
-                if lane.sending.is_none() && !std::mem::replace(&mut lane.shut, true) {
-                    let _ = SockRef::from(&lane.fd).shutdown(std::net::Shutdown::Write);
+                if lane.ended || lane.awaits_end.is_none_or(|at| at <= now) {
+                    lane.shut();
                 }
                 let name = (lane.path.local, lane.path.peer);
-                if lane.ended && lane.shut {
+                by_peer |= lane.awaits_end.is_some();
+                let had_its_time = lane.awaits_end.is_some_and(|at| at <= now);
+                let is_done = lane.ended || (had_its_time && lane.is_between_chunks());
+                if is_done && lane.shut {
                     gone.insert(name);
                 } else if until <= now {
                     broken |= !lane.is_between_chunks();
@@ -543,6 +573,13 @@ impl<E: Engine> Shard<E> {
         let gone: LanePaths = gone.difference(&busy).copied().collect();
         if gone.is_empty() {
             return;
+        }
+        if by_peer {
+            // It is ending its other paths too, for the most part.
+            let at = now + REJOIN_TIME;
+            link.watch_at = link.watch_at.map(|watch| watch.min(at));
+            self.timers.arm(&mut link.armed, TimerKey::Link(key), at);
+            return self.remove_lanes(key, &gone);
         }
         self.remove_lanes(key, &gone);
         self.join_paths(key);
@@ -588,6 +625,7 @@ impl<E: Engine> Shard<E> {
                     return self.link_down(key, LinkDownReason::Broken);
                 }
             }
+            self.join_paths(key);
         }
         self.settle_lanes(key);
     }
@@ -631,4 +669,6 @@ fn watch_interval(net: &PeerNet) -> Duration {
 
 /// A path that was left may need so many `ping-timeout`s to become empty.
 const LEAVE_PING_TIMEOUTS: u64 = 10;
+/// When a path that the peer has ended is tried again.
+const REJOIN_TIME: Duration = Duration::from_secs(1);
 const WATCH_MIN: Duration = Duration::from_millis(100);

@@ -1,6 +1,6 @@
 //! Established links: bytes in and out, progress, and the end.
 
-use lockstep_core::event::{Input, LinkDownReason, LinkId, Payload, Stream, Tag};
+use lockstep_core::event::{Input, LinkDownReason, LinkEnd, LinkId, Payload, Stream, Tag};
 use lockstep_core::report::Event;
 use lockstep_core::time::{Duration, Instant};
 use lockstep_format::units::{NodeId, VolumeNr};
@@ -8,7 +8,7 @@ use lockstep_format::wire::Packet;
 use lockstep_format::wire::alg::DigestAlg;
 use socket2::SockRef;
 
-use super::lanes::{EndOrder, Lanes};
+use super::lanes::{EndOrder, Lanes, Leaver};
 use super::{Engine, Owner, Shard, TimerKey, UsedPaths};
 use crate::arena::Key;
 use crate::digest::digest_by;
@@ -24,7 +24,7 @@ pub(super) struct Link {
     pub(super) resource: Key,
     pub(super) peer: NodeId,
     pub(super) data: Half,
-    control: Half,
+    pub(super) control: Half,
     pub(super) net: PeerNet,
     /// Its path, or the first one.
     path: Path,
@@ -35,8 +35,10 @@ pub(super) struct Link {
     pub(super) watch_at: Option<Instant>,
     /// It is in `Shard::dirty_links`.
     dirty: bool,
-    /// The core closed it; what was sent before goes out until then.
+    /// The core closed it, or the peer is ending it path after path; the end has time until then.
     pub(super) draining: Option<Instant>,
+    /// The core knows that it ended: nothing that is queued goes out any more.
+    is_lost: bool,
     /// Until then the peer ends each path of the closed link before this node does.
     awaits_end: Option<Instant>,
 }
@@ -204,6 +206,7 @@ impl<E: Engine> Shard<E> {
             watch_at: None,
             dirty: false,
             draining: None,
+            is_lost: false,
             awaits_end: None,
         };
         let key = self.links.insert(link);
@@ -254,7 +257,7 @@ impl<E: Engine> Shard<E> {
             if link.net.load_balance_paths {
                 link.net = net.clone();
                 self.drop_joining(key);
-                self.leave_path(key, |path| !paths.contains(path));
+                self.leave_path(key, Leaver::Here, |path| !paths.contains(path));
                 self.join_paths(key);
             } else if !paths.contains(&link.path) {
                 tracing::info!(peer = peer.0, "the path in use was removed");
@@ -608,9 +611,42 @@ impl<E: Engine> Shard<E> {
                 reason,
             };
             self.inputs.push_back((resource, input));
+            if self.follow_end(key) {
+                return self.event(resource, &Event::Connection(peer));
+            }
         }
         self.remove_link(key);
         self.event(resource, &Event::Connection(peer));
+    }
+
+    /// Whether the peer is ending the paths of a lost link one after the other. Each of them ends
+    /// here after it has ended there, as with an agreed end.
+    fn follow_end(&mut self, key: Key) -> bool {
+        let now = self.now;
+        let Some(link) = self.links.get_mut(key) else {
+            return false;
+        };
+        let begun = |half: &Half| matches!(&half.way, Way::Lanes(lanes) if lanes.begin_to_end());
+        if !begun(&link.data) && !begun(&link.control) {
+            return false;
+        }
+        link.draining = Some(now + DRAIN_TIME);
+        link.awaits_end = Some(now + link.net.ping_timeout);
+        link.is_lost = true;
+        let resource = link.resource;
+        for stream in STREAMS {
+            for tag in link.half(stream).transmitter.take_marks() {
+                self.inputs.push_back((resource, Input::Sent { tag }));
+            }
+        }
+        self.drop_joining(key);
+        self.arm_link(key);
+        // What was parked for memory reads on only to see the end.
+        STREAMS
+            .into_iter()
+            .for_each(|stream| self.parse(key, stream));
+        self.drain(key);
+        true
     }
 
     /// The core has closed it, and what was sent before is on its way.
@@ -620,7 +656,7 @@ impl<E: Engine> Shard<E> {
             .is_some_and(|link| link.draining.is_some())
     }
 
-    pub(super) fn close_link(&mut self, resource: Key, key: Key, flush: bool) {
+    pub(super) fn close_link(&mut self, resource: Key, key: Key, end: LinkEnd) {
         let now = self.now;
         let Some(link) = self.links.get_mut(key) else {
             return;
@@ -628,11 +664,11 @@ impl<E: Engine> Shard<E> {
         if link.resource != resource {
             return;
         }
-        if !flush {
+        if end == LinkEnd::AtOnce {
             return self.remove_link(key);
         }
         link.draining = Some(now + DRAIN_TIME);
-        if link.net.load_balance_paths {
+        if link.net.load_balance_paths && end == LinkEnd::Agreed {
             // A kernel ends all paths by itself, some 10 ms from socket to socket. One that it sees
             // ended before is left over in its next connection, which then hangs (wire.md, 9.1).
             link.awaits_end = Some(now + link.net.ping_timeout);
@@ -657,7 +693,8 @@ impl<E: Engine> Shard<E> {
             return;
         };
         let queued = |half: &Half| half.transmitter.queued_bytes() > 0;
-        if link.draining.is_none() || queued(&link.data) || queued(&link.control) {
+        let waits = !link.is_lost && (queued(&link.data) || queued(&link.control));
+        if link.draining.is_none() || waits {
             return;
         }
         for half in [&mut link.data, &mut link.control] {
@@ -682,9 +719,10 @@ impl<E: Engine> Shard<E> {
         {
             let order = match link.awaits_end {
                 Some(_) => EndOrder::Peer,
-                None => EndOrder::First,
+                None => EndOrder::Here,
             };
-            data.shut_in_turn(control, order);
+            data.shut(order);
+            control.shut(order);
         }
         if link.data.ended && link.control.ended {
             self.remove_link(key);

@@ -491,7 +491,7 @@ impl<E: Engine> Shard<E> {
             }
             Output::Connect { peer } => self.connect(key, peer),
             Output::StopConnecting { peer } => self.stop_connecting(key, peer),
-            Output::CloseLink { link, flush, .. } => self.close_link(key, Key(link.0), flush),
+            Output::CloseLink { link, end, .. } => self.close_link(key, Key(link.0), end),
             Output::Complete { id, result } => self.complete(id, result),
             Output::Answer {
                 id: CommandId(id),

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use lockstep_core::command::{Answer, Command, MetaIndex};
 use lockstep_core::event::{
-    BufId, CommandId, DiskOp, Input, LinkDownReason, LinkId, MetaOp, Output, Payload, RequestError,
-    RequestId, RequestKind, Stream, Tag,
+    BufId, CommandId, DiskOp, Input, LinkDownReason, LinkEnd, LinkId, MetaOp, Output, Payload,
+    RequestError, RequestId, RequestKind, Stream, Tag,
 };
 use lockstep_core::options::{DiskOptions, NetOptions};
 use lockstep_core::report::{DeviceReport, Event, Snapshot};
@@ -284,7 +284,11 @@ impl Toy {
                 self.outputs.push_back(Output::CloseLink {
                     peer,
                     link,
-                    flush: !force,
+                    end: if force {
+                        LinkEnd::AtOnce
+                    } else {
+                        LinkEnd::Agreed
+                    },
                 });
                 self.answer(id);
             }
@@ -382,7 +386,7 @@ impl Engine for Toy {
                 self.outputs.push_back(Output::CloseLink {
                     peer,
                     link,
-                    flush: false,
+                    end: LinkEnd::AtOnce,
                 });
                 self.tell(Told::Sent(u64::MAX));
             }

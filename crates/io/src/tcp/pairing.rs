@@ -21,6 +21,9 @@ pub struct PairingConfig {
     pub connect_int: Duration,
     /// `socket-check-timeout`: how long both must stand before they count.
     pub socket_check: Duration,
+    /// How much longer than `connect-int` the peer may need for a connection of its own, once this
+    /// node's stands.
+    pub patience: Duration,
     /// For each path: this node's address is the larger one (see `address_is_larger`).
     pub larger: Vec<bool>,
 }
@@ -148,6 +151,9 @@ impl Pairing {
             .push_back(Action::SendInitial { socket, stream });
         if !self.check_both(now) {
             self.accept_for_a_while(now);
+            if let Phase::Accepting { until } = &mut self.phase {
+                *until = *until + self.config.patience;
+            }
         }
     }
 

@@ -16,6 +16,7 @@ fn pairing(larger: &[bool], seed: u64) -> Pairing {
     Pairing::new(
         PairingConfig {
             connect_int: CONNECT_INT,
+            patience: Duration(0),
             socket_check: CHECK,
             larger,
         },
@@ -113,6 +114,25 @@ fn both_connections_may_come_from_one_side() {
     let (socket, stream) = (SocketId(2), Stream::Control);
     assert_eq!(actions(&mut node), [Action::SendInitial { socket, stream }]);
     assert_eq!(node.deadline(), Some(Instant(20) + CHECK));
+}
+
+/// As a kernel does that comes to a further path only when the first one stands (wire.md, 9.1).
+#[test]
+fn a_peer_with_several_paths_has_time_for_its_own_connection() {
+    for seed in 0..50 {
+        let mut node = pairing(&[false], seed << 32);
+        node.config.patience = CHECK.times(2);
+        actions(&mut node);
+        node.connected(Instant(0), SocketId(1));
+        let shortest = CONNECT_INT.0 - CONNECT_INT.0 / 7;
+        assert!(node.deadline().unwrap() >= Instant(shortest) + CHECK.times(2));
+        // After an attempt that failed nobody is waited for.
+        let mut node = pairing(&[false], seed << 32);
+        node.config.patience = CHECK.times(20);
+        actions(&mut node);
+        node.connect_failed(Instant(0));
+        assert!(node.deadline().unwrap() < Instant(0) + CONNECT_INT.times(2));
+    }
 }
 
 #[test]

@@ -261,74 +261,92 @@ fn is_quiet(stream: &std::net::TcpStream) -> bool {
     found.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
 }
 
-/// As kernels do (wire.md, 9.1).
-#[test]
-fn paths_end_one_after_the_other() {
+/// A link over two paths to a peer that is played here: the streams of each path, data and control.
+fn played(node: &Node, ping_timeout: Duration) -> [[TcpStream; 2]; 2] {
     use std::io::{Read, Write};
+    let own = [unique(), unique()];
+    let peers = [unique(), unique()];
+    let listeners = peers.map(|address| TcpListener::bind(address).unwrap());
+    let mut to = net(own[0], peers[0]);
+    to.paths = std::iter::zip(own, peers)
+        .map(|(local, peer)| Path { local, peer })
+        .collect();
+    to.load_balance_paths = true;
+    to.ping_timeout = ping_timeout;
+    // Each node makes one connection of each path.
+    to.connect_int = Duration::from_secs(2);
+    node.shard.set_peer(node.id, NodeId(1), to);
+    let mut up = Some(node.shard.command(node.id, connect()));
+    let streams = [0, 1].map(|path| {
+        let mut theirs = listeners[path].accept().unwrap().0;
+        let mut bytes = [0; 16];
+        theirs.read_exact(&mut bytes).unwrap();
+        let is_data = bytes == first(0xf2);
+        let socket =
+            socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket
+            .bind(&SocketAddr::new(peers[path].ip(), 0).into())
+            .unwrap();
+        socket.connect(&own[path].into()).unwrap();
+        let mut ours = TcpStream::from(socket);
+        let command = if is_data { 0xf1 } else { 0xf2 };
+        ours.write_all(&first(command)).unwrap();
+        if let Some(answer) = up.take() {
+            answer.recv().unwrap().unwrap();
+            assert!(matches!(node.told.recv().unwrap(), Told::Up { .. }));
+        }
+        if is_data {
+            [theirs, ours]
+        } else {
+            [ours, theirs]
+        }
+    });
+    let paths = || {
+        let view = node.shard.view(node.id).unwrap().unwrap();
+        view.paths.get(&NodeId(1)).map_or(0, Vec::len)
+    };
+    while paths() < 2 {
+        std::thread::yield_now();
+    }
+    streams
+}
+
+#[test]
+fn paths_end_together_when_the_peer_has_had_its_time() {
     on_both_rings(|ring| {
-        let env = env();
-        let Some(node) = Node::new(ring, &env) else {
+        let Some(node) = Node::new(ring, &env()) else {
             return;
         };
-        let own = [unique(), unique()];
-        let peers = [unique(), unique()];
-        let listeners = peers.map(|address| std::net::TcpListener::bind(address).unwrap());
-        let mut to = net(own[0], peers[0]);
-        to.paths = std::iter::zip(own, peers)
-            .map(|(local, peer)| Path { local, peer })
-            .collect();
-        to.load_balance_paths = true;
-        // Each node makes one connection of each path.
-        to.connect_int = Duration::from_secs(2);
-        node.shard.set_peer(node.id, NodeId(1), to);
-        let answer = node.shard.command(node.id, connect());
-        let mut up = Some(answer);
-        let mut streams = Vec::new();
-        for path in [0, 1] {
-            let mut theirs = listeners[path].accept().unwrap().0;
-            let mut bytes = [0; 16];
-            theirs.read_exact(&mut bytes).unwrap();
-            let is_data = bytes == first(0xf2);
-            let socket =
-                socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-            socket
-                .bind(&SocketAddr::new(peers[path].ip(), 0).into())
-                .unwrap();
-            socket.connect(&own[path].into()).unwrap();
-            let mut ours = std::net::TcpStream::from(socket);
-            let command = if is_data { 0xf1 } else { 0xf2 };
-            ours.write_all(&first(command)).unwrap();
-            streams.push(if is_data {
-                [theirs, ours]
-            } else {
-                [ours, theirs]
-            });
-            if let Some(answer) = up.take() {
-                answer.recv().unwrap().unwrap();
-                assert!(matches!(node.told.recv().unwrap(), Told::Up { .. }));
-            }
-        }
-        loop {
-            let view = node.shard.view(node.id).unwrap().unwrap();
-            if view
-                .paths
-                .get(&NodeId(1))
-                .is_some_and(|paths| paths.len() == 2)
-            {
-                break;
-            }
-            std::thread::yield_now();
-        }
+        let streams = played(&node, Duration::from_millis(200));
         let command = Command::Disconnect {
             peer: NodeId(1),
             force: false,
         };
         let answer = node.shard.command(node.id, command);
+        for mut stream in streams.into_iter().flatten() {
+            wait_for_end(&mut stream);
+        }
+        answer.recv().unwrap().unwrap();
+    });
+}
+
+/// A kernel that ends a connection without a word ends one socket after the other, and is in a wrong state afterwards
+/// if this node ends one of them first (wire.md, 9.1).
+#[test]
+fn a_peer_that_ends_its_paths_one_after_the_other_is_followed() {
+    on_both_rings(|ring| {
+        let Some(node) = Node::new(ring, &env()) else {
+            return;
+        };
+        let streams = played(&node, Duration::from_secs(60));
+        // Until the further path counts as one that stands at the peer too.
+        std::thread::sleep(std::time::Duration::from_millis(40));
         let mut streams: VecDeque<_> = streams.into_iter().flatten().collect();
         while let Some(mut stream) = streams.pop_front() {
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
             wait_for_end(&mut stream);
             assert!(streams.iter().all(is_quiet), "the others wait");
         }
-        answer.recv().unwrap().unwrap();
+        assert!(matches!(node.told.recv().unwrap(), Told::Down(_)));
     });
 }
