@@ -190,6 +190,45 @@ fn a_client_of_either_kind_writes_to_two_servers_of_unlike_kind() -> Result<()> 
     Ok(())
 }
 
+/// An invalidated kernel goes on with another node when it loses its source, and that one knows of no resync.
+#[test]
+fn the_source_of_a_resync_goes_away_and_returns() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let mut setup = NineSetup::new(&kinds, 9660 + n as u32);
+        setup.disk = "c-plan-ahead 0; resync-rate 4M;".to_string();
+        let cluster = Nine::start_equal(setup)?;
+        for target in [0, 1, 2] {
+            let (a, b) = ((target + 1) % 3, (target + 2) % 3);
+            cluster.make_primary(a)?;
+            cluster.adm(target, "invalidate r0/0")?;
+            let mut source = a;
+            cluster.wait("a resync", |cluster| {
+                for node in [a, b] {
+                    if cluster.replication(target, node, 0)? == "SyncTarget" {
+                        source = node;
+                        return Ok(true);
+                    }
+                }
+                Ok(false)
+            })?;
+            cluster.scribble(a, 0)?;
+            let of_source = format!("r0:{}", NAMES[source]);
+            cluster.adm(target, &format!("disconnect {of_source}"))?;
+            cluster.scribble(a, 0)?;
+            cluster.wait("it may connect again", |cluster| {
+                Ok(cluster.adm_raw(target, &format!("connect {of_source}"))?.0)
+            })?;
+            cluster.wait_in_sync()?;
+            cluster.adm(a, "secondary r0")?;
+        }
+        cluster.check_end(EXPECTED)?;
+    }
+    Ok(())
+}
+
 /// The target of a live migration is asked to be Primary before its source, a kernel, has stopped.
 #[test]
 fn a_migration_from_a_kernel_beside_a_third_disk_waits_for_the_demotion() -> Result<()> {

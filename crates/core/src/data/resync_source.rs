@@ -97,7 +97,13 @@ impl Resource {
         // Without a packet that puts it off, what was asked for before a pause is answered.
         let paused =
             repl == ReplState::PausedSyncS && self.spoken(peer) < crate::legacy::WITH_OUT_OF_SYNC;
-        if (repl != ReplState::SyncSource && !paused) || full {
+        // A kernel that is invalidated is PausedSyncT towards its other peers, to which this means
+        // nothing, and asks one of them when it loses its source: for ever, if that does not answer.
+        let unasked = repl == ReplState::Established
+            && disk == DiskState::UpToDate
+            && self.state.peer_device(volume, peer).disk == DiskState::Inconsistent
+            && self.is_kernel(peer);
+        if (repl != ReplState::SyncSource && !paused && !unasked) || full {
             self.source_cancel(volume, peer, &request);
             return;
         }

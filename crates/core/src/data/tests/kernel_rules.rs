@@ -146,6 +146,42 @@ fn a_full_sync_on_request_asks_its_source_only() {
     }
 }
 
+/// A kernel that loses the source of its full sync goes on with a node that was not asked for one, and asks it for ever
+/// if it does not answer.
+#[test]
+fn an_invalidated_kernel_that_has_lost_its_source_is_copied_from_another_node() {
+    for (seed, source) in [(13, 0), (14, 2)] {
+        let mut setup = Setup::default();
+        setup.options.kernel_rules = true;
+        setup.peer.c_plan_ahead_tenths = 0;
+        setup.peer.resync_rate_kib_s = 250;
+        let mut w = clean(seed, 3, setup);
+        w.write(0, 800, 4096, 7);
+        w.pass(Duration::from_secs(1));
+        w.invalidate_from(1, source);
+        w.pass(Duration::from_secs(1));
+        assert_eq!(w.repl(1, source), ReplState::SyncTarget);
+        w.sent.clear();
+        let (peer, force) = (node_id(source), false);
+        w.command(1, Command::Disconnect { peer, force });
+        let other = 2 - source;
+        let copied = |w: &World| w.sent.contains(&(other, 1, "rs data reply"));
+        w.pass_until("blocks of the other node", 10, copied);
+        w.command(
+            1,
+            Command::Connect {
+                peer,
+                discard_my_data: false,
+                tentative: false,
+            },
+        );
+        w.pass_until("the resync", 400, World::in_sync);
+        w.pass(Duration::from_secs(1));
+        w.check_idle();
+        w.check_same_data();
+    }
+}
+
 /// A Primary passes the question on to all its peers, and these answer by any stream that they have.
 #[test]
 fn an_answer_to_a_flush_may_come_before_the_nodes_are_connected() {
