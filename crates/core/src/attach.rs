@@ -605,8 +605,10 @@ impl Resource {
                 of_log.push(peer);
             }
         }
-        if superblock_calls_for_all(&disk.generations) {
-            // A move of the metadata was cut; also what no node has a slot for is not known.
+        let no_bitmap = !disk.options.bitmap;
+        if no_bitmap || superblock_calls_for_all(&disk.generations) {
+            // A move of the metadata was cut; also what no node has a slot for is not known. Nor is it of a disk
+            // that does without a bitmap.
             for slot in 0..disk.io.bitmap.shape().slots() {
                 disk.io.bitmap.fill(slot, true);
             }

@@ -199,7 +199,12 @@ impl Resource {
                 "al-extents and al-updates take effect at the next attach; detach first",
             );
         }
+        let changes = options.bitmap != disk.options.bitmap;
         disk.options = options;
+        if changes {
+            // What a peer that comes lacks is not known: spec/metadata.md, 5.2.
+            self.set_all_slots(volume);
+        }
         self.watch_disk(volume);
         Ok(Answer::Done)
     }

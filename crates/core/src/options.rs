@@ -247,6 +247,8 @@ pub struct DiskOptions {
     pub rs_discard_granularity_bytes: u32,
     /// `read-balancing`, default prefer-local.
     pub read_balancing: ReadBalancing,
+    /// `bitmap`, default yes. A disk without one has no peers, and everything is marked for those to come.
+    pub bitmap: bool,
 }
 
 impl Default for DiskOptions {
@@ -264,6 +266,7 @@ impl Default for DiskOptions {
             disk_timeout_tenths: 0,
             rs_discard_granularity_bytes: 0,
             read_balancing: ReadBalancing::PreferLocal,
+            bitmap: true,
         }
     }
 }

@@ -245,6 +245,7 @@ pub fn disk(texts: &OptionTexts) -> Result<core::DiskOptions, OptionError> {
             table::ReadBalancing::Striping512K => core::ReadBalancing::Striping(19),
             table::ReadBalancing::Striping1M => core::ReadBalancing::Striping(20),
         },
+        bitmap: t.bitmap,
     })
 }
 

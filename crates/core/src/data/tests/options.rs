@@ -126,3 +126,48 @@ fn algorithms_in_use_stay() {
     );
     assert_eq!(net_of(&w, 0).csums_alg.as_deref(), Some("sha1"));
 }
+
+/// Marks count for nothing where a disk did without a bitmap: a peer that comes then gets everything (spec/metadata.md, 5.2).
+#[test]
+fn a_disk_that_did_without_a_bitmap_marks_everything_for_peers_to_come() {
+    let all = |w: &World| {
+        let disk = w.nodes[0].resource.devices[&VOLUME].attached().unwrap();
+        let shape = disk.io.bitmap.shape();
+        (0..shape.slots()).all(|slot| disk.io.bitmap.count(slot) == shape.bits())
+    };
+    for at_attach in [true, false] {
+        let mut w = clean(40, 2, Setup::default());
+        w.command(0, Command::Secondary { force: false });
+        w.pass(Duration::from_secs(1));
+        let peer = node_id(1);
+        w.command(0, Command::Disconnect { peer, force: false });
+        w.pass(Duration::from_secs(1));
+        w.command(0, Command::DelPeer { peer });
+        let mut options = w.setup.disk.clone();
+        options.bitmap = false;
+        if at_attach {
+            w.command(
+                0,
+                Command::Detach {
+                    volume: VOLUME,
+                    force: false,
+                    diskless: false,
+                },
+            );
+            w.pass(Duration::from_secs(1));
+            assert!(w.disk_state(0) == DiskState::Diskless);
+            w.setup.disk = options;
+            w.attach(0);
+        } else {
+            w.command(
+                0,
+                Command::DiskOptions {
+                    volume: VOLUME,
+                    options,
+                },
+            );
+        }
+        w.pass(Duration::from_secs(1));
+        assert!(all(&w), "{:#?}", w.log);
+    }
+}
