@@ -347,6 +347,12 @@ impl Resource {
         }
     }
 
+    /// The last link led to a node that is no Lockstep node.
+    pub(crate) fn last_was_kernel(&self, peer: NodeId) -> bool {
+        let last = self.connections.get(&peer).and_then(|c| c.last_dialect);
+        last.is_some_and(|d| d.protocol != 0 && !d.features.contains(Features::LOCKSTEP))
+    }
+
     /// A refusal by policy: no retry until the operator says so.
     pub(crate) fn go_standalone(&mut self, peer: NodeId, why: String) {
         self.log(Level::Error, Some(peer), None, why);

@@ -9,9 +9,7 @@ use alloc::vec::Vec;
 use core::mem;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
-use lockstep_format::wire::{
-    ConnState, DiskState, Features, Packet, PeerState, ReplState, Role, UuidFlags,
-};
+use lockstep_format::wire::{ConnState, DiskState, Packet, PeerState, ReplState, Role, UuidFlags};
 
 use crate::attach::Leaving;
 pub use crate::change::Change;
@@ -1146,12 +1144,6 @@ impl Resource {
             .iter()
             .filter(|peer| !self.is_lockstep(*peer))
             .collect()
-    }
-
-    /// The last link led to a node that is no Lockstep node.
-    pub(crate) fn last_was_kernel(&self, peer: NodeId) -> bool {
-        let last = self.connections.get(&peer).and_then(|c| c.last_dialect);
-        last.is_some_and(|d| d.protocol != 0 && !d.features.contains(Features::LOCKSTEP))
     }
 
     /// The other end of the present link is a kernel 9.
