@@ -885,6 +885,8 @@ registry! {
         "An Outdated disk follows a neighbour, and a Primary without a disk has served newer data.";
     OldCopyServed "old-copy-served"
         "A Primary without a disk reads from a disk that lacks the generation that it has served.";
+    FrozenDetachHasty "frozen-detach-hasty"
+        "A frozen Primary gives its disk away before its peers have what was acknowledged.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

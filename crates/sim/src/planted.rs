@@ -469,6 +469,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::FrozenDetachHasty
         | P::ClientNotAsked
         | P::OldCopyServed
         | P::ReconciledStaysOutdated
@@ -1059,6 +1060,7 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::FrozenDetachHasty,
     Planted::ClientNotAsked,
     Planted::OldCopyServed,
     Planted::ReconciledStaysOutdated,

@@ -540,3 +540,11 @@ fn a_client_is_asked_before_an_outdated_disk_counts_again() {
     let requests = "37,155,157,159";
     holds(795000000556, Some(4), Some(kinds), &extras, "0-5", requests);
 }
+
+/// With protocol A a frozen Primary gave its disk away by command while a slow peer had not flushed what was
+/// acknowledged, and all lost their power.
+#[test]
+fn a_frozen_primary_gives_its_disk_away_when_its_peers_have_everything() {
+    let requests = "1-3,6,8,13-14";
+    holds(884000766, Some(3), None, &[], "10,13,17,20", requests);
+}

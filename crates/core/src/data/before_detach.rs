@@ -24,9 +24,11 @@ impl Resource {
 
     /// Whatever applications were told is in the peers' disks, as safe as it was here.
     pub(crate) fn may_lose_disk(&self, volume: VolumeNr) -> bool {
-        let serves = self.state.role == Role::Primary
-            && self.state.disk(volume) == DiskState::UpToDate
-            && !self.state.suspended();
+        let serves =
+            self.state.role == Role::Primary && self.state.disk(volume) == DiskState::UpToDate;
+        // What is frozen has not been acknowledged, and does not end before the suspension does.
+        let frozen = self.state.suspended();
+        let hasty = frozen && planted!(self, FrozenDetachHasty);
         let asynchronous = |conn: &&Connection| {
             conn.net.protocol != Protocol::C || conn.io.was_async || !conn.is_lockstep()
         };
@@ -35,12 +37,13 @@ impl Resource {
         let requests = self.io.requests.keys().into_iter();
         let mut requests = requests.filter_map(|key| self.io.requests.get(key));
         !serves
+            || hasty
             || peers.is_empty()
             || requests.all(|req| {
                 let kept = |peer: &NodeId| !req.unsettled.contains(*peer);
                 // Reads go on elsewhere, and what was not submitted yet waits.
                 let writes = req.submitted && req.volume == volume;
-                !writes || req.completed && peers.iter().all(kept)
+                !writes || !req.completed && frozen || req.completed && peers.iter().all(kept)
             })
     }
 }
