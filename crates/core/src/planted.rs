@@ -887,6 +887,8 @@ registry! {
         "A Primary without a disk reads from a disk that lacks the generation that it has served.";
     FrozenDetachHasty "frozen-detach-hasty"
         "A frozen Primary gives its disk away before its peers have what was acknowledged.";
+    CopiedWriteForgotten "copied-write-forgotten"
+        "A target has copied a write that a third node lacks, and is lost: it is not marked for that.";
     LeftBehindFollows "left-behind-follows"
         "A disk that one connected node has left behind becomes UpToDate beside another one.";
     ConsistentNotCompared "consistent-not-compared"

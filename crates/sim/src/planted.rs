@@ -469,6 +469,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
         | P::LeftBehindFollows
+        | P::CopiedWriteForgotten
         | P::FrozenDetachHasty
         | P::ClientNotAsked
         | P::OldCopyServed
@@ -1060,6 +1061,7 @@ const RARE: &[Planted] = &[
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
     Planted::LeftBehindFollows,
+    Planted::CopiedWriteForgotten,
     Planted::FrozenDetachHasty,
     Planted::ClientNotAsked,
     Planted::OldCopyServed,

@@ -548,3 +548,10 @@ fn a_frozen_primary_gives_its_disk_away_when_its_peers_have_everything() {
     let requests = "1-3,6,8,13-14";
     holds(884000766, Some(3), None, &[], "10,13,17,20", requests);
 }
+
+/// A target copied a write that a third node lacked, lost its source and was copied from that node: the source
+/// forgot that the two differ, and nothing was marked.
+#[test]
+fn who_copied_a_write_is_marked_until_everybody_has_it() {
+    holds(799500000326, Some(3), None, &[], "0,3,5-6,8", "14-15");
+}

@@ -1092,13 +1092,14 @@ impl Resource {
             req.unsettled.remove(peer);
             self.try_complete(key);
         }
-        let others = self.connections.len() > 1;
         let stays_in_sync = planted!(self, InSyncSurvivesLoss);
+        let copies_count = !planted!(self, CopiedWriteForgotten);
         for key in self.io.log.iter() {
             if let Some(req) = self.io.requests.get_mut(*key) {
                 req.mark.remove(peer);
-                // It may become the target of a third node that does not have the write yet.
-                if others && req.ok.contains(peer) {
+                // Who has it, or has copied it, may become the target of a third node that does not have it yet.
+                let has = req.ok.contains(peer) || copies_count && req.accounted.contains(peer);
+                if has && self.connections.len() > 1 {
                     req.left.insert(peer);
                     if !stays_in_sync {
                         req.in_sync.remove(peer);
