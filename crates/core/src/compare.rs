@@ -545,10 +545,12 @@ fn equal_row(h: &Handshake<'_>) -> Row {
     }
     // With protocol B who has been here all the time has everything that was acknowledged, and the crashed Primary may
     // have lost its cache.
-    let survived =
-        (crashed.0 && !reconnect.0 && reconnect.1) || (crashed.1 && !reconnect.1 && reconnect.0);
-    let by_survivor =
-        h.is_lockstep() && h.net.protocol == Protocol::B && survived && crashed.0 != crashed.1;
+    let survived = match crashed {
+        (true, false) => reconnect == (false, true),
+        (false, true) => reconnect == (true, false),
+        (true, true) | (false, false) => false,
+    };
+    let by_survivor = h.is_lockstep() && h.net.protocol == Protocol::B && survived;
     if h.protocol_version >= 121 && h.net.protocol != Protocol::C && !by_survivor {
         match crashed {
             (true, false) => return row(Strategy::SourceUseBitmap, Rule::CrashedPrimary),

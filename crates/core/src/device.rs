@@ -14,8 +14,10 @@ use crate::few::Few;
 use crate::generation::Generations;
 use crate::options::{DiskOptions, PeerDeviceOptions};
 use crate::time::Instant;
-use crate::uuid_spread::ANNOUNCED_COUNT;
 use crate::uuids::PeerUuids;
+
+/// Given-up generations of a Primary that are remembered.
+const ANNOUNCED_COUNT: usize = 16;
 
 /// A volume of a resource.
 #[derive(Debug)]
@@ -535,8 +537,11 @@ impl Device {
             return;
         };
         let given_up: Vec<Uuid> = disk.generations.announced_since().collect();
-        for uuid in given_up.into_iter().rev() {
-            let uuid = uuid.without_primary_bit();
+        self.remember_announced(given_up.into_iter().rev().map(Uuid::without_primary_bit));
+    }
+
+    pub(crate) fn remember_announced(&mut self, uuids: impl IntoIterator<Item = Uuid>) {
+        for uuid in uuids {
             if !self.announced.contains(&uuid) {
                 self.announced.push(uuid);
             }

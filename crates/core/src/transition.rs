@@ -735,8 +735,11 @@ impl Resource {
         graceful: bool,
     ) {
         let agreed = graceful && before == ConnState::Connected;
-        let ends = [LinkEnd::Flushed, LinkEnd::Agreed];
-        self.lose_link(peer, ends[usize::from(agreed)]);
+        let end = match agreed {
+            true => LinkEnd::Agreed,
+            false => LinkEnd::Flushed,
+        };
+        self.lose_link(peer, end);
         self.twopc_peer_lost(peer);
         let was_up = before >= ConnState::Connecting;
         let mut drains = false;

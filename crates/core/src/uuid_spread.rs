@@ -31,9 +31,6 @@ use crate::state::ReplSets;
 use crate::transition::Change;
 use crate::uuids::{PeerUuids, is_real};
 
-/// Given-up generations of a diskless Primary that are remembered.
-pub(crate) const ANNOUNCED_COUNT: usize = 16;
-
 /// A new current UUID on its way.
 #[derive(Debug)]
 pub struct NewUuid {
@@ -469,9 +466,7 @@ impl Resource {
         let mut given_up = Vec::new();
         if let Some(device) = self.devices.get_mut(&volume) {
             given_up.clone_from(&device.announced);
-            device.announced.push(uuid);
-            let most = device.announced.len().saturating_sub(ANNOUNCED_COUNT);
-            device.announced.drain(..most);
+            device.remember_announced([uuid]);
         }
         let weak_nodes = self.weak_nodes(volume);
         for peer in self.established_peers().iter() {
