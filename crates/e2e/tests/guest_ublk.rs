@@ -42,7 +42,8 @@ const CONFIGURATION: &str = "resource r0 {
 ";
 
 /// `adm NODE WORDS`, `setup NODE WORDS`, `start NODE [OPTIONS]`, `killed NODE` and `probe`; `again NODE`
-/// starts a killed node once more. `try NODE` writes to its device, `disk NODE` names that.
+/// starts a killed node once more. `try NODE` writes to its device, `disk NODE` names that, and
+/// `gone NODE'S DEVICE` waits until there is none.
 const HELPERS: &str = r#"
 node() { LOCKSTEP_DIR=/run/$1 chroot /host /run/bin/$2 $3 $4 $5 $6 $7 2>&1; }
 adm() { n=$1; shift; node $n drbdadm "$@"; }
@@ -63,6 +64,11 @@ ended() {
 primary() { until adm $1 primary r0; do usleep 100000; done; }
 again() { start $1 "$2" && adm $1 up r0; }
 disk() { readlink /run/$1/dev/drbd$([ $1 = alfa ] && echo 0 || echo 1); }
+# The I/O of a device fails first, and then its node goes.
+gone() {
+    n=0
+    while [ -e $1 ]; do n=$((n + 1)); [ $n -lt 1000 ] || return 1; usleep 10000; done
+}
 try() { chroot /host /bin/dd if=/dev/zero of=$1 bs=4k count=1 oflag=direct conv=nocreat 2>&1; }
 # One durable write after the other, with the time of each: begin and end in seconds.
 probe() {
@@ -411,7 +417,7 @@ fn ends(nodes: &Nodes) -> Result<()> {
     // Nobody comes back to a Secondary: its holder ends what waits.
     nodes.sh("ended bravo; again bravo '--hold 2'")?;
     nodes.wait_in_sync()?;
-    nodes.sh("d=$(disk bravo); killed bravo; ! try $d && [ ! -e $d ]")?;
+    nodes.sh("d=$(disk bravo); killed bravo; ! try $d && gone $d")?;
     // The next daemon makes another device. Without a holder it ends at once.
     nodes.sh("again bravo '' && d=$(disk bravo); killed bravo; ! try $d
          again bravo && [ -e $(disk bravo) ]")?;
@@ -419,7 +425,7 @@ fn ends(nodes: &Nodes) -> Result<()> {
     // A Primary's, which the holder was to keep.
     nodes.sh(
         "ended alfa; again alfa '--hold 2' && primary alfa && d=$(disk alfa)
-         try $d && killed alfa; ! try $d && [ ! -e $d ] || exit 1
+         try $d && killed alfa; ! try $d && gone $d || exit 1
          again alfa && primary alfa && try $(disk alfa)",
     )?;
     nodes.wait_in_sync()?;
