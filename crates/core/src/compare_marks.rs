@@ -20,6 +20,12 @@ pub(super) fn apply_marks(h: &Handshake<'_>, verdict: &mut Verdict) {
         verdict.strategy = direction.use_bitmap();
         return;
     }
+    if let Some((direction, rule)) = survivors(h) {
+        verdict.strategy = direction.use_bitmap();
+        verdict.reconciliation = rule == Rule::ReconcileDagtag;
+        verdict.rule = rule;
+        return;
+    }
     if !both_up_to_date || both_stayed(h) {
         return;
     }
@@ -54,6 +60,31 @@ fn by_one_up_to_date(h: &Handshake<'_>) -> Option<Direction> {
             Some(Direction::Target)
         }
         _ => None,
+    }
+}
+
+/// Between two Lockstep nodes that meet again: both have lost a Primary, and at least one of them does not know yet whether
+/// anybody still has it. Whoever came further is copied from. If that is not known, it is not the one that is Outdated.
+fn survivors(h: &Handshake<'_>) -> Option<(Direction, Rule)> {
+    let disks = (h.own.effective_disk(), h.peer.effective_disk());
+    let (outdated, consistent) = (DiskState::Outdated, DiskState::Consistent);
+    let by_disk = match disks {
+        (a, b) if a == consistent && b == outdated => Some(Direction::Source),
+        (a, b) if a == outdated && b == consistent => Some(Direction::Target),
+        (a, b) if a == consistent && b == consistent => None,
+        _ => return None,
+    };
+    let primary = h.own.is_primary() || h.peer.is_primary();
+    if !h.is_lockstep() || h.phase != Phase::Connect || primary {
+        return None;
+    }
+    let lost = h.own_lost.zip(h.peer_lost);
+    match lost.filter(|(own, peer)| own.node == peer.node && own.dagtag != peer.dagtag) {
+        Some((own, peer)) if own.dagtag.is_newer_than(peer.dagtag) => {
+            Some((Direction::Source, Rule::ReconcileDagtag))
+        }
+        Some(_) => Some((Direction::Target, Rule::ReconcileDagtag)),
+        None => by_disk.map(|direction| (direction, Rule::MarkedBlocks)),
     }
 }
 

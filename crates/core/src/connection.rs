@@ -83,6 +83,8 @@ pub struct Connection {
     pub peer_dagtag: Option<(NodeId, Dagtag)>,
     /// What it said of a Primary that this node still reaches: it has lost its own link only.
     pub kept_dagtag: Option<(NodeId, Dagtag)>,
+    /// What it said last of a lost Primary that is not back since.
+    pub lost_word: Option<(NodeId, Dagtag)>,
     /// Try the connect two-phase commit so many times already.
     pub attempts: u32,
     /// The data path's part.
@@ -193,6 +195,7 @@ impl Connection {
             peer_verify_alg: String::new(),
             peer_dagtag: None,
             kept_dagtag: None,
+            lost_word: None,
             attempts: 0,
             io: ConnIo::default(),
         }

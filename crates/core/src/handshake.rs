@@ -813,6 +813,10 @@ impl Resource {
             conn.attempts = 0;
             conn.peer_dagtag = None;
             conn.kept_dagtag = None;
+            conn.lost_word = None;
+        }
+        for conn in self.connections.values_mut() {
+            conn.lost_word = conn.lost_word.filter(|(lost, _)| *lost != peer);
         }
     }
 
@@ -1050,7 +1054,9 @@ impl Resource {
         };
         self.compared_beside_crashed(peer, volume);
         let strategy = result.strategy;
-        if self.is_left_to_third(volume, peer, &result) {
+        if self.is_left_to_third(volume, peer, &result)
+            || self.is_left_to_primary(volume, peer, theirs.disk, strategy)
+        {
             return;
         }
         self.log(
@@ -1081,8 +1087,12 @@ impl Resource {
             }
             Some(repl) => {
                 self.prepare_bitmap(volume, peer, strategy, result.clear_own_slot);
-                if let Err(refusal) = self.soft_change(Change::new().repl(volume, peer, repl)) {
-                    self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
+                match self.soft_change(Change::new().repl(volume, peer, repl)) {
+                    Ok(_) if own == DiskState::Consistent => self.reconciles_late(volume, peer),
+                    Ok(_) => {}
+                    Err(refusal) => {
+                        self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
+                    }
                 }
             }
             None if strategy.retries() => {

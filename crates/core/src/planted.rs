@@ -881,6 +881,18 @@ registry! {
         "A survivor that follows an Outdated one is Outdated, too.";
     OutdatedDoesNotLead "outdated-does-not-lead"
         "An Outdated survivor with more does not give it to the other one.";
+    FollowsLeftBehind "follows-left-behind"
+        "A follower of a Primary is copied from a disk that has lost that one and was told a newer generation before.";
+    ServingWaits "serving-waits"
+        "Two whole disks that differ wait for as long as one of them serves a resync.";
+    LateLossForgotten "late-loss-forgotten"
+        "A node that lost a Primary last is copied from who lost it first, and is Outdated as that one is.";
+    FirstCopyCounts "first-copy-counts"
+        "A node that lost a Primary last is Outdated after it was copied from another one than reconciled with it.";
+    KeptWordsOfLess "kept-words-of-less"
+        "A node that loses a Primary last forgets that an Outdated one had come further.";
+    GenerationsNotReconciled "generations-not-reconciled"
+        "Survivors of different generations are not reconciled at the end of their copy.";
     ClientNotAsked "client-not-asked"
         "An Outdated disk follows a neighbour, and a Primary without a disk has served newer data.";
     OldCopyServed "old-copy-served"

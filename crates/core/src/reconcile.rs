@@ -7,7 +7,8 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::PeerDagtag;
 use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role, StateWord, UuidFlags};
 
-use crate::device::Reconcile;
+use crate::compare::{Direction, Strategy};
+use crate::device::{PeerDevice, Reconcile};
 use crate::event::Stream;
 use crate::report::Level;
 use crate::resource::Resource;
@@ -80,6 +81,7 @@ impl Resource {
             return;
         };
         conn.peer_dagtag = Some((packet.node_id, packet.dagtag));
+        conn.lost_word = conn.peer_dagtag;
         if self.state.conn(peer) != ConnState::Connected {
             return;
         }
@@ -147,7 +149,10 @@ impl Resource {
             let takes_part = whole(own) && (whole(p.disk) || outdated(p.disk))
                 || whole(p.disk) && leads && !planted!(self, OutdatedDoesNotLead);
             if p.repl != ReplState::Established || !takes_part {
-                if let Some(pd) = self.peer_device_mut(volume, peer) {
+                // A copy that runs already ends as what it is.
+                if let Some(pd) = self.peer_device_mut(volume, peer)
+                    && matches!(pd.reconcile, Reconcile::Pending { .. })
+                {
                     pd.reconcile = Reconcile::No;
                 }
                 continue;
@@ -191,6 +196,7 @@ impl Resource {
             None => {
                 pd.reconcile = Reconcile::No;
                 self.compare_now(peer, volume);
+                self.reconciles_generations(volume, peer, lost, (mine, theirs));
             }
             Some(ReplState::Established) => {
                 pd.reconcile = Reconcile::No;
@@ -230,6 +236,101 @@ impl Resource {
                 self.hard_change(Change::new().repl(volume, peer, repl));
             }
         }
+    }
+
+    /// The comparison has chosen who came further in the lost Primary's stream, and the other one lacks a generation of
+    /// that: at the end of the copy both are where the lost one had been with the source.
+    fn reconciles_generations(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        lost: NodeId,
+        (mine, theirs): (Dagtag, Dagtag),
+    ) {
+        let further = match self.state.peer_device(volume, peer).repl {
+            ReplState::WfBitmapS => mine,
+            ReplState::WfBitmapT => theirs,
+            _ => return,
+        };
+        let goes_along = !mine.is_newer_than(further)
+            && !theirs.is_newer_than(further)
+            && !planted!(self, GenerationsNotReconciled);
+        if let Some(pd) = self.peer_device_mut(volume, peer)
+            && goes_along
+        {
+            pd.reconcile = Reconcile::Running {
+                lost,
+                dagtag: further,
+            };
+        }
+    }
+
+    /// How far in the stream of a lost node the copy from this peer goes: it reconciles, or another one does that is no
+    /// further.
+    pub(crate) fn reconciled_with(
+        &self,
+        volume: VolumeNr,
+        peer: NodeId,
+    ) -> Option<(NodeId, Dagtag)> {
+        let running = |pd: &PeerDevice| match pd.reconcile {
+            Reconcile::Running { lost, dagtag } => Some((lost, dagtag)),
+            Reconcile::No | Reconcile::Pending { .. } => None,
+        };
+        let peers = &self.devices.get(&volume)?.peers;
+        if let Some(own) = running(peers.get(&peer)?) {
+            return Some(own);
+        }
+        let (named, theirs) = self.connections.get(&peer)?.lost_word?;
+        let mut others = peers.values().filter_map(running);
+        let as_far = |(lost, dagtag): &(NodeId, Dagtag)| {
+            *lost == named && !dagtag.is_newer_than(theirs) && !planted!(self, FirstCopyCounts)
+        };
+        others.find(as_far)
+    }
+
+    /// This node has lost a Primary after the peer, which had come as far and said so, and is copied from that before it
+    /// has told its own loss, or because of a generation.
+    pub(crate) fn reconciles_late(&mut self, volume: VolumeNr, peer: NodeId) {
+        let target = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapT;
+        let Some(conn) = self.connections.get(&peer).filter(|_| target) else {
+            return;
+        };
+        let further = conn.lost_word.filter(|(lost, theirs)| {
+            let gone = self.state.conn(*lost) != ConnState::Connected;
+            let mine = self.connections.get(lost).map(|c| c.last_dagtag);
+            gone && mine.is_some_and(|mine| !mine.is_newer_than(*theirs))
+        });
+        if let Some((lost, dagtag)) = further.filter(|_| !planted!(self, LateLossForgotten))
+            && let Some(pd) = self.peer_device_mut(volume, peer)
+            && pd.reconcile == Reconcile::No
+        {
+            pd.reconcile = Reconcile::Running { lost, dagtag };
+        }
+    }
+
+    /// The peer has lost a Primary that this node is connected to and follows. A generation of that which the peer has
+    /// been told is on its way here, with all that was written: nothing is copied from what is left behind.
+    pub(crate) fn is_left_to_primary(
+        &self,
+        volume: VolumeNr,
+        peer: NodeId,
+        theirs: DiskState,
+        strategy: Strategy,
+    ) -> bool {
+        let up_to_date = |disk| disk == DiskState::UpToDate;
+        let follows = |node: NodeId| {
+            let p = self.state.peer_device(volume, node);
+            let serves = p.repl == ReplState::Established && up_to_date(p.disk);
+            node != peer && serves && self.peer_role(node) == Role::Primary
+        };
+        strategy.direction() == Some(Direction::Target)
+            && self.state.role == Role::Secondary
+            && up_to_date(self.state.disk(volume))
+            && matches!(theirs, DiskState::Outdated | DiskState::Consistent)
+            && self.peer_role(peer) == Role::Secondary
+            && self.is_lockstep(peer)
+            && self.established_peers().iter().any(follows)
+            && !planted!(self, FollowsLeftBehind)
     }
 
     /// A transaction has ended: a loss that its initiator had told of before is told on.
@@ -344,19 +445,23 @@ impl Resource {
     }
 
     /// This node has lost the Primary that others had lost before. Says which of them have been outdated
-    /// meanwhile: they follow whoever is UpToDate, and have no say in that.
+    /// meanwhile and have no more than this node: they follow whoever is UpToDate, and have no say in that.
     fn take_kept_words(&mut self, lost: NodeId) -> NodeMask {
         let mut left_before = NodeMask::EMPTY;
+        let mine = self.connections.get(&lost).map(|c| c.last_dagtag);
+        let mine = mine.unwrap_or_default();
+        let forgets = planted!(self, KeptWordsOfLess);
         for (peer, conn) in &mut self.connections {
-            if conn.kept_dagtag.is_none_or(|(node, _)| node != lost) {
+            let Some(word) = conn.kept_dagtag.filter(|(node, _)| *node == lost) else {
                 continue;
-            }
-            let word = conn.kept_dagtag.take();
+            };
+            conn.kept_dagtag = None;
+            let more = word.1.is_newer_than(mine) && !forgets;
             let mut disks = self.state.devices.values().map(|d| d.peers.get(peer));
-            if disks.any(|p| p.is_some_and(|p| p.disk == DiskState::Outdated)) {
+            if !more && disks.any(|p| p.is_some_and(|p| p.disk == DiskState::Outdated)) {
                 left_before.insert(*peer);
             } else {
-                conn.peer_dagtag = conn.peer_dagtag.or(word);
+                conn.peer_dagtag = conn.peer_dagtag.or(Some(word));
             }
         }
         left_before

@@ -13,7 +13,7 @@ use crate::before_resync::ResyncGate;
 use crate::command::ErrorCode;
 use crate::compare;
 use crate::data::BitmapThen;
-use crate::device::{AfterMeta, PeerDevice, Reconcile};
+use crate::device::{AfterMeta, PeerDevice};
 use crate::generation::Rotation;
 use crate::report::Level;
 use crate::resource::Resource;
@@ -342,11 +342,7 @@ impl Resource {
     /// The source of a reconciliation is Outdated because this node still had the Primary that both have lost now: what
     /// is here is as good as it was, and this node asks whether that Primary is somewhere else.
     fn outdated_for_lost(&self, volume: VolumeNr, peer: NodeId) -> bool {
-        let device = self.devices.get(&volume);
-        let reconcile = device
-            .and_then(|d| d.peers.get(&peer))
-            .map(|pd| pd.reconcile);
-        matches!(reconcile, Some(Reconcile::Running { .. }))
+        self.reconciled_with(volume, peer).is_some()
             && self.state.peer_device(volume, peer).disk == DiskState::Outdated
             && self.is_lockstep(peer)
             && self.same_current(volume, peer)
@@ -379,21 +375,14 @@ impl Resource {
         let mut change = Change::new()
             .repl(volume, peer, ReplState::Established)
             .resync_active(volume, peer, false);
-        let lost = match self.peer_device_mut(volume, peer) {
-            Some(pd) => {
-                let lost = match pd.reconcile {
-                    Reconcile::Running { lost, dagtag } => Some((lost, dagtag)),
-                    Reconcile::No | Reconcile::Pending { .. } => None,
-                };
-                pd.resync_ready = false;
-                if let Some(uuids) = pd.uuids.as_mut().filter(|_| disk.is_some()) {
-                    // What the peer had marked at the start has been copied.
-                    uuids.dirty_bits = 0;
-                }
-                lost
+        let lost = self.reconciled_with(volume, peer);
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.resync_ready = false;
+            if let Some(uuids) = pd.uuids.as_mut().filter(|_| disk.is_some()) {
+                // What the peer had marked at the start has been copied.
+                uuids.dirty_bits = 0;
             }
-            None => None,
-        };
+        }
         if let Some(disk) = disk {
             change = change.disk(volume, disk);
             let behind = self

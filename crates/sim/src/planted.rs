@@ -475,6 +475,12 @@ fn shows(bug: Planted) -> Shows {
         | P::OldCopyServed
         | P::ReconciledStaysOutdated
         | P::OutdatedDoesNotLead
+        | P::FollowsLeftBehind
+        | P::KeptWordsOfLess
+        | P::FirstCopyCounts
+        | P::LateLossForgotten
+        | P::ServingWaits
+        | P::GenerationsNotReconciled
         | P::LonelyOutdatedStays
         | P::AncestorsReadAfterDemotion
         | P::ReadErrorMarkedLazily
@@ -1067,6 +1073,12 @@ const RARE: &[Planted] = &[
     Planted::OldCopyServed,
     Planted::ReconciledStaysOutdated,
     Planted::OutdatedDoesNotLead,
+    Planted::FollowsLeftBehind,
+    Planted::KeptWordsOfLess,
+    Planted::FirstCopyCounts,
+    Planted::LateLossForgotten,
+    Planted::ServingWaits,
+    Planted::GenerationsNotReconciled,
     Planted::LonelyOutdatedStays,
     Planted::AncestorsReadAfterDemotion,
     Planted::ReadErrorMarkedLazily,

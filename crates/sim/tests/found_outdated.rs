@@ -71,3 +71,25 @@ fn a_vote_of_before_the_loss_outdates_nobody_who_asks_anew() {
 fn the_last_copies_do_not_wait_for_one_that_is_not_whole() {
     planned_holds(Some(4), 3_200_000_305, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// The survivors of a Primary lost it one after the other. One that still had it, and had not got its newest generation yet,
+/// followed one that had lost it and was Outdated; or the last one to lose it was copied from one that had lost it first,
+/// and was as Outdated in the end. All were, until the Primary was back.
+#[test]
+fn survivors_that_lose_a_primary_one_after_the_other_do_not_outdate_each_other() {
+    holds(Some(4), 795_000_000_399, None, "none", "none");
+    holds(Some(4), 795_000_000_399, None, "0-99", "0-999");
+    holds(Some(5), 795_000_000_015, None, "1,5", "450");
+    holds(None, 797_000_015_017, None, "none", "none");
+    holds(Some(4), 801_100_000_062, None, "none", "none");
+    holds(Some(4), 801_100_000_062, None, "0-99", "0-999");
+    holds(Some(5), 802_000_003_239, None, "none", "none");
+    holds(Some(5), 802_000_000_783, None, "none", "none");
+}
+
+/// A survivor of a Primary that had less met one that had more again: both knew how far, and nothing was copied, as marks
+/// meant nothing where one of them was Outdated. A comparison chose the one with less later.
+#[test]
+fn survivors_that_meet_again_go_by_how_far_they_came() {
+    holds(Some(5), 802_000_001_209, None, "none", "none");
+}

@@ -555,3 +555,10 @@ fn a_frozen_primary_gives_its_disk_away_when_its_peers_have_everything() {
 fn who_copied_a_write_is_marked_until_everybody_has_it() {
     holds(799500000326, Some(3), None, &[], "0,3,5-6,8", "14-15");
 }
+
+/// Two whole disks that differed waited for a third one, which was being copied from one of them and could not tell.
+#[test]
+fn a_resync_that_is_served_does_not_keep_two_disks_different() {
+    let requests = "153-154,164,175,194,196-197,219,221-223,540-542,544";
+    holds(801100000223, Some(4), None, &[], "0-1,4,8,10-11", requests);
+}

@@ -13,9 +13,14 @@ use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::{DiskState, ReplState};
 
 use crate::resource::Resource;
+use crate::state::ReplSets;
 
 /// How often a node asks about marks between it and an UpToDate peer before it compares.
 const SETTLING_ROUNDS: u32 = 1;
+
+/// The same while the node only serves a resync of another one, which may be able to tell when it is whole. It is not
+/// where it was copied from one of the two.
+const SERVING_ROUNDS: u32 = 10;
 
 /// Peers that have become equal by their states alone, each with what was marked towards it last and
 /// for how many rounds.
@@ -28,6 +33,8 @@ pub(crate) struct Unsettled {
 struct Left {
     blocks: u64,
     rounds: u32,
+    /// Rounds of these in which a resync of another node was served.
+    serving: u32,
     /// Primaries were asked for the acks of what they have written.
     flushed: bool,
 }
@@ -49,6 +56,20 @@ impl Resource {
         })
     }
 
+    /// The disk is whole, and all that goes on is that others are copied from it.
+    fn serves_only(&self, volume: VolumeNr) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let rests = disk.is_some_and(|disk| disk.resize.is_none()) && self.new_uuid.is_none();
+        let serves = |repl: ReplState| {
+            repl <= ReplState::Established || repl == ReplState::WfBitmapS || repl.is_sync_source()
+        };
+        let state = self.state.devices.get(&volume);
+        rests
+            && state.is_some_and(|d| {
+                d.disk == DiskState::UpToDate && d.peers.values().all(|p| serves(p.repl))
+            })
+    }
+
     /// `Timer::LeftMarks`: where a while has settled none of the marks towards such a peer, both
     /// compare.
     pub(crate) fn compare_unsettled(&mut self, volume: VolumeNr) {
@@ -56,6 +77,7 @@ impl Resource {
         let writes = self.unsettled_writes(volume);
         // Who is being resynced may be the one that can tell, when it is whole.
         let busy = self.is_busy(volume) && !planted!(self, BusyCompared);
+        let serves = busy && self.serves_only(volume) && !planted!(self, ServingWaits);
         let Some(io) = self.disk_io(volume) else {
             return;
         };
@@ -72,7 +94,12 @@ impl Resource {
                     io.bitmap.count_touched(slot, Sector(w.start), size_bytes)
                 })
                 .sum();
-            left.rounds = match left.blocks == blocks && written < blocks && !busy {
+            let same = left.blocks == blocks && written < blocks;
+            left.serving = match same && serves {
+                true => left.serving + 1,
+                false => 0,
+            };
+            left.rounds = match same && (!busy || left.serving >= SERVING_ROUNDS) {
                 true => left.rounds + 1,
                 false => 0,
             };
@@ -94,7 +121,7 @@ impl Resource {
             self.flush_peer_acks();
         }
         for peer in due {
-            if self.is_busy(volume) {
+            if self.is_busy(volume) && !self.serves_only(volume) {
                 return;
             }
             if self.is_shared() && self.may_follow_yet(volume, peer) {
