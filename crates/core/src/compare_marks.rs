@@ -78,13 +78,20 @@ fn survivors(h: &Handshake<'_>) -> Option<(Direction, Rule)> {
     if !h.is_lockstep() || h.phase != Phase::Connect || primary {
         return None;
     }
-    let lost = h.own_lost.zip(h.peer_lost);
-    match lost.filter(|(own, peer)| own.node == peer.node && own.dagtag != peer.dagtag) {
-        Some((own, peer)) if own.dagtag.is_newer_than(peer.dagtag) => {
-            Some((Direction::Source, Rule::ReconcileDagtag))
-        }
-        Some(_) => Some((Direction::Target, Rule::ReconcileDagtag)),
-        None => by_disk.map(|direction| (direction, Rule::MarkedBlocks)),
+    let by_disk = by_disk.map(|direction| (direction, Rule::MarkedBlocks));
+    let by_words = by_words(h).map(|direction| (direction, Rule::ReconcileDagtag));
+    by_words.or(by_disk)
+}
+
+/// Both have lost one Primary, and one of them came further.
+fn by_words(h: &Handshake<'_>) -> Option<Direction> {
+    let (own, peer) = h.own_lost.zip(h.peer_lost)?;
+    if own.node != peer.node || own.dagtag == peer.dagtag {
+        return None;
+    }
+    match own.dagtag.is_newer_than(peer.dagtag) {
+        true => Some(Direction::Source),
+        false => Some(Direction::Target),
     }
 }
 
@@ -175,13 +182,15 @@ fn marked_blocks_source(h: &Handshake<'_>) -> Option<Direction> {
         return follower(h)
             .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
             .or(by_crash)
+            .or_else(|| by_words(h))
             .or_else(by_node);
     }
     let decided = follower(h)
         .or_else(|| prefer(may_be_stale(h, h.peer), may_be_stale(h, h.own)))
         .or_else(|| prefer(h.own.is_primary(), h.peer.is_primary()))
         .or(by_crash)
-        .or_else(|| prefer(marks.0 != 0, marks.1 != 0));
+        .or_else(|| prefer(marks.0 != 0, marks.1 != 0))
+        .or_else(|| by_words(h));
     if decided.is_some() {
         return decided;
     }

@@ -645,6 +645,10 @@ impl Resource {
         let lost = |pair: Option<(NodeId, lockstep_format::units::Dagtag)>| {
             pair.map(|(node, dagtag)| LostPrimary { node, dagtag })
         };
+        let (own_lost, peer_lost) = match phase {
+            compare::Phase::AfterUnstable => self.words_between(peer).unzip(),
+            _ => (self.lost_primary_for(peer), conn.peer_dagtag),
+        };
         let verdict = compare::compare(&Handshake {
             own: &own,
             peer: &other,
@@ -654,8 +658,8 @@ impl Resource {
             resolver: self.resolves_conflicts(peer),
             net: &conn.net,
             quorum_configured: self.options.quorum != Quorum::Off,
-            own_lost: lost(self.lost_primary_for(peer)),
-            peer_lost: lost(conn.peer_dagtag),
+            own_lost: lost(own_lost),
+            peer_lost: lost(peer_lost),
         });
         #[cfg(feature = "planted")]
         let verdict = self.planted_verdict(verdict);
@@ -1088,8 +1092,7 @@ impl Resource {
             Some(repl) => {
                 self.prepare_bitmap(volume, peer, strategy, result.clear_own_slot);
                 match self.soft_change(Change::new().repl(volume, peer, repl)) {
-                    Ok(_) if own == DiskState::Consistent => self.reconciles_late(volume, peer),
-                    Ok(_) => {}
+                    Ok(_) => self.reconciles_late(volume, peer, own),
                     Err(refusal) => {
                         self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
                     }

@@ -889,6 +889,8 @@ registry! {
         "A node that lost a Primary last is copied from who lost it first, and is Outdated as that one is.";
     FirstCopyCounts "first-copy-counts"
         "A node that lost a Primary last is Outdated after it was copied from another one than reconciled with it.";
+    WordsForgotten "words-forgotten"
+        "Marks that survivors of a Primary settle later go from the lower node id, not from who came further.";
     KeptWordsOfLess "kept-words-of-less"
         "A node that loses a Primary last forgets that an Outdated one had come further.";
     GenerationsNotReconciled "generations-not-reconciled"

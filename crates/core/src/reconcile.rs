@@ -288,17 +288,36 @@ impl Resource {
         others.find(as_far)
     }
 
-    /// This node has lost a Primary after the peer, which had come as far and said so, and is copied from that before it
-    /// has told its own loss, or because of a generation.
-    pub(crate) fn reconciles_late(&mut self, volume: VolumeNr, peer: NodeId) {
+    /// How far this node and the peer had come when they lost the same Primary, as they have told each other.
+    pub(crate) fn words_between(
+        &self,
+        peer: NodeId,
+    ) -> Option<((NodeId, Dagtag), (NodeId, Dagtag))> {
+        let theirs = self.connections.get(&peer)?.lost_word?;
+        let conn = self.connections.get(&theirs.0)?;
+        let told = conn.told_lost.contains(peer) && !planted!(self, WordsForgotten);
+        told.then_some(((theirs.0, conn.told_dagtag), theirs))
+    }
+
+    /// This node has lost a Primary after the peer, which had come as far and said so, or has been copied since from one
+    /// that had: it has a newer generation then. This node is copied from it before it has told its own loss, or because of
+    /// that generation. `own` is what its disk was: Consistent, if it is not being copied from another one like that.
+    pub(crate) fn reconciles_late(&mut self, volume: VolumeNr, peer: NodeId, own: DiskState) {
+        let runs = |pd: &PeerDevice| matches!(pd.reconcile, Reconcile::Running { .. });
+        let survivor = own == DiskState::Consistent
+            || (self.devices.get(&volume)).is_some_and(|d| d.peers.values().any(runs));
         let target = self.state.peer_device(volume, peer).repl == ReplState::WfBitmapT;
-        let Some(conn) = self.connections.get(&peer).filter(|_| target) else {
+        let Some(conn) = (self.connections.get(&peer)).filter(|_| target && survivor) else {
             return;
         };
-        let further = conn.lost_word.filter(|(lost, theirs)| {
-            let gone = self.state.conn(*lost) != ConnState::Connected;
-            let mine = self.connections.get(lost).map(|c| c.last_dagtag);
-            gone && mine.is_some_and(|mine| !mine.is_newer_than(*theirs))
+        let newer = !self.same_current(volume, peer);
+        let further = conn.lost_word.and_then(|(lost, theirs)| {
+            let gone = self.state.conn(lost) != ConnState::Connected;
+            let mine = self.connections.get(&lost).map(|c| c.last_dagtag);
+            match mine.filter(|_| gone)? {
+                mine if !mine.is_newer_than(theirs) => Some((lost, theirs)),
+                mine => newer.then_some((lost, mine)),
+            }
         });
         if let Some((lost, dagtag)) = further.filter(|_| !planted!(self, LateLossForgotten))
             && let Some(pd) = self.peer_device_mut(volume, peer)

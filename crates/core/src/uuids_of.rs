@@ -7,6 +7,7 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::packet::{CurrentUuid, PeerDagtag};
 use lockstep_format::wire::{ConnState, DiskState, Features, Packet, ReplState, Role, UuidFlags};
 
+use crate::connection::Connection;
 use crate::device::PeerDevice;
 use crate::event::Stream;
 use crate::generation::{self, PeerView, SendContext};
@@ -559,21 +560,26 @@ impl Resource {
 
     /// A Primary that both this node and the peer lost: what this node has of its stream.
     pub(crate) fn lost_primary_for(&self, peer: NodeId) -> Option<(NodeId, Dagtag)> {
-        let mut absent = self.connections.values().filter(|c| {
+        let absent = |c: &&Connection| {
             c.peer != peer
                 && self.state.conn(c.peer) != ConnState::Connected
                 && c.last_dagtag != Dagtag(0)
-        });
-        let first = absent.next()?;
-        absent
-            .next()
-            .is_none()
-            .then_some((first.peer, first.last_dagtag))
+        };
+        let absent: Vec<&Connection> = self.connections.values().filter(absent).collect();
+        // Of several the one whose loss as a Primary this node told others of.
+        let mut told = absent.iter().filter(|c| !c.told_lost.is_empty());
+        let found = match (absent.as_slice(), told.next(), told.next()) {
+            ([only], ..) => *only,
+            (_, Some(only), None) if self.is_lockstep(peer) => *only,
+            _ => return None,
+        };
+        Some((found.peer, found.last_dagtag))
     }
 
     /// Tells a peer that reconciles what this node has of the stream of a Primary that both lost.
     pub(crate) fn send_lost_primary(&mut self, peer: NodeId) {
-        let reconciles = self.features(peer).contains(Features::RECONCILE_RECONNECT);
+        let reconciles = self.features(peer).contains(Features::RECONCILE_RECONNECT)
+            || self.is_lockstep(peer) && !planted!(self, WordsForgotten);
         if let Some((node_id, dagtag)) = self.lost_primary_for(peer).filter(|_| reconciles) {
             let packet = Packet::PeerDagtag(PeerDagtag { dagtag, node_id });
             self.send(peer, Stream::Data, VolumeNr::NONE, packet);

@@ -72,10 +72,12 @@ pub enum Extra {
     Hasty,
     /// A handover is a live migration.
     Migrations,
+    /// No fault is planned and no request before the ends: how the survivors of a Primary come to rest, in little time.
+    Quiet,
 }
 
 /// All of them with the words of the command line.
-pub const EXTRAS: [(Extra, &str); 27] = [
+pub const EXTRAS: [(Extra, &str); 28] = [
     (Extra::Integrity, "integrity"),
     (Extra::Csums, "csums"),
     (Extra::Thin, "thin"),
@@ -103,6 +105,7 @@ pub const EXTRAS: [(Extra, &str); 27] = [
     (Extra::ThirdDisk, "third-disk"),
     (Extra::Hasty, "hasty"),
     (Extra::Migrations, "migrations"),
+    (Extra::Quiet, "quiet"),
 ];
 
 /// The word of one.
@@ -167,7 +170,7 @@ pub(crate) fn apply(extra: Extra, seed: u64, config: &mut Config, settings: &mut
             config.protocol = rng.pick(&[Protocol::A, Protocol::B]);
             settings.net.protocol = config.protocol;
         }
-        Extra::Every | Extra::Bursts | Extra::KeptDiscards => {}
+        Extra::Every | Extra::Bursts | Extra::KeptDiscards | Extra::Quiet => {}
         Extra::Hot => {
             config.blocks = config.blocks.min(SMALL_BLOCKS);
             if rng.permille(600) {

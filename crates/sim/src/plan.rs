@@ -237,7 +237,8 @@ impl Plan {
         if orders.extras.contains(&Extra::ThirdDisk) {
             config.nodes = orders.nodes.unwrap_or(3).max(3);
         }
-        let theme = match orders.kinds.is_none() && orders.extras.is_empty() && !small {
+        let plain = orders.extras.iter().all(|extra| *extra == Extra::Quiet);
+        let theme = match orders.kinds.is_none() && plain && !small {
             true => themes::choose(seed, &mut config, &mut settings),
             false => Theme::default(),
         };
@@ -336,6 +337,10 @@ impl Plan {
                     request.kind = RequestKind::Write { fua: true };
                 }
             }
+        }
+        if orders.extras.contains(&Extra::Quiet) {
+            faults.clear();
+            requests.clear();
         }
         let keep = |only: &Option<Numbers>, number| only.as_ref().is_none_or(|o| o.has(number));
         let large = config.blocks > SMALL_BLOCKS;

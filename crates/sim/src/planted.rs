@@ -477,6 +477,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OutdatedDoesNotLead
         | P::FollowsLeftBehind
         | P::KeptWordsOfLess
+        | P::WordsForgotten
         | P::FirstCopyCounts
         | P::LateLossForgotten
         | P::ServingWaits
@@ -991,7 +992,6 @@ const RARE: &[Planted] = &[
     Planted::SuperblockErrorIgnored,
     Planted::SuperblockCoversLater,
     Planted::CongestionNeverFalls,
-    Planted::SurvivorsNotCompared,
     Planted::LateReplyLeaked,
     Planted::VerifyBufferLeaked,
     Planted::GatedAcksLost,

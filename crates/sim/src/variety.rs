@@ -24,6 +24,8 @@ pub fn orders(seed: u64) -> Orders {
         5 => of(None, &[], &[Extra::TwoPrimaries]),
         6 => of(Some(2), WRITE_ERRORS, &[]),
         7 => of(None, DETACHES, &[]),
+        8 if turn % 4 == 1 => of(Some(4), &[], &[Extra::Quiet]),
+        8 if turn % 4 == 3 => of(Some(5), &[], &[Extra::Quiet]),
         9 if turn.is_multiple_of(2) => of(Some(2), HANGS, &[Extra::Blocks]),
         9 => of(Some(2), FLUSH_ERRORS, &[Extra::Every]),
         10 if turn.is_multiple_of(2) => of(None, &[], &[Extra::Congestion, Extra::Thin]),

@@ -85,6 +85,8 @@ fn survivors_that_lose_a_primary_one_after_the_other_do_not_outdate_each_other()
     holds(Some(4), 801_100_000_062, None, "0-99", "0-999");
     holds(Some(5), 802_000_003_239, None, "none", "none");
     holds(Some(5), 802_000_000_783, None, "none", "none");
+    holds(Some(5), 803_100_005_464, None, "none", "none");
+    holds(Some(5), 803_100_005_576, None, "none", "none");
 }
 
 /// A survivor of a Primary that had less met one that had more again: both knew how far, and nothing was copied, as marks
@@ -92,4 +94,12 @@ fn survivors_that_lose_a_primary_one_after_the_other_do_not_outdate_each_other()
 #[test]
 fn survivors_that_meet_again_go_by_how_far_they_came() {
     holds(Some(5), 802_000_001_209, None, "none", "none");
+    holds(Some(5), 803_100_002_095, None, "none", "none");
+}
+
+/// A copy between survivors was given up, as its source became a target itself; what was marked between the two later went
+/// from the lower node id.
+#[test]
+fn marks_between_survivors_go_from_who_came_further() {
+    holds(Some(5), 803_100_005_217, None, "none", "none");
 }

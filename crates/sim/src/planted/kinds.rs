@@ -32,6 +32,20 @@ fn parse(text: &str) -> Option<Orders> {
 const KINDS: &[(&str, &[Planted])] = &[
     ("--nodes 2", &[Planted::LoadStopsResync]),
     (
+        "--nodes 5 --with quiet",
+        &[
+            Planted::FirstCopyCounts,
+            Planted::FollowsLeftBehind,
+            Planted::GenerationsNotReconciled,
+            Planted::KeptWordsOfLess,
+            Planted::LateLossForgotten,
+            Planted::OutdatedDoesNotLead,
+            Planted::ReconciledStaysOutdated,
+            Planted::SurvivorsNotCompared,
+            Planted::WordsForgotten,
+        ],
+    ),
+    (
         "--nodes 2 --with long-log --faults crash,powercut,reset,partition,handover",
         &[Planted::LogContextStuck],
     ),
