@@ -190,6 +190,58 @@ fn a_client_of_either_kind_writes_to_two_servers_of_unlike_kind() -> Result<()> 
     Ok(())
 }
 
+/// `on-suspended-primary-outdated force-secondary`. A kernel that is met needs `rr-conflict retry-connect` for it.
+#[test]
+fn a_frozen_primary_gives_way_to_newer_data() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let net = "ping-int 2; rr-conflict retry-connect;";
+        let mut setup = NineSetup::new(&kinds, 9670 + n as u32).net(net);
+        setup.options = "quorum majority; on-no-quorum suspend-io; \
+             on-suspended-primary-outdated force-secondary;"
+            .to_string();
+        let cluster = Nine::start_equal(setup)?;
+        for frozen in [0, 1, 2] {
+            let other = (frozen + 1) % 3;
+            cluster.make_primary(frozen)?;
+            cluster.scribble(frozen, 0)?;
+            cluster.cut(frozen, true)?;
+            cluster.wait("the loss of the quorum", |cluster| {
+                Ok(cluster.status(frozen)?["devices"][0]["quorum"] == false)
+            })?;
+            // It waits, and fails when its node gives way.
+            let write = "! dd if=/dev/urandom of=$D bs=4k count=4 conv=notrunc,fsync seek=100";
+            let job = cluster.job(frozen, 0, write)?;
+            cluster.wait("the others may have a Primary", |cluster| {
+                Ok(cluster.adm_raw(other, "primary r0")?.0)
+            })?;
+            cluster.scribble(other, 0)?;
+            ensure!(
+                cluster.status(frozen)?["suspended"] == true,
+                "it is not frozen"
+            );
+            cluster.cut(frozen, false)?;
+            cluster.finish(job)?;
+            cluster.wait_in_sync()?;
+            ensure!(
+                cluster.status(frozen)?["role"] == "Secondary",
+                "it is still Primary"
+            );
+            cluster.scribble(other, 0)?;
+            cluster.adm(other, "secondary r0")?;
+        }
+        let gives_way = [
+            "I shall become SyncTarget, but I am primary!",
+            "Rejected WRITE request, not in Primary role",
+            "this Primary is frozen and the peer has newer data",
+        ];
+        cluster.check_end(&[EXPECTED, &gives_way].concat())?;
+    }
+    Ok(())
+}
+
 /// An invalidated kernel goes on with another node when it loses its source, and that one knows of no resync.
 #[test]
 fn the_source_of_a_resync_goes_away_and_returns() -> Result<()> {
