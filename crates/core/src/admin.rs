@@ -278,6 +278,7 @@ impl Resource {
         self.settle_give_way();
         self.settle_auto_demote();
         self.settle_turns();
+        self.settle_unasked();
         if self.waiting.is_empty() {
             return;
         }

@@ -289,6 +289,8 @@ pub struct PeerDevice {
     pub replicates_now: bool,
     /// It has asked for writes while this node, its source, was still in the exchange of bitmaps.
     pub replicates_early: bool,
+    /// A kernel that this node took for a further source of a full sync without a word to it.
+    pub unasked: Option<crate::unasked::Unasked>,
     /// This node's disk state as sent with it: the comparison goes by what both know.
     pub sent_disk: lockstep_format::wire::DiskState,
     /// Size in sectors that the peer was told last.
@@ -444,6 +446,7 @@ impl PeerDevice {
             replicates_to_target: true,
             replicates_now: true,
             replicates_early: false,
+            unasked: None,
             sent_disk: lockstep_format::wire::DiskState::Diskless,
             sent_sectors: 0,
             presented: None,

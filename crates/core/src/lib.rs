@@ -77,6 +77,7 @@ mod turns;
 mod two_primaries;
 pub mod twopc;
 pub mod twopc_peer;
+pub mod unasked;
 pub mod uuid_spread;
 pub mod uuids;
 pub mod uuids_of;

@@ -77,6 +77,8 @@ pub struct Resource {
     pub(crate) opens: crate::open::Opens,
     pub(crate) turns: crate::turns::Turns,
     pub(crate) gives_way: crate::frozen::GivesWay,
+    /// Some kernel may have to be asked to be a source.
+    pub(crate) unasked: bool,
     pub(crate) fences: crate::fencing::Fences,
     pub(crate) io: ResourceIo,
     #[cfg(feature = "planted")]
@@ -139,6 +141,7 @@ impl Resource {
             opens: crate::open::Opens::default(),
             turns: crate::turns::Turns::default(),
             gives_way: crate::frozen::GivesWay::default(),
+            unasked: false,
             fences: crate::fencing::Fences::default(),
             io: ResourceIo::default(),
             #[cfg(feature = "planted")]

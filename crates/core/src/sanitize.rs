@@ -237,8 +237,9 @@ impl Resource {
         let candidates: Vec<(NodeId, (bool, bool), u64)> = state
             .peers
             .iter()
-            .filter(|(_, p)| {
+            .filter(|(n, p)| {
                 p.repl.is_sync_target()
+                    && !self.is_unasked(volume, **n)
                     && !p.susp_user
                     && !p.susp_peer
                     && !p.susp_dependency
@@ -300,7 +301,7 @@ impl Resource {
 
     /// The peer has answered this resync. A kernel does not hear of one that makes it a source beside the one
     /// that was chosen for a full sync (4.3, rule 3).
-    fn knows_its_part(&self, volume: VolumeNr, peer: NodeId) -> bool {
+    pub(crate) fn knows_its_part(&self, volume: VolumeNr, peer: NodeId) -> bool {
         let device = self.devices.get(&volume);
         let heard = device.and_then(|d| d.peers.get(&peer)?.last_state);
         !self.is_kernel(peer) || heard.is_some_and(|state| state.repl > ReplState::Established)

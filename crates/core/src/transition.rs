@@ -881,6 +881,7 @@ impl Resource {
             if before.repl.is_sync_target() && !p.repl.is_sync_target() {
                 self.target_left(volume, *peer);
             }
+            self.note_unasked(volume, *peer, before.repl, p.repl);
             match p.repl {
                 ReplState::WfSyncUuid => self.legacy_target_waits(volume, *peer),
                 ReplState::WfBitmapS | ReplState::WfBitmapT => {

@@ -985,6 +985,7 @@ impl Resource {
             WishKind::Disconnect { .. } | WishKind::Demote { .. }
         );
         self.turn_answered(wish, &result);
+        self.source_answered(wish, result.is_ok());
         match wish.command {
             Some(command) => self.wish_answered(command, &wish.kind, result),
             None if steps_down && result.is_err() => {

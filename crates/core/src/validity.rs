@@ -357,7 +357,8 @@ impl Resource {
             let replaces = planted!(self, FullSyncReplaced);
             let starts = |repl| before.repl == repl && !replaces;
             let to_source = before.repl.is_sync_source() || starts(ReplState::StartingSyncS);
-            let to_target = before.repl.is_sync_target() || starts(ReplState::StartingSyncT);
+            let to_target = before.repl.is_sync_target() && !self.is_unasked(volume, *peer)
+                || starts(ReplState::StartingSyncT);
             // Least of all the other way round: the target is a part of what its source has.
             let reverses = !planted!(self, ResyncReversed);
             if (p.repl == ReplState::WfBitmapS && (to_source || to_target && reverses))

@@ -14,7 +14,7 @@ use core::ops::Range;
 
 use lockstep_format::units::{AlExtent, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::PeersInSync;
-use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet, Role};
+use lockstep_format::wire::{ConnState, DISCARD_LEN_MAX, DiskState, Packet, ReplState, Role};
 
 use super::disk::DiskIo;
 use crate::al::Extents;
@@ -31,6 +31,8 @@ const ENDED_DELAY: Duration = Duration::from_millis(20);
 /// The same where a neighbour has just met the node in question, which may be on its way to here, too.
 const MET_DELAY: Duration = Duration::from_millis(2);
 const LEFT_MARKS_EXTENTS: usize = 512;
+/// How many extents a target names to its source, a kernel, at the end: 64 GiB.
+const AT_END_EXTENTS: usize = 16 << 10;
 
 /// A range of a volume, as packets name it.
 pub(crate) type Part = (Sector, u32);
@@ -70,6 +72,37 @@ impl Resource {
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let extents = whole_extents(copied, size);
         self.tell_in_sync(volume, &extents, NodeMask::EMPTY, None);
+    }
+
+    /// A resync from a kernel ends. What it copied before the source knew of it, or before a third node came back, is
+    /// marked towards others: the source says so if it is told once more while it is one.
+    pub(super) fn ask_source_for_others(&mut self, volume: VolumeNr, source: NodeId) {
+        if !self.is_kernel(source) || self.connections.len() < 2 {
+            return;
+        }
+        let device = self.state.devices.get(&volume);
+        let peers = device.into_iter().flat_map(|d| d.peers.iter());
+        let others: Vec<NodeId> = peers
+            .filter(|(peer, p)| **peer != source && p.repl >= ReplState::Established)
+            .map(|(peer, _)| *peer)
+            .collect();
+        let Some(io) = self.disk_io(volume) else {
+            return;
+        };
+        let mut extents = BTreeSet::new();
+        for slot in others.iter().filter_map(|peer| io.slot(*peer)) {
+            let mut next = 0;
+            while let Some(bit) = io.bitmap.next_set(slot, next)
+                && extents.len() < AT_END_EXTENTS
+            {
+                let extent = Sector(bit * io.bitmap.shape().block().sectors()).al_extent();
+                extents.insert(extent);
+                next = io.bitmap.extent_bits(extent).end;
+            }
+        }
+        let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
+        let parts: Vec<Part> = extents.iter().map(|e| whole_extent(*e, size)).collect();
+        self.tell_in_sync(volume, &parts, NodeMask::EMPTY, None);
     }
 
     /// One word; kernels are told of no extent that is being written.

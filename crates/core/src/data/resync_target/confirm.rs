@@ -29,6 +29,7 @@ impl Resource {
         }
         let confirm = self.target(volume, peer).map(|sync| sync.confirm);
         if confirm == Some(Confirm::Unasked) {
+            self.ask_source_for_others(volume, peer);
             // On a line that is slow because of the resync the answer takes its time: it has all of it.
             let number = self.ping_without_haste(peer);
             if let Some((sync, number)) = self.target(volume, peer).zip(number) {
