@@ -85,6 +85,12 @@ impl Resource {
             && !self.may_both_be_primary(peer)
     }
 
+    /// The peer, a kernel, asks to be Primary as if it were the only other disk: it takes no turns, and writes as soon as
+    /// it has the role.
+    pub(crate) fn waits_for_demotion(&self, peer: NodeId) -> bool {
+        self.state.role == Role::Primary && self.may_wait_for(peer)
+    }
+
     /// Standing by for a kernel, whose turn may be long, users read what they would read as a second Primary beside
     /// it: a migration's target looks at its disk before the source has stopped.
     pub(crate) fn reads_beside_primary(&self) -> bool {

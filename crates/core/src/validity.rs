@@ -94,10 +94,13 @@ impl Resource {
                 && !two
                 && (becomes_primary || !was)
             {
-                return refuse(
-                    ErrorCode::TWO_PRIMARIES,
-                    format!("node {peer} is Primary, and two Primaries are not allowed"),
-                );
+                let text = match self.waits_for_demotion(*peer) {
+                    true => format!(
+                        "beside a third disk node {peer}, a kernel, can be Primary only when this node is Secondary"
+                    ),
+                    false => format!("node {peer} is Primary, and two Primaries are not allowed"),
+                };
+                return refuse(ErrorCode::TWO_PRIMARIES, text);
             }
             if new.role != Role::Primary
                 && c.peer_role == Role::Primary

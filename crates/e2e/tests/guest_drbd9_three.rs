@@ -289,7 +289,8 @@ fn a_migration_from_a_kernel_beside_a_third_disk_waits_for_the_demotion() -> Res
         return Ok(());
     }
     for (n, kinds) in MIXTURES.into_iter().enumerate() {
-        let setup = NineSetup::new(&kinds, 9650 + n as u32).net("allow-two-primaries yes;");
+        let mut setup = NineSetup::new(&kinds, 9650 + n as u32).net("allow-two-primaries yes;");
+        setup.options = "auto-promote-timeout 300;".to_string();
         let cluster = Nine::start_equal(setup)?;
         for source in (0..3).filter(|node| kinds[*node] == Kernel) {
             cluster.make_primary(source)?;
@@ -320,9 +321,18 @@ fn a_migration_from_a_kernel_beside_a_third_disk_waits_for_the_demotion() -> Res
                     }))
             })?;
             cluster.wait_in_sync()?;
+            // A kernel would write as soon as it is Primary: it is refused, and an open there waits.
+            cluster.refused(source, "primary r0", "refused by peer")?;
+            let job = cluster.job(source, 0, &scribble_words(source, 5))?;
+            cluster.scribble(1, 0)?;
             cluster.adm(1, "secondary r0")?;
+            cluster.finish(job)?;
+            cluster.wait("the end of its turn", |cluster| {
+                Ok(cluster.status(source)?["role"] == "Secondary")
+            })?;
+            cluster.wait_in_sync()?;
         }
-        cluster.check_end(EXPECTED)?;
+        cluster.check_end(&[EXPECTED, &["Declined by peer"]].concat())?;
     }
     Ok(())
 }

@@ -11,10 +11,20 @@ const PAIR: [Kind; 2] = [Lockstep, Kernel];
 /// Both role assignments: who is Primary, and the other one.
 const ROLES: [(usize, usize); 2] = [(0, 1), (1, 0)];
 
+/// Both are StandAlone. Until its connection is closed a kernel refuses further changes for the moment, and logs that.
+fn part(cluster: &Nine) -> Result<()> {
+    for node in [0, 1] {
+        cluster.adm(node, "disconnect r0")?;
+    }
+    cluster.wait("both are StandAlone", |cluster| {
+        Ok(cluster.connection_state(0, 1)? == "StandAlone"
+            && cluster.connection_state(1, 0)? == "StandAlone")
+    })
+}
+
 /// Both write alone; then both are Secondary, but for `stays`.
 fn diverge(cluster: &Nine, stays: Option<usize>) -> Result<()> {
-    cluster.adm(0, "disconnect r0")?;
-    cluster.adm(1, "disconnect r0")?;
+    part(cluster)?;
     for node in [0, 1] {
         cluster.adm(node, "primary --force r0")?;
         cluster.scribble(node, 0)?;
@@ -44,9 +54,7 @@ fn split_brains_end_as_the_operator_or_the_policies_say() -> Result<()> {
             Ok(cluster.connection_state(0, 1)? == "StandAlone"
                 || cluster.connection_state(1, 0)? == "StandAlone")
         })?;
-        for node in [0, 1] {
-            cluster.adm(node, "disconnect r0")?;
-        }
+        part(&cluster)?;
         cluster.adm(target, "connect --discard-my-data r0")?;
         cluster.adm(source, "connect r0")?;
         cluster.wait_in_sync()?;
@@ -66,8 +74,7 @@ fn split_brains_end_as_the_operator_or_the_policies_say() -> Result<()> {
     cluster.setup.net = format!("protocol C; {PACE} after-sb-0pri discard-zero-changes;");
     cluster.adjust()?;
     for (source, target) in ROLES {
-        cluster.adm(0, "disconnect r0")?;
-        cluster.adm(1, "disconnect r0")?;
+        part(&cluster)?;
         cluster.adm(target, "primary --force r0")?;
         cluster.adm(target, "secondary r0")?;
         cluster.adm(source, "primary --force r0")?;
