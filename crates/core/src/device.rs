@@ -55,6 +55,8 @@ pub struct Device {
     /// It became Primary: what it writes gets a generation of its own in any case, because the
     /// current one may be one that another Primary planned and gave up.
     pub new_uuid_forced: bool,
+    /// Writes were not settled everywhere when it became due: a flush does not end before it either.
+    pub new_uuid_for_flush: bool,
     /// The pending one is only for a peer that heard late of the present one.
     pub new_uuid_for_late: bool,
     /// How often an unequal peer was compared with again.
@@ -478,6 +480,13 @@ impl PeerDevice {
 }
 
 impl Device {
+    /// A new current UUID is due, while writes are not settled everywhere or not.
+    pub(crate) fn uuid_is_due(&mut self, forced: bool, unsettled: bool) {
+        self.new_uuid_for_flush = unsettled || self.new_uuid_pending && self.new_uuid_for_flush;
+        self.new_uuid_pending = true;
+        self.new_uuid_forced |= forced;
+    }
+
     /// A diskless volume.
     pub fn new(volume: VolumeNr, minor: u32, intentional_diskless: bool) -> Self {
         Device {
@@ -493,6 +502,7 @@ impl Device {
             announced: Vec::new(),
             unmade: None,
             new_uuid_pending: false,
+            new_uuid_for_flush: false,
             new_uuid_forced: false,
             new_uuid_for_late: false,
             looked_again: 0,

@@ -174,6 +174,7 @@ impl Resource {
     /// When a new current UUID becomes due (semantics.md, 12.4).
     fn finish_uuid_triggers(&mut self, old: &State, new: &State) {
         let waits = old.susp_uuid && !self.is_writing_new_uuid();
+        let unsettled = !self.io.log.is_empty();
         for (volume, after) in &new.devices {
             let Some(before) = old.devices.get(volume) else {
                 continue;
@@ -231,8 +232,7 @@ impl Resource {
             let demoted = new.role != Role::Primary;
             if let Some(device) = self.devices.get_mut(volume) {
                 if due {
-                    device.new_uuid_pending = true;
-                    device.new_uuid_forced |= forced;
+                    device.uuid_is_due(forced, unsettled);
                 }
                 if returns && (announced || noted) {
                     // By the next handshake the peer that took it must not look newer.

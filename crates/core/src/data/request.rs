@@ -135,18 +135,28 @@ impl Resource {
             | RequestKind::Discard
             | RequestKind::Zeroes { .. } => self.waits_for_turn(),
         };
-        waits_for_turn || self.all_wait(volume)
+        waits_for_turn || self.uuid_holds(volume, kind) || self.all_wait(volume)
     }
 
     /// No write goes on now, whether it has been admitted or not.
     pub(crate) fn begun_wait(&self, volume: VolumeNr) -> bool {
-        self.waits_for_turn() || self.all_wait(volume)
+        self.waits_for_turn() || self.uuid_hold(volume) || self.all_wait(volume)
+    }
+
+    /// A generation that is due has to be durable before such a request. A flush changes nothing and tells nothing:
+    /// it waits only where a peer that is lost may lack what it makes durable.
+    fn uuid_holds(&self, volume: VolumeNr, kind: RequestKind) -> bool {
+        let settled = self
+            .devices
+            .get(&volume)
+            .is_some_and(|d| d.new_uuid_pending && !d.new_uuid_for_flush);
+        let passes = kind == RequestKind::Flush && settled && self.new_uuid.is_none();
+        !passes && self.uuid_hold(volume)
     }
 
     fn all_wait(&self, volume: VolumeNr) -> bool {
         // What the metadata say of a promotion has to be durable before its first write.
         self.state.suspended() && !planted!(self, FrozenWritesGoOn)
-            || self.uuid_hold(volume)
             || !self.meta_is_durable(volume)
             || self.is_demoting() && !planted!(self, WritesDuringDemotion)
             || self.waits_for_detach(volume)
@@ -179,11 +189,16 @@ impl Resource {
             return;
         }
         let pending = self.is_new_uuid_due();
-        let waits = !self.io.held.is_empty()
+        let waits_for_it = |key: &Key| {
+            let req = self.io.requests.get(*key);
+            req.is_some_and(|req| self.uuid_holds(req.volume, req.kind))
+        };
+        let holds = |r: &Request| self.uuid_holds(r.volume, r.kind);
+        let waits = self.io.held.iter().any(holds)
             || self.io.parked > 0
             || !self.io.held_completions.is_empty()
             || !self.io.postponed.is_empty()
-            || !self.io.flushes.is_empty();
+            || self.io.flushes.iter().any(waits_for_it);
         if pending && waits {
             self.want_new_uuid_now();
         }
@@ -830,7 +845,9 @@ impl Resource {
             return;
         }
         let volume = req.volume;
-        let waits = self.completions_wait(volume) && !planted!(self, FlushEndsFrozen)
+        let frozen = self.state.suspended() && !planted!(self, FrozenWritesGoOn);
+        let waits = (frozen || self.uuid_holds(volume, req.kind))
+            && !planted!(self, FlushEndsFrozen)
             || self.failure_is_unnoted(volume, req.local);
         if waits && !self.io_fails(volume) {
             return;

@@ -395,3 +395,70 @@ fn a_client_does_not_join_two_disks_that_have_parted() {
         .count();
     assert_eq!(good, 1, "{:#?}", w.log);
 }
+
+/// A flush changes nothing: with all that was written durable at a peer that is lost, it makes no generation that
+/// the peer would have to be copied for.
+#[test]
+fn a_flush_makes_no_generation_if_who_is_lost_has_everything() {
+    for settled in [true, false] {
+        let mut w = with_client(11);
+        w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_secs(1));
+        let before = w.generation(0);
+        if !settled {
+            let write = w.write(0, 80, 4096, 1);
+            while !w.done(0, write) {
+                w.step();
+            }
+        }
+        w.apart = vec![(0, 1), (0, 2)];
+        w.cut_links_between(0, 1);
+        w.cut_links_between(0, 2);
+        w.pass(Duration::from_secs(1));
+        let flush = w.request(0, RequestKind::Flush, 0, 0, 0);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, flush));
+        assert_eq!(w.generation(0) == before, settled);
+        let write = w.write(0, 80, 4096, 2);
+        w.pass(Duration::from_secs(1));
+        assert!(w.done(0, write));
+        assert_ne!(w.generation(0), before);
+    }
+}
+
+/// A client is Primary and idle when a disk comes back that was written alone. Applications that have read the
+/// older data get nothing any more, as with a kernel, and nobody is without whole data for good.
+#[test]
+fn an_idle_client_gives_way_to_a_disk_that_was_written_alone() {
+    let mut w = with_client(12);
+    w.write(0, 0, 4096, 1);
+    w.pass(Duration::from_secs(1));
+    w.apart = vec![(0, 1), (0, 2)];
+    w.cut_links_between(0, 1);
+    w.cut_links_between(0, 2);
+    w.pass(Duration::from_secs(1));
+    let write = w.write(0, 80, 4096, 2);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, write));
+    w.command(0, Command::Secondary { force: false });
+    w.pass(Duration::from_secs(1));
+    w.crash(0);
+    let promotion = w.command(2, Command::Primary { force: false });
+    w.pass(Duration::from_secs(3));
+    assert_eq!(w.answers.get(&promotion), Some(&Ok(Answer::Done)));
+    w.apart = vec![(0, 2)];
+    w.restart(0);
+    w.pass(Duration::from_secs(3));
+    w.apart = Vec::new();
+    w.pass(Duration::from_secs(20));
+    assert!((0..2).all(|n| w.disk_state(n) != DiskState::UpToDate));
+    let stale = w.request(2, RequestKind::Read, 80, 4096, 0);
+    w.pass(Duration::from_secs(1));
+    assert!(!w.done(2, stale), "{:#?}", w.log);
+    w.command(2, Command::Secondary { force: false });
+    w.pass_until("whole disks", 20, World::in_sync);
+    w.command(2, Command::Primary { force: false });
+    w.pass(Duration::from_secs(3));
+    assert_eq!(w.read(2, 80, 4096), vec![2; 4096]);
+    w.check_same_data();
+}
