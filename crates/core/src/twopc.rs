@@ -834,7 +834,8 @@ impl Resource {
             WishKind::Connect(peer) => {
                 let peer = *peer;
                 let change = self.connect_change(peer, t.role_of(peer)).members(members);
-                let change = self.far_from_primary(change, peer, t.primary_nodes, incapable);
+                let near = self.state.connected().with(peer);
+                let change = self.far_from_primary(change, near, t.primary_nodes, incapable);
                 self.connect_committed(peer);
                 self.hard_change(change);
                 self.far_primary(t.primary_nodes, t.lost, incapable);
@@ -1154,17 +1155,16 @@ impl Resource {
         far
     }
 
-    /// The same for the commit of a connect, in one change with it: nobody sees this node connected and
-    /// current in between.
+    /// The same for the commit of a connect, or of a Primary's leave, in one change with it: nobody sees this
+    /// node connected and current in between, or is told by it that it is stable.
     pub(crate) fn far_from_primary(
         &mut self,
         change: Change,
-        peer: NodeId,
+        near: NodeMask,
         primary_nodes: NodeMask,
         incapable: bool,
     ) -> Change {
-        let near = self.state.connected().with(self.node_id).with(peer);
-        let far = primary_nodes.difference(near);
+        let far = primary_nodes.difference(near.with(self.node_id));
         if far.is_empty() || incapable || !self.may_outdate_self() {
             return change;
         }

@@ -632,13 +632,19 @@ impl Resource {
             let change = self
                 .connect_change(peer, t.initiators_role())
                 .members(members);
-            let change = self.far_from_primary(change, peer, outcome.primary_nodes, incapable);
+            let near = self.state.connected().with(peer);
+            let change = self.far_from_primary(change, near, outcome.primary_nodes, incapable);
             self.connect_committed(peer);
             self.hard_change(change);
             self.far_primary(outcome.primary_nodes, t.lost, incapable);
         } else if let Some(change) = self.remote_change(&t) {
             self.note_demoted_apart(&t);
-            self.hard_change(change.members(members));
+            let mut change = change.members(members);
+            if self.is_left_by_asker(&t) {
+                let near = self.state.connected().without(t.initiator).union(t.lost);
+                change = self.far_from_primary(change, near, outcome.primary_nodes, incapable);
+            }
+            self.hard_change(change);
         } else {
             self.hard_change(Change::new().members(members));
             // A Primary beside this one serves what applications have, as this one does.

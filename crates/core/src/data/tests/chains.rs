@@ -300,3 +300,81 @@ fn what_was_copied_while_a_node_was_away_is_settled_when_a_neighbour_meets_it() 
         w.check_idle();
     }
 }
+
+/// As in a chain of four, of which the last one meets the Primary and loses it in good order: both of its
+/// neighbours are outdated for it, and neither ends a connection over that.
+#[test]
+fn the_weak_end_of_a_row_loses_its_primary_and_no_connection() {
+    for seed in 9200..9260 {
+        let mut w = clean(seed, 4, Setup::default());
+        for (a, b) in [(0, 2), (0, 3), (1, 3)] {
+            w.command(
+                a,
+                Command::Disconnect {
+                    peer: node_id(b),
+                    force: false,
+                },
+            );
+            w.pass(Duration::from_millis(50));
+        }
+        w.pass(Duration::from_secs(2));
+        w.command(0, Command::Secondary { force: false });
+        w.pass_until("all whole", 20, |w| {
+            (0..4).all(|n| w.disk_state(n) == DiskState::UpToDate)
+        });
+        w.command(0, Command::Primary { force: false });
+        w.pass(Duration::from_millis(20));
+        w.write(0, 0, 4096, 1);
+        w.pass(Duration::from_millis(20));
+        w.command(0, Command::Secondary { force: false });
+        w.pass_until("all whole", 20, |w| {
+            (0..4).all(|n| w.disk_state(n) == DiskState::UpToDate)
+        });
+        for (a, b) in [(0, 3), (3, 0)] {
+            w.command(
+                a,
+                Command::Connect {
+                    peer: node_id(b),
+                    discard_my_data: false,
+                    tentative: false,
+                },
+            );
+        }
+        w.command(0, Command::Primary { force: false });
+        w.pass_until("the end follows", 20, |w| {
+            w.disk_state(2) == DiskState::Outdated && w.disk_state(3) == DiskState::UpToDate
+        });
+        w.write(0, 80, 4096, 2);
+        w.pass(Duration::from_millis(100));
+        w.command(0, Command::Secondary { force: false });
+        w.pass_until("node 2 whole", 20, |w| {
+            w.disk_state(2) == DiskState::UpToDate
+        });
+        let pause = w.random(30);
+        w.pass(Duration::from_millis(pause as u64));
+        w.command(0, Command::Primary { force: false });
+        let pause = w.random(30);
+        w.pass(Duration::from_millis(pause as u64));
+        w.log.clear();
+        w.command(
+            0,
+            Command::Disconnect {
+                peer: node_id(3),
+                force: false,
+            },
+        );
+        w.pass(Duration::from_millis(100));
+        w.write(0, 160, 4096, 3);
+        w.pass(Duration::from_millis(100));
+        w.command(0, Command::Secondary { force: false });
+        w.pass_until("all whole", 20, |w| {
+            (0..4).all(|n| w.disk_state(n) == DiskState::UpToDate)
+        });
+        w.check_same_data();
+        assert!(
+            !w.log.iter().any(|l| l.contains("connecting again")),
+            "seed {seed}: {:#?}",
+            w.log
+        );
+    }
+}
