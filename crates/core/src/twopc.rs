@@ -366,12 +366,10 @@ impl Resource {
             answered: None,
             resize,
         };
-        match transaction.wish.as_ref().map(|w| &w.kind) {
+        let kind = transaction.wish.as_ref().map(|w| &w.kind);
+        if matches!(kind, Some(WishKind::Demote { .. })) {
             // With the commit the peers compare their marks.
-            Some(WishKind::Demote { .. }) => self.flush_peer_ack(),
-            // Those that part mark what they do not know the other to have.
-            Some(WishKind::Disconnect { .. }) => self.queue_peer_ack(),
-            _ => {}
+            self.flush_peer_ack();
         }
         let packet = self.phase_one(&transaction);
         let handshake = transaction.handshake;

@@ -239,8 +239,6 @@ impl Resource {
             && prepare.change.val.conn() == Some(ConnState::Disconnecting);
         if disconnects {
             reachable.remove(head.initiator_node_id);
-            // Those that part mark what they do not know the other to have.
-            self.queue_peer_ack();
         }
         let mut t = Transaction {
             tid: head.tid,

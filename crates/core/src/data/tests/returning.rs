@@ -122,8 +122,9 @@ fn writes_meanwhile_are_not_copied_once_more_from_the_other_node() {
     }
 }
 
+/// The peer acks of these writes are still to come, and as in a kernel none is sent before its time.
 #[test]
-fn what_was_written_right_before_a_parting_is_marked_nowhere() {
+fn what_was_written_right_before_a_parting_is_marked_until_the_nodes_meet() {
     for seed in 300..320 {
         for who in [0, 2] {
             let mut w = clean(seed, 3, Setup::default());
@@ -136,13 +137,19 @@ fn what_was_written_right_before_a_parting_is_marked_nowhere() {
             let peer = node_id(2 - who);
             w.command(who, Command::Disconnect { peer, force: false });
             w.pass(Duration::from_millis(20));
-            assert_eq!(w.packets["peer ack"], 2, "seed {seed}, by node {who}");
-            if who == 0 {
-                // The ack may be overtaken by the commit, which goes by the other stream.
-                continue;
-            }
+            assert_eq!(w.bits(2, 1), 20, "seed {seed}, by node {who}");
+            w.command(
+                who,
+                Command::Connect {
+                    peer,
+                    discard_my_data: false,
+                    tentative: false,
+                },
+            );
+            w.pass(Duration::from_secs(10));
             let marks = [(0, 2), (1, 2), (2, 0), (2, 1)].map(|(of, to)| w.bits(of, to));
             assert_eq!(marks, [0; 4], "seed {seed}: {:#?}", w.log);
+            w.check_same_data();
         }
     }
 }
