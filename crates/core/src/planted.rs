@@ -895,6 +895,10 @@ registry! {
         "A node that loses a Primary last forgets that an Outdated one had come further.";
     GenerationsNotReconciled "generations-not-reconciled"
         "Survivors of different generations are not reconciled at the end of their copy.";
+    FlushOvertakesLoss "flush-overtakes-loss"
+        "A flush ends before the generation that is due, although a lost peer may lack what it makes durable.";
+    LeftInTwoSteps "left-in-two-steps"
+        "A node that its Primary leaves is current and stable for a moment.";
     ClientNotAsked "client-not-asked"
         "An Outdated disk follows a neighbour, and a Primary without a disk has served newer data.";
     OldCopyServed "old-copy-served"

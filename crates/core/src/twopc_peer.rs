@@ -638,7 +638,7 @@ impl Resource {
         } else if let Some(change) = self.remote_change(&t) {
             self.note_demoted_apart(&t);
             let mut change = change.members(members);
-            if self.is_left_by_asker(&t) {
+            if self.is_left_by_asker(&t) && !planted!(self, LeftInTwoSteps) {
                 let near = self.state.connected().without(t.initiator).union(t.lost);
                 change = self.far_from_primary(change, near, outcome.primary_nodes, incapable);
             }

@@ -482,6 +482,8 @@ fn shows(bug: Planted) -> Shows {
         | P::LateLossForgotten
         | P::ServingWaits
         | P::GenerationsNotReconciled
+        | P::FlushOvertakesLoss
+        | P::LeftInTwoSteps
         | P::LonelyOutdatedStays
         | P::AncestorsReadAfterDemotion
         | P::ReadErrorMarkedLazily
@@ -1079,6 +1081,8 @@ const RARE: &[Planted] = &[
     Planted::LateLossForgotten,
     Planted::ServingWaits,
     Planted::GenerationsNotReconciled,
+    Planted::FlushOvertakesLoss,
+    Planted::LeftInTwoSteps,
     Planted::LonelyOutdatedStays,
     Planted::AncestorsReadAfterDemotion,
     Planted::ReadErrorMarkedLazily,

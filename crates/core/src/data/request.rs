@@ -150,6 +150,7 @@ impl Resource {
             .devices
             .get(&volume)
             .is_some_and(|d| d.new_uuid_pending && !d.new_uuid_for_flush);
+        let settled = settled || planted!(self, FlushOvertakesLoss);
         let passes = kind == RequestKind::Flush && settled && self.new_uuid.is_none();
         !passes && self.uuid_hold(volume)
     }
