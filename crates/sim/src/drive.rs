@@ -329,7 +329,7 @@ impl<'a> Drive<'a> {
                 Some(pair) => pair.place(w, request),
                 None => o
                     .accepts_io()
-                    .map(|node| (o.user(node, request.number), request.block)),
+                    .map(|node| (o.user(w, node, request.number), request.block)),
             };
             let Some((node, block)) = placed else { return };
             let is_due = self.start + request.at <= w.now;

@@ -49,12 +49,16 @@ impl Operator {
         }
     }
 
-    /// The node whose user asks for something next.
-    pub(crate) fn user(&self, primary: usize, number: u32) -> usize {
-        let guest = self
-            .guest
-            .filter(|g| g.command.is_none() && !g.leaves && number % 3 == 1 && self.is_up(g.node));
-        guest.map_or(primary, |guest| guest.node)
+    /// The node whose user asks for something next. A guest whose command ended when it had lost the Primary already has
+    /// taken over: its users wait until that one is frozen.
+    pub(crate) fn user(&self, w: &mut World, primary: usize, number: u32) -> usize {
+        let ready = |g: &Guest| g.command.is_none() && !g.leaves && self.is_up(g.node);
+        let guest = self.guest.filter(|g| number % 3 == 1 && ready(g));
+        let guest = guest.map(|guest| guest.node);
+        match guest.filter(|guest| !(has_role(w, *guest) && has_role(w, primary))) {
+            Some(guest) => guest,
+            None => primary,
+        }
     }
 
     /// Another node is asked for its word.
@@ -83,8 +87,6 @@ pub(crate) fn follow(o: &mut Operator, w: &mut World) {
             return;
         }
     }
-    let has_role =
-        |w: &mut World, node: usize| w.view(node).is_some_and(|v| v.role == Role::Primary);
     let gone = o.primary.is_none() && !o.is_changing();
     let passed = o.primary.is_some_and(|p| !has_role(w, p)) && !o.is_changing();
     let others = o.promoting.is_some() || o.is_inviting();
@@ -97,6 +99,7 @@ pub(crate) fn follow(o: &mut Operator, w: &mut World) {
         if let Some(node) = frozen {
             // Its requests are frozen, and its demotion, if that has begun, would wait for them.
             o.frozen = frozen;
+            w.give_up_writes(node);
             if o.demoting.take().is_some() {
                 w.command(node, Command::Secondary { force: true });
             }
@@ -130,6 +133,11 @@ fn meets(w: &World, node: usize, peer: usize) -> bool {
         let mut peers = s.connections.iter().filter(|c| c.peer == peer_id(peer));
         peers.any(|c| c.state == ConnState::Connected)
     })
+}
+
+/// It is Primary, and does not only stand by.
+fn has_role(w: &mut World, node: usize) -> bool {
+    w.view(node).is_some_and(|v| v.role == Role::Primary)
 }
 
 fn stands_by(w: &World, node: usize) -> bool {

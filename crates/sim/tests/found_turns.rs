@@ -46,3 +46,15 @@ fn who_stands_by_is_no_source_of_the_primary() {
     let kinds = "handover,handover,handover,stall,reset,partition,crash,powercut";
     holds_with(24, kinds, &[Extra::Hot]);
 }
+
+/// A node that was to stand by lost the Primary before it was asked, and became Primary by itself. Its users were served
+/// while those of the other one, which had not noticed yet, read what they had read before.
+#[test]
+fn a_guest_that_takes_over_waits_until_the_other_one_is_frozen() {
+    let kinds = "handover,handover,handover,stall,reset,partition,crash,powercut";
+    let extras = vec![Extra::Migrations, Extra::Every, Extra::Hot];
+    for requests in ["0-999", "86,114,116,120"] {
+        let kinds = (Some(kinds), extras.clone());
+        planned_holds(Some(2), 786_000_004_031, kinds, "0-99", requests);
+    }
+}
