@@ -158,11 +158,18 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && w.bad_node.is_none()
         && w.spoils.values().all(|left| *left == 0)
         && w.spoiled.is_empty()
+        && !has_grown(w)
         && !w.history.several_writers
         && !settings.openers
         && settings.turns.is_none()
         && settings.net.fencing == Fencing::DontCare
         && settings.net.on_congestion == OnCongestion::Block
+}
+
+/// A disk that is larger than its node knows yet: what it marks of that when the sides meet again counts as changes.
+fn has_grown(w: &World) -> bool {
+    let mut disks = w.nodes.iter().flat_map(|node| &node.disks);
+    disks.any(|disk| disk.grown)
 }
 
 /// The operator changes what every node asks for.

@@ -203,3 +203,14 @@ fn what_is_read_beside_a_failing_write_does_not_stay() {
         planned_holds(Some(2), seed, (None, Vec::new()), "0-99", "0-999");
     }
 }
+
+/// Disks had grown before two sides wrote apart, and what one of them had marked of the new area when they met counted as
+/// changes.
+#[test]
+fn sides_that_have_grown_are_not_judged_by_their_changes() {
+    const SEED: u64 = 792_000_008_036;
+    let kinds = Some("grow-one,grow-one,crash,partition");
+    let extras = || vec![Extra::Internal];
+    planned_holds(Some(2), SEED, (kinds, extras()), "12,18-19,21", "none");
+    planned_holds(Some(2), SEED, (kinds, extras()), "0-99", "0-999");
+}
