@@ -453,12 +453,22 @@ impl Generations {
     pub fn sync_uuid_as_source(&mut self, peer: NodeId, theirs: Uuid, rng: &mut Rng) -> Uuid {
         let old = self.slot(peer).bitmap_uuid;
         if is_real(theirs) && is_real(old) && old.is_resync_from(theirs) {
+            // What comes after it in the history is what the target gets now.
+            self.forget_history(theirs);
+            self.push_retired_current(theirs);
             return old;
         }
-        let sync = if is_real(old) && old != Uuid::JUST_CREATED {
-            old.resync_name()
-        } else {
-            rng.uuid()
+        // A target without a slot is copied as a whole, and may miss the start as well.
+        let named = |uuid: &Uuid| is_real(*uuid) && *uuid != Uuid::JUST_CREATED;
+        let sync = match [old, theirs].into_iter().find(named) {
+            Some(before) => {
+                let mut name = before.resync_name();
+                while self.history_has(name) {
+                    name = name.resync_name();
+                }
+                name
+            }
+            None => rng.uuid(),
         };
         self.slot_mut(peer).bitmap_uuid = sync;
         // Also if entries of nodes that do not exist hold it: 8.4 has no such entries, and a target

@@ -102,15 +102,16 @@ impl PeerUuids {
     ///
     /// There is room for two entries of the history. Where the slot is called after a resync, the
     /// generation that this resync began from is the first one, however old it is: a receiver that
-    /// missed the start is still there (semantics.md, 13.3, rule 51).
+    /// missed the start is still there (semantics.md, 13.3, rule 51). The next one is what came right after that: a
+    /// receiver that came to the end, of which the sender does not know, is there.
     pub fn to_packet84(&self, receiver: NodeId) -> Uuids {
         let slot = self.slot(receiver);
         let began_from = |uuid: &&Uuid| is_real(**uuid) && slot.is_resync_from(**uuid);
         let mut history = [self.history[0], self.history[1]];
-        if let Some(before) = self.history.iter().find(began_from)
-            && !before.same_generation(history[0])
+        if let Some(at) = self.history.iter().position(|uuid| began_from(&uuid))
+            && at > 0
         {
-            history = [*before, history[0]];
+            history = [self.history[at], self.history[at - 1]];
         }
         Uuids {
             current: self.current,
@@ -230,7 +231,8 @@ mod tests {
             ..Uuids110::default()
         });
         let history = |set: &PeerUuids| set.to_packet84(NodeId(2)).history;
-        assert_eq!(history(&set), [Uuid(0x50), Uuid(0x30)]);
+        // One that came to the end of that resync is where the sender was next.
+        assert_eq!(history(&set), [Uuid(0x50), Uuid(0x40)]);
         set.history[..2].copy_from_slice(&[Uuid(0x50), Uuid(0x30)]);
         assert_eq!(history(&set), [Uuid(0x50), Uuid(0x30)]);
         set.bitmap[2] = Uuid(0x50);

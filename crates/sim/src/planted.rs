@@ -468,6 +468,7 @@ fn shows(bug: Planted) -> Shows {
         | P::AttachKeepsDagtag
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
+        | P::WholeCopyUnnamed
         | P::LeftBehindFollows
         | P::CopiedWriteForgotten
         | P::FrozenDetachHasty
@@ -1068,6 +1069,7 @@ const RARE: &[Planted] = &[
     Planted::AttachKeepsDagtag,
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
+    Planted::WholeCopyUnnamed,
     Planted::LeftBehindFollows,
     Planted::CopiedWriteForgotten,
     Planted::FrozenDetachHasty,

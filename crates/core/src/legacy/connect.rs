@@ -129,8 +129,10 @@ impl Resource {
     /// This source has the target's bitmap: the resync gets a UUID, which the target waits for.
     pub(crate) fn legacy_source_starts(&mut self, volume: VolumeNr, peer: NodeId) {
         let mut rng = self.rng.clone();
+        let unnamed = planted!(self, WholeCopyUnnamed) && self.slot_uuid(volume, peer).is_zero();
         let theirs = self
             .peer_uuids(volume, peer)
+            .filter(|_| !unnamed)
             .map_or(Uuid::ZERO, |u| u.current);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
