@@ -907,6 +907,8 @@ registry! {
         "A frozen Primary gives its disk away before its peers have what was acknowledged.";
     CopiedWriteForgotten "copied-write-forgotten"
         "A target has copied a write that a third node lacks, and is lost: it is not marked for that.";
+    NotNotedWhileSuspended "not-noted-while-suspended"
+        "A disk becomes current while a generation ends a suspension: what was announced is not noted.";
     WholeCopyUnnamed "whole-copy-unnamed"
         "8.4's dialect: a resync of everything is not called after the generation that it began from.";
     LeftBehindFollows "left-behind-follows"

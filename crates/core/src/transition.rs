@@ -179,8 +179,11 @@ impl Resource {
             let Some(before) = old.devices.get(volume) else {
                 continue;
             };
-            // One for each suspension; that of another volume says nothing of this one.
-            if waits && self.devices.get(volume).is_some_and(|d| d.new_uuid_pending) {
+            let back = before.disk < DiskState::UpToDate && after.disk == DiskState::UpToDate;
+            // One for each suspension; that of another volume says nothing of this one. What was announced without a
+            // disk is noted all the same when that becomes current.
+            let leaves = !back || planted!(self, NotNotedWhileSuspended);
+            if waits && leaves && self.devices.get(volume).is_some_and(|d| d.new_uuid_pending) {
                 continue;
             }
             let accessible = before.data_accessible() || after.data_accessible();
@@ -206,7 +209,6 @@ impl Resource {
             due |= failed && new.role == Role::Primary && after.data_accessible();
             // Somebody may go by a generation that this node announced while it had no disk, and
             // has to see that the data here went on without it.
-            let back = before.disk < DiskState::UpToDate && after.disk == DiskState::UpToDate;
             let announced = self
                 .devices
                 .get(volume)

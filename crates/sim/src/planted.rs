@@ -468,6 +468,7 @@ fn shows(bug: Planted) -> Shows {
         | P::AttachKeepsDagtag
         | P::OutdatedStaysAtConnect
         | P::ConsistentTrustsAny
+        | P::NotNotedWhileSuspended
         | P::WholeCopyUnnamed
         | P::LeftBehindFollows
         | P::CopiedWriteForgotten
@@ -1069,6 +1070,7 @@ const RARE: &[Planted] = &[
     Planted::AttachKeepsDagtag,
     Planted::OutdatedStaysAtConnect,
     Planted::ConsistentTrustsAny,
+    Planted::NotNotedWhileSuspended,
     Planted::WholeCopyUnnamed,
     Planted::LeftBehindFollows,
     Planted::CopiedWriteForgotten,

@@ -562,3 +562,14 @@ fn a_resync_that_is_served_does_not_keep_two_disks_different() {
     let requests = "153-154,164,175,194,196-197,219,221-223,540-542,544";
     holds(801100000223, Some(4), None, &[], "0-1,4,8,10-11", requests);
 }
+
+/// A Primary that was being copied announced a generation to end a suspension. Its disk became current before the answer came,
+/// and did not note what it had announced: the node that took it had diverged.
+#[test]
+fn a_disk_that_becomes_current_during_a_suspension_notes_what_was_announced() {
+    const SEED: u64 = 797_000_012_554;
+    let extras = [Extra::Every, Extra::ShortLog];
+    let kinds = Some("suspend,detach");
+    holds(SEED, Some(2), kinds, &extras, "1-2,4", "2-7,9-11");
+    holds(SEED, Some(2), kinds, &extras, "0-99", "0-999");
+}
