@@ -470,6 +470,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ConsistentTrustsAny
         | P::NotNotedWhileSuspended
         | P::WholeCopyUnnamed
+        | P::SettledWhileFollowing
         | P::LeftBehindFollows
         | P::CopiedWriteForgotten
         | P::FrozenDetachHasty
@@ -1072,6 +1073,7 @@ const RARE: &[Planted] = &[
     Planted::ConsistentTrustsAny,
     Planted::NotNotedWhileSuspended,
     Planted::WholeCopyUnnamed,
+    Planted::SettledWhileFollowing,
     Planted::LeftBehindFollows,
     Planted::CopiedWriteForgotten,
     Planted::FrozenDetachHasty,

@@ -573,3 +573,25 @@ fn a_disk_that_becomes_current_during_a_suspension_notes_what_was_announced() {
     holds(SEED, Some(2), kinds, &extras, "1-2,4", "2-7,9-11");
     holds(SEED, Some(2), kinds, &extras, "0-99", "0-999");
 }
+
+/// A write failed at a node that had no disk for a moment, and was sent again. The ack of its epoch came after the resync, and
+/// marked it at the source.
+#[test]
+fn a_write_that_failed_at_the_source_is_part_of_its_resync() {
+    const SEED: u64 = 792_000_019_422;
+    let extras = [Extra::Every, Extra::ShortLog];
+    let kinds = Some("suspend,detach");
+    let requests = "28,42-43,45-49,51-56,61-62,69-74";
+    holds(SEED, Some(2), kinds, &extras, "0,3,7,9-10,14", requests);
+    holds(SEED, Some(2), kinds, &extras, "0-99", "0-999");
+}
+
+/// Two followers had marks between them. One took the generation of a Primary without a disk and compared them, while that
+/// generation was still on its way to the other one: both wanted to be the source, and dropped their connection.
+#[test]
+fn marks_are_compared_when_both_have_the_generation_of_their_primary() {
+    let kinds = Some("diskless,quorum,crash,partition,reset");
+    let requests = "0,1,15,18,78,79,89";
+    let extras = [Extra::Every];
+    holds(799_300_000_389, Some(4), kinds, &extras, "0-3,5", requests);
+}

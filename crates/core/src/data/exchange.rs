@@ -29,6 +29,7 @@ impl Resource {
             if !planted!(self, InFlightNotInBitmap) {
                 self.mark_in_flight(volume, peer);
             }
+            self.recopy_failed_writes(volume, peer);
             self.apply_unacked(volume);
             self.owe_bitmap(volume, peer);
         }

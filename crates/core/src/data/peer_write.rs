@@ -1033,11 +1033,11 @@ impl Resource {
         }
     }
 
-    /// A resync from this node begins. What it sent before, and what failed here, is part of that: marked now, since its
-    /// peer ack may come when the blocks are copied already, and would have them copied once more.
-    pub(crate) fn recopy_failed_writes(&mut self, volume: VolumeNr, source: NodeId) {
+    /// A resync from or to this node begins. What it sent before, and what failed here, is part of that: marked now, since
+    /// its peer ack may come when the blocks are equal already, and would have them copied once more.
+    pub(crate) fn recopy_failed_writes(&mut self, volume: VolumeNr, peer: NodeId) {
         let skips = planted!(self, FailedNotRecopied);
-        let Some(conn) = self.connections.get_mut(&source) else {
+        let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
         let failed =

@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use core::mem;
 
 use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState};
+use lockstep_format::wire::{DiskState, ReplState, Role};
 
 use crate::resource::Resource;
 use crate::state::ReplSets;
@@ -124,7 +124,12 @@ impl Resource {
             if self.is_busy(volume) && !self.serves_only(volume) {
                 return;
             }
-            if self.is_shared() && self.may_follow_yet(volume, peer) {
+            // A Primary's generation is on its way to that one as well.
+            let mut peers = self.connections.keys();
+            let follows = self.is_shared()
+                || peers.any(|n| self.peer_role(*n) == Role::Primary)
+                    && !planted!(self, SettledWhileFollowing);
+            if follows && self.may_follow_yet(volume, peer) {
                 self.watch_left_marks(volume);
                 continue;
             }
