@@ -1044,6 +1044,7 @@ impl Resource {
             BitmapThen::Target(peer) => self.replaced_marks_written(volume, peer),
             BitmapThen::Started(peer) => self.third_nodes_marked(volume, peer),
             BitmapThen::Invalidated => self.invalidated(volume),
+            BitmapThen::Unreadable => self.unreadable_marked(volume),
             BitmapThen::Prepared(_) | BitmapThen::Nothing => {}
         }
     }

@@ -190,6 +190,8 @@ pub struct MetaWriter {
     pub durable: u64,
     /// No write starts: something else has to be durable first.
     pub hold: bool,
+    /// So many writes of the bitmap have to be durable before the disk is called Inconsistent.
+    pub unmarked: u32,
     /// The next write flushes the data first: this disk's copy became the only good one.
     pub flush_data: bool,
     /// The superblock on the disk names the size that the bitmap and the activity log are of.

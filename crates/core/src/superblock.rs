@@ -53,7 +53,7 @@ impl Resource {
         self.push_superblock(volume);
     }
 
-    fn push_superblock(&mut self, volume: VolumeNr) {
+    pub(crate) fn push_superblock(&mut self, volume: VolumeNr) {
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let members = self.state.members;
         let up_to_date_somewhere = self
@@ -61,11 +61,13 @@ impl Resource {
             .devices
             .get(&volume)
             .is_some_and(|d| d.data_accessible());
+        let stays = self.state.disk(volume) > DiskState::Failed;
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
         if disk.writer.in_flight.is_some()
             || disk.writer.hold
+            || stays && disk.writer.unmarked > 0
             || disk.writer.changed == disk.writer.durable
         {
             return;

@@ -3,7 +3,7 @@
 //! those behind the last fence a power cut keeps any (`words`).
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use lockstep_core::event::{DiskInfo, Tag};
@@ -280,6 +280,8 @@ pub struct Disk {
     pub(crate) grown: bool,
     /// Blocks that cannot be read until they are written, and what they held before.
     pub(crate) bad: BTreeMap<u64, u64>,
+    /// Those of them that were lost while the metadata called the disk whole.
+    bad_of_whole: BTreeSet<u64>,
     /// It reported an error at least once.
     pub had_errors: bool,
     /// A discard leaves the old content, and the node is told so.
@@ -388,6 +390,7 @@ impl Disk {
             data_bytes,
             grown: false,
             bad: BTreeMap::new(),
+            bad_of_whole: BTreeSet::new(),
             had_errors: false,
             keeps_discarded: false,
             layout,
@@ -574,15 +577,27 @@ impl Disk {
     pub(crate) fn loses(&mut self, block: u64) {
         let old = std::mem::replace(&mut self.content[block as usize], LOST + block);
         self.bad.entry(block).or_insert(old);
+        if self.is_called_whole() {
+            self.bad_of_whole.insert(block);
+        }
     }
 
-    /// The node dies before it has noted what it cannot read: the next read may be lucky.
+    fn is_called_whole(&self) -> bool {
+        let superblock = self.superblock();
+        superblock.is_ok_and(|s| s.flags.contains(DeviceFlags::CONSISTENT))
+    }
+
+    /// The node dies before it has noted what it cannot read: the next read may be lucky. Not so where that is why the
+    /// metadata call the disk Inconsistent: nobody reads it before it was copied.
     fn reads_again(&mut self) {
+        let of_whole = std::mem::take(&mut self.bad_of_whole);
+        let copied = !self.is_called_whole();
         for (block, old) in std::mem::take(&mut self.bad) {
-            let peers = (0..NodeId::COUNT).map(usize::from);
-            match peers.into_iter().any(|peer| self.is_marked(peer, block)) {
+            let is_why = copied && of_whole.contains(&block);
+            match is_why || self.marks_somebody(block) {
                 true => {
                     self.bad.insert(block, old);
+                    self.bad_of_whole.extend(is_why.then_some(block));
                 }
                 false => self.content[block as usize] = old,
             }

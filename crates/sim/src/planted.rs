@@ -471,6 +471,7 @@ fn shows(bug: Planted) -> Shows {
         | P::NotNotedWhileSuspended
         | P::WholeCopyUnnamed
         | P::SettledWhileFollowing
+        | P::ReadErrorMarkedLate
         | P::LeftBehindFollows
         | P::CopiedWriteForgotten
         | P::FrozenDetachHasty
@@ -1074,6 +1075,7 @@ const RARE: &[Planted] = &[
     Planted::NotNotedWhileSuspended,
     Planted::WholeCopyUnnamed,
     Planted::SettledWhileFollowing,
+    Planted::ReadErrorMarkedLate,
     Planted::LeftBehindFollows,
     Planted::CopiedWriteForgotten,
     Planted::FrozenDetachHasty,

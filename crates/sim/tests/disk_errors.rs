@@ -1,12 +1,14 @@
 //! Disks that report errors: worlds that failed once, shrunk, and what was wrong.
 
-use lockstep_core::options::Protocol;
+use lockstep_core::event::RequestKind;
+use lockstep_core::options::{OnIoError, Protocol};
 use lockstep_sim::disk::Lose;
 use lockstep_sim::drive::{Trace, run};
 use lockstep_sim::faults::parse;
+use lockstep_sim::operator::Settings;
 use lockstep_sim::plan::{Numbers, Orders};
 use lockstep_sim::scenario::{A, B, Scenario};
-use lockstep_sim::world::MS;
+use lockstep_sim::world::{Config, MS, SECOND, World};
 
 const ALL_ERRORS: &str = "readerror,writeerror,flusherror,metaerror,reset,crash";
 
@@ -80,5 +82,39 @@ fn a_disk_that_hangs_is_a_disk_that_failed() {
             "hangdisk,reset,crash,powercut,partition,handover",
             None,
         );
+    }
+}
+
+/// A block could not be read. Its mark and the word that the disk is only Inconsistent were written at the same time: with the
+/// second one alone on the disk, a node that lost its power was copied without that block.
+#[test]
+fn a_block_that_cannot_be_read_is_marked_before_the_disk_is_called_inconsistent() {
+    for step in 0..60 {
+        let config = Config {
+            nodes: 2,
+            ..Config::small(900 + step)
+        };
+        let pass_on = |settings: &mut Settings| settings.disk.on_io_error = OnIoError::PassOn;
+        let mut s = Scenario::with(config, pass_on, false);
+        s.write_and_wait(A, 50, 1);
+        s.flush(A);
+        s.pass(SECOND);
+        let trouble = &mut s.world.nodes[A].disks[0].trouble;
+        (trouble.reads, trouble.loses) = (1, true);
+        s.world.request(A, 0, RequestKind::Read, 5000, 1);
+        let failed = |w: &World| {
+            w.nodes[A]
+                .log
+                .back()
+                .is_some_and(|l| l.text.contains("Inconsistent"))
+        };
+        while !failed(&s.world) {
+            s.world.run_for(MS / 100);
+        }
+        s.world.run_for(step % 20 * MS / 20);
+        s.crash(A, Lose::Unflushed);
+        s.pass(SECOND);
+        s.restart(A);
+        s.in_sync();
     }
 }

@@ -50,6 +50,8 @@ pub enum BitmapThen {
     Started(NodeId),
     /// Everything is marked of a disk that was invalidated without a peer.
     Invalidated,
+    /// A block that could not be read is marked.
+    Unreadable,
 }
 
 /// Activity log, bitmap and flushes of one disk.

@@ -244,7 +244,7 @@ impl Device {
                 ("a resize", disk.resize.is_some()),
                 ("metadata to write", writer.durable != writer.changed),
                 ("a write of metadata", writer.in_flight.is_some()),
-                ("a hold of metadata", writer.hold),
+                ("a hold of metadata", writer.hold || writer.unmarked > 0),
                 (
                     "somebody who waits for metadata",
                     !writer.waiting.is_empty(),

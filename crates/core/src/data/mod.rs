@@ -34,6 +34,7 @@ mod request;
 mod resync_source;
 mod resync_target;
 pub(crate) mod slab;
+mod unreadable;
 mod unsettled;
 mod verify;
 mod write;

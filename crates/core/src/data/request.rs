@@ -13,7 +13,7 @@ use super::balance::ReadPath;
 use super::disk::FlushWaiter;
 use super::slab::Key;
 use super::write::{AppRequest, Local};
-use super::{BitmapThen, DataOp, DiskFault, Owner, Serving};
+use super::{DataOp, DiskFault, Owner, Serving};
 use crate::event::{
     DiskError, DiskOp, Output, Payload, Request, RequestError, RequestKind, Stream,
 };
@@ -529,15 +529,10 @@ impl Resource {
             return;
         };
         req.local = Local::Failed;
-        // Nobody knows what this block holds here: it is out of sync towards everybody.
-        if !planted!(self, ReadErrorUnmarked) {
-            self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
-        }
-        self.disk_failed(volume, DiskFault::Data);
-        if !planted!(self, ReadErrorMarkedLazily) && self.state.disk(volume) > DiskState::Failed {
-            // No extent of the activity log stands for it: a disk that is only Inconsistent would be copied without
-            // this block, if its node died now.
-            self.write_bitmap(volume, BitmapThen::Nothing);
+        if planted!(self, ReadErrorUnmarked) {
+            self.disk_failed(volume, DiskFault::Data);
+        } else {
+            self.unreadable(volume, sector, size);
         }
         self.start_read(key);
     }
@@ -751,8 +746,7 @@ impl Resource {
                 self.release(payload.buf);
             }
             None => {
-                self.set_out_of_sync(volume, request.sector, request.size_bytes, NodeMask::EMPTY);
-                self.disk_failed(volume, DiskFault::Data);
+                self.unreadable(volume, request.sector, request.size_bytes);
                 if current {
                     self.refuse_read(peer, volume, &request);
                 }

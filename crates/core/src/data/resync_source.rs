@@ -304,15 +304,11 @@ impl Resource {
             let ack = self.source_answer(volume, peer, &request);
             self.send(peer, Stream::Control, volume, Packet::NegRsDreply(ack));
             if failed {
-                if !planted!(self, SourceErrorUnmarked) {
-                    self.set_out_of_sync(
-                        volume,
-                        request.sector,
-                        request.size_bytes,
-                        NodeMask::EMPTY,
-                    );
+                if planted!(self, SourceErrorUnmarked) {
+                    self.disk_failed(volume, DiskFault::Data);
+                } else {
+                    self.unreadable(volume, request.sector, request.size_bytes);
                 }
-                self.disk_failed(volume, DiskFault::Data);
             }
             return;
         };

@@ -10,7 +10,7 @@ use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 
-use lockstep_format::units::{Dagtag, NodeId, Sector, VolumeNr};
+use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::packet::{
     BlockAck, BlockId, BlockRequest, DigestDagtagRequest, DigestRequest, OvResultId,
 };
@@ -574,12 +574,7 @@ impl Resource {
             .and_then(|v| v.blocks.get(key))
             .map(|b| (b.sector, b.size_bytes, b.theirs.is_some()));
         if let Some((sector, size_bytes, drives)) = range {
-            self.set_out_of_sync(
-                volume,
-                sector,
-                size_bytes,
-                lockstep_format::units::NodeMask::EMPTY,
-            );
+            self.set_out_of_sync(volume, sector, size_bytes, NodeMask::EMPTY);
             if drives {
                 self.verify_result(volume, peer, key, OvResultCode::OutOfSync);
             } else {
@@ -588,6 +583,8 @@ impl Resource {
                     .map_or(0, |a| crate::auth::digest_len(&a));
                 self.verify_reply(volume, peer, key, &[0; 64][..usize::from(len)]);
             }
+            self.unreadable(volume, sector, size_bytes);
+            return;
         }
         self.disk_failed(volume, DiskFault::Data);
     }
