@@ -909,6 +909,8 @@ registry! {
         "A target has copied a write that a third node lacks, and is lost: it is not marked for that.";
     NotNotedWhileSuspended "not-noted-while-suspended"
         "A disk becomes current while a generation ends a suspension: what was announced is not noted.";
+    UnreplicatedFollows "unreplicated-follows"
+        "A target that a Primary without a disk sends nothing takes its generation, whole by then.";
     ReadErrorMarkedLate "read-error-marked-late"
         "The metadata call a disk Inconsistent before the block that it could not read is marked on it.";
     SettledWhileFollowing "settled-while-following"

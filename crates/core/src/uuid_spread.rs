@@ -468,7 +468,7 @@ impl Resource {
             given_up.clone_from(&device.announced);
             device.remember_announced([uuid]);
         }
-        let weak_nodes = self.weak_nodes(volume);
+        let weak_nodes = self.weak_nodes(volume).union(self.unreplicated(volume));
         for peer in self.established_peers().iter() {
             let takes = self.state.peer_device(volume, peer).disk == DiskState::UpToDate;
             let known = self.peer_uuids(volume, peer).filter(|_| takes);
@@ -479,6 +479,19 @@ impl Resource {
                 self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
             }
         }
+    }
+
+    /// Lockstep peers that are being copied and are not sent what is written. One of them may be whole by now: if it followed,
+    /// it would count as whole without that.
+    fn unreplicated(&self, volume: VolumeNr) -> NodeMask {
+        if planted!(self, UnreplicatedFollows) {
+            return NodeMask::EMPTY;
+        }
+        let copied = |peer: &NodeId| {
+            let p = self.state.peer_device(volume, *peer);
+            p.disk == DiskState::Inconsistent && !p.replicates() && self.is_lockstep(*peer)
+        };
+        self.established_peers().iter().filter(copied).collect()
     }
 
     /// Tells a follower the generation that is coming.

@@ -472,6 +472,7 @@ fn shows(bug: Planted) -> Shows {
         | P::WholeCopyUnnamed
         | P::SettledWhileFollowing
         | P::ReadErrorMarkedLate
+        | P::UnreplicatedFollows
         | P::LeftBehindFollows
         | P::CopiedWriteForgotten
         | P::FrozenDetachHasty
@@ -1076,6 +1077,7 @@ const RARE: &[Planted] = &[
     Planted::WholeCopyUnnamed,
     Planted::SettledWhileFollowing,
     Planted::ReadErrorMarkedLate,
+    Planted::UnreplicatedFollows,
     Planted::LeftBehindFollows,
     Planted::CopiedWriteForgotten,
     Planted::FrozenDetachHasty,

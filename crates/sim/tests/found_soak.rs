@@ -595,3 +595,14 @@ fn marks_are_compared_when_both_have_the_generation_of_their_primary() {
     let extras = [Extra::Every];
     holds(799_300_000_389, Some(4), kinds, &extras, "0-3,5", requests);
 }
+
+/// A Primary without a disk had not heard yet that a disk was whole, sent it no writes, and named what it wrote. That disk took the
+/// name, and counted as whole without what was written.
+#[test]
+fn a_target_that_gets_no_writes_takes_no_name_of_a_primary_without_a_disk() {
+    const SEED: u64 = 815_000_001_562;
+    let extras = [Extra::Every, Extra::Hot];
+    let kinds = Some("shuffle,diskless,crash");
+    holds(SEED, Some(4), kinds, &extras, "0,2-4", "0,20,22");
+    holds(SEED, Some(4), kinds, &extras, "0-99", "0-999");
+}
