@@ -475,7 +475,8 @@ impl Resource {
                 continue;
             };
             conn.kept_dagtag = None;
-            let more = word.1.is_newer_than(mine) && !forgets;
+            // A kernel that is Outdated takes no part.
+            let more = word.1.is_newer_than(mine) && conn.is_lockstep() && !forgets;
             let mut disks = self.state.devices.values().map(|d| d.peers.get(peer));
             if !more && disks.any(|p| p.is_some_and(|p| p.disk == DiskState::Outdated)) {
                 left_before.insert(*peer);
