@@ -1059,7 +1059,6 @@ const RARE: &[Planted] = &[
     Planted::ConsistentNotCompared,
     Planted::TurnsLost,
     Planted::ForwardsUnasked,
-    Planted::WritesDuringDemotion,
     Planted::HeldForgottenByDemotion,
     Planted::NewMarksNotAwaited,
     Planted::OldWordsCount,

@@ -85,6 +85,7 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::UuidBeforeDurable,
             Planted::WeakVotesIgnored,
             Planted::WordsForgotten,
+            Planted::WritesDuringDemotion,
         ],
     ),
     (
