@@ -484,7 +484,9 @@ impl PeerDevice {
 impl Device {
     /// A new current UUID is due, while writes are not settled everywhere or not.
     pub(crate) fn uuid_is_due(&mut self, forced: bool, unsettled: bool) {
-        self.new_uuid_for_flush = unsettled || self.new_uuid_pending && self.new_uuid_for_flush;
+        // What a former Primary has in its cache is durable when it has noted the generation of the next one.
+        let waits = unsettled || forced;
+        self.new_uuid_for_flush = waits || self.new_uuid_pending && self.new_uuid_for_flush;
         self.new_uuid_pending = true;
         self.new_uuid_forced |= forced;
     }

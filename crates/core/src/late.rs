@@ -44,7 +44,7 @@ impl Resource {
         if let Some(device) = self.devices.get_mut(&volume)
             && !device.new_uuid_pending
         {
-            device.new_uuid_pending = true;
+            device.uuid_is_due(false, true);
             device.new_uuid_forced = true;
             device.new_uuid_for_late = true;
             self.want_new_uuid_now();
@@ -161,7 +161,7 @@ impl Resource {
             && self.state.disk(volume) == good
             && let Some(device) = self.devices.get_mut(&volume)
         {
-            device.new_uuid_pending = true;
+            device.uuid_is_due(false, true);
             device.new_uuid_forced = true;
             self.want_new_uuid_now();
         }
@@ -416,7 +416,7 @@ impl Resource {
             && serves
             && let Some(device) = self.devices.get_mut(&volume)
         {
-            device.new_uuid_pending = true;
+            device.uuid_is_due(false, true);
         }
     }
 

@@ -606,3 +606,9 @@ fn a_target_that_gets_no_writes_takes_no_name_of_a_primary_without_a_disk() {
     holds(SEED, Some(4), kinds, &extras, "0,2-4", "0,20,22");
     holds(SEED, Some(4), kinds, &extras, "0-99", "0-999");
 }
+
+/// A flush passed the generation of a promotion, and what the former Primary had acknowledged was in its cache still.
+#[test]
+fn a_flush_waits_for_the_generation_of_a_promotion() {
+    holds(2513025637, Some(2), None, &[], "0-99", "0-999");
+}
