@@ -773,6 +773,8 @@ registry! {
         "A resync asks for blocks before the marks towards nodes that are away are durable.";
     EndNotFlushed "end-not-flushed"
         "A resync ends without a flush of the writes that have cleared its marks.";
+    ForeignNotFlushed "foreign-not-flushed"
+        "A flush does not reach what a peer has got from another node.";
     FlushAskedOnce "flush-asked-once"
         "The question before the end of a resync is not asked again.";
     OldFlushAnswerCounts "old-flush-answer-counts"

@@ -133,17 +133,13 @@ pub fn losses_are_marked(w: &mut World) {
 }
 
 /// A flush that began at `issued` is acknowledged: what was acknowledged before it lies on stable
-/// storage of every replica that the Primary counts on. Of two Primaries each flushes what it wrote
-/// itself on both disks, and what the other one wrote on its own disk.
+/// storage of every replica that the Primary counts on, also what another Primary wrote.
 pub fn flushed_is_durable(w: &mut World, primary: usize, volume: u16, issued: u64) {
     for node in replicas(w, primary, volume) {
-        let writer = whose(w, primary, node);
         let volatile = w.nodes[node].disks[usize::from(volume)].volatile();
         let lost = volatile.into_iter().find(|(block, old)| {
             !w.spoiled.contains_key(&(volume, *block))
-                && !w
-                    .history
-                    .may_be_durable(volume, *block, *old, issued, writer)
+                && !w.history.may_be_durable(volume, *block, *old, issued, None)
         });
         if let Some((block, old)) = lost {
             let text = format!(

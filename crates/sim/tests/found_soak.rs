@@ -612,3 +612,14 @@ fn a_target_that_gets_no_writes_takes_no_name_of_a_primary_without_a_disk() {
 fn a_flush_waits_for_the_generation_of_a_promotion() {
     holds(2513025637, Some(2), None, &[], "0-99", "0-999");
 }
+
+/// A write of one Primary was in its cache and at the other one, which flushed: only its own disk. Both lost their power, and the
+/// first one was the source.
+#[test]
+fn a_flush_reaches_what_the_other_primary_has_written() {
+    let extras = [Extra::TwoPrimaries, Extra::TieBreaker];
+    holds(782_000_001_350, Some(2), None, &extras, "0-99", "0-999");
+    let extras = [Extra::Migrations, Extra::Every, Extra::Hot];
+    let kinds = Some("handover,handover,handover,stall,reset,partition,crash,powercut");
+    holds(812_000_000_079, Some(2), kinds, &extras, "0-99", "0-999");
+}

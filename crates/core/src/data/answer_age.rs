@@ -43,17 +43,13 @@ impl Resource {
             return;
         }
         let io = &conn.io;
-        let Some(oldest) = io.sent.front().and_then(|key| self.io.requests.get(*key)) else {
-            return;
-        };
-        let (what, since) = if oldest.pending.contains(peer) {
-            ("write", oldest.submitted_at.max(io.resent_at))
-        } else if !io.unacked.is_empty() {
-            ("barrier", io.barrier_since)
-        } else {
+        let oldest = io.sent.front().and_then(|key| self.io.requests.get(*key));
+        let (what, since) = match oldest.filter(|req| req.pending.contains(peer)) {
+            Some(oldest) => ("write", oldest.submitted_at.max(io.resent_at)),
+            None if !io.unacked.is_empty() => ("barrier", io.barrier_since),
             // An epoch that is still open, for instance because another peer has not answered, is
             // not this one's fault.
-            return;
+            None => return,
         };
         let due = since + limit;
         if due <= self.now && late {

@@ -20,6 +20,7 @@ mod disk;
 pub(crate) mod doubt;
 mod exchange;
 mod flush_due;
+mod flush_foreign;
 mod in_sync;
 mod last_copy;
 mod late_words;
@@ -148,6 +149,8 @@ pub struct ResourceIo {
     pub(crate) flush_sequence: u64,
     /// Flushes of front ends.
     pub(crate) flushes: Vec<Key>,
+    /// Counts what came from other nodes, which others may have in a cache only.
+    pub(crate) foreign_count: u64,
     /// Reads for peers.
     pub(crate) serving: Slab<Serving>,
     pub(crate) peer_ack: PeerAckQueue,
@@ -225,6 +228,8 @@ pub struct ConnIo {
     /// Counts of all writes sent and of those settled on this link.
     pub(crate) sent_count: u64,
     pub(crate) settled_count: u64,
+    /// `foreign_count` when the last barrier without a write was sent on this link.
+    pub(crate) foreign_covered: Option<u64>,
     /// The peer's mirror of this node's dagtag; none before the first `P_DAGTAG` of the link.
     pub(crate) mirror: Option<Dagtag>,
     /// Writes received and not peer-acked, in the order in which they came.

@@ -238,6 +238,7 @@ impl Resource {
         if conn.io.epochs.is_empty() {
             conn.io.epochs.push_back(ReceivedEpoch::default());
         }
+        self.io.foreign_count += 1;
         let epoch = conn.io.first_epoch + conn.io.epochs.len() as u64 - 1;
         if let Some(open) = conn.io.epochs.back_mut() {
             open.writes += 1;
@@ -637,9 +638,17 @@ impl Resource {
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
+        // A node of this project asks for a flush of what it has not sent itself.
+        let asks = conn.is_lockstep();
+        if asks && conn.io.epochs.is_empty() {
+            conn.io.epochs.push_back(ReceivedEpoch::default());
+        }
         match conn.io.epochs.back_mut() {
             Some(open) => {
                 open.barrier = Some(barrier);
+                if asks && open.writes == 0 && !open.has_refused {
+                    open.volumes = self.devices.keys().copied().collect();
+                }
                 conn.io.epochs.push_back(ReceivedEpoch::default());
                 self.finish_epochs(peer);
             }

@@ -776,25 +776,31 @@ impl Resource {
         };
         let volume = req.volume;
         self.close_epoch();
-        let mut waits = Vec::new();
+        let (mut waits, mut asked) = (Vec::new(), Vec::new());
         let local = self.takes_writes(volume);
         for (peer, conn) in &self.connections {
             let p = self.state.peer_device(volume, *peer);
             let promises = conn.net.protocol == Protocol::C || !local;
             let counts = conn.is_lockstep() && promises && p.replicates();
-            if counts
-                && !planted!(self, FlushWaitsForNoPeer)
-                && conn.io.sent_count > conn.io.settled_count
-            {
+            if !counts || planted!(self, FlushWaitsForNoPeer) {
+                continue;
+            }
+            asked.push(*peer);
+            if conn.io.sent_count > conn.io.settled_count {
                 waits.push((*peer, conn.io.sent_count));
             }
         }
+        let barriers = asked
+            .into_iter()
+            .filter_map(|peer| Some((peer, self.flush_foreign(peer)?)))
+            .collect();
         if planted!(self, FlushWaitsForOnePeer) {
             waits.truncate(1);
         }
         self.io.flushes.push(key);
         if let Some(req) = self.io.requests.get_mut(key) {
             req.waits = waits;
+            req.barriers = barriers;
             req.local = if local { Local::Pending } else { Local::None };
         }
         if local {
@@ -817,16 +823,18 @@ impl Resource {
 
     /// Writes were settled at this peer, or it was lost.
     pub(crate) fn settle_flushes(&mut self, peer: NodeId) {
-        let settled = self
-            .connections
-            .get(&peer)
-            .filter(|c| c.link.is_some())
-            .map_or(u64::MAX, |c| c.io.settled_count);
+        let conn = self.connections.get(&peer).filter(|c| c.link.is_some());
+        let settled = conn.map_or(u64::MAX, |c| c.io.settled_count);
+        let unacked: Vec<u32> = conn
+            .map(|c| c.io.unacked.iter().map(|(barrier, _)| *barrier).collect())
+            .unwrap_or_default();
         let flushes = self.io.flushes.clone();
         for key in flushes {
             if let Some(req) = self.io.requests.get_mut(key) {
                 req.waits
                     .retain(|(node, count)| *node != peer || *count > settled);
+                req.barriers
+                    .retain(|(node, barrier)| *node != peer || unacked.contains(barrier));
             }
             self.try_finish_flush(key);
         }
@@ -836,7 +844,7 @@ impl Resource {
         let Some(req) = self.io.requests.get(key) else {
             return;
         };
-        if req.local == Local::Pending || !req.waits.is_empty() {
+        if req.local == Local::Pending || !req.waits.is_empty() || !req.barriers.is_empty() {
             return;
         }
         let volume = req.volume;

@@ -773,6 +773,7 @@ impl Resource {
             true => RequestKind::Discard,
             false => RequestKind::Write { fua: false },
         };
+        self.io.foreign_count += 1;
         let op = self.disk_write(volume, kind, sector, size_bytes, payload);
         self.disk_op(volume, op, DataOp::TargetWrite(volume, peer, key));
     }

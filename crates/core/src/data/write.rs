@@ -8,9 +8,7 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, VolumeNr};
-use lockstep_format::wire::packet::{
-    Barrier, BlockAck, BlockDesc, BlockId, ConfirmStable, Data, Trim,
-};
+use lockstep_format::wire::packet::{BlockAck, BlockDesc, BlockId, ConfirmStable, Data, Trim};
 use lockstep_format::wire::{DataFlags, DiskState, Features, Packet, ReplState};
 
 use super::slab::Key;
@@ -77,6 +75,8 @@ pub(crate) struct AppRequest {
     pub(crate) missed: bool,
     /// For a flush: writes of each connection that have to be settled.
     pub(crate) waits: Vec<(NodeId, u64)>,
+    /// For a flush: barriers that have to be acked.
+    pub(crate) barriers: Vec<(NodeId, u32)>,
 }
 
 /// The local part of a request.
@@ -138,6 +138,7 @@ impl AppRequest {
             accounted: NodeMask::EMPTY,
             missed: false,
             waits: Vec::new(),
+            barriers: Vec::new(),
         }
     }
 
@@ -928,7 +929,7 @@ impl Resource {
     }
 
     /// Ends the connection's epoch if something of a later one follows.
-    fn barrier_before(&mut self, peer: NodeId, epoch: u32) {
+    pub(super) fn barrier_before(&mut self, peer: NodeId, epoch: u32) {
         let refused = self.open_epoch_has_refused(peer);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
@@ -941,23 +942,12 @@ impl Resource {
             0 if !refused => return,
             // Nothing of it is left, so that nothing is acked.
             0 => self.epoch_is_acked(peer, barrier),
-            writes => {
-                if conn.io.unacked.is_empty() {
-                    conn.io.barrier_since = self.now;
-                }
-                conn.io.unacked.push_back((barrier, writes));
-            }
+            writes => self.owe_barrier_ack(peer, barrier, writes),
         }
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.io.epoch_is_open = false;
         }
-        self.watch_age(peer);
-        self.send(
-            peer,
-            Stream::Data,
-            VolumeNr::NONE,
-            Packet::Barrier(Barrier { barrier }),
-        );
+        self.send_barrier(peer, barrier);
     }
 
     pub(crate) fn barrier_ack(&mut self, peer: NodeId, barrier: u32, set_size: u32) {
@@ -1060,6 +1050,7 @@ impl Resource {
         conn.io.sent_count = 0;
         conn.io.was_async = false;
         conn.io.settled_count = 0;
+        conn.io.foreign_covered = None;
         conn.io.mirror = None;
         conn.io.ap_in_flight_sectors = 0;
         conn.io.resync_in_flight_sectors = 0;

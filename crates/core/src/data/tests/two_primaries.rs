@@ -512,3 +512,18 @@ fn a_split_brain_of_two_primaries_follows_after_sb_2pri() {
         }
     }
 }
+
+/// Its own epochs say nothing of what the other one wrote, which may be in that one's cache only.
+#[test]
+fn a_flush_makes_the_other_primary_flush() {
+    let mut w = pair(3, setup(124));
+    let written = w.write(0, 0, 4096, 7);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, written));
+    assert!(!w.nodes[0].data.dirty.is_empty());
+    let flush = w.request(1, RequestKind::Flush, 0, 0, 0);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(1, flush), "{:#?}", w.log);
+    assert!(w.nodes[0].data.dirty.is_empty());
+    w.check_idle();
+}

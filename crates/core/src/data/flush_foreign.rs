@@ -1,0 +1,52 @@
+//! Flushes that reach what peers hold of other nodes' writes (semantics.md, 15.8).
+
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::Packet;
+use lockstep_format::wire::packet::Barrier;
+
+use crate::event::Stream;
+use crate::resource::Resource;
+
+impl Resource {
+    /// Makes the peer flush what it has of other nodes. Gives the barrier whose ack says that it has done so,
+    /// unless it has nothing to flush.
+    pub(super) fn flush_foreign(&mut self, peer: NodeId) -> Option<u32> {
+        if planted!(self, ForeignNotFlushed) {
+            return None;
+        }
+        // One that is due belongs to the writes before it.
+        self.barrier_before(peer, self.io.epoch);
+        let (count, barrier) = (self.io.foreign_count, self.io.epoch);
+        let conn = self.connections.get_mut(&peer)?;
+        if conn.io.foreign_covered != Some(count) {
+            conn.io.foreign_covered = Some(count);
+            self.io.epoch = barrier.wrapping_add(1);
+            self.owe_barrier_ack(peer, barrier, 0);
+            self.send_barrier(peer, barrier);
+        }
+        let io = &self.connections.get(&peer)?.io;
+        io.unacked.back().map(|(barrier, _)| *barrier)
+    }
+
+    /// The ack of a barrier is due, as of its writes.
+    pub(super) fn owe_barrier_ack(&mut self, peer: NodeId, barrier: u32, writes: u32) {
+        let now = self.now;
+        let Some(conn) = self.connections.get_mut(&peer) else {
+            return;
+        };
+        if conn.io.unacked.is_empty() {
+            conn.io.barrier_since = now;
+        }
+        conn.io.unacked.push_back((barrier, writes));
+        self.watch_age(peer);
+    }
+
+    pub(super) fn send_barrier(&mut self, peer: NodeId, barrier: u32) {
+        self.send(
+            peer,
+            Stream::Data,
+            VolumeNr::NONE,
+            Packet::Barrier(Barrier { barrier }),
+        );
+    }
+}
