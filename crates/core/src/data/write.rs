@@ -71,6 +71,8 @@ pub(crate) struct AppRequest {
     pub(crate) mark: NodeMask,
     /// Peers whose bits were set already because a resync with them started.
     pub(crate) accounted: NodeMask,
+    /// Peers that were sent it while this node's disk counted as a copy: theirs may be in a cache when they acknowledge it.
+    pub(crate) relied: NodeMask,
     /// Peers that refused it, whose bits on the disk that it went to are set.
     pub(crate) refused: NodeMask,
     /// Peers that have it and were lost before it was settled: a resync may have replaced it there.
@@ -139,6 +141,7 @@ impl AppRequest {
             mark: NodeMask::EMPTY,
             accounted: NodeMask::EMPTY,
             refused: NodeMask::EMPTY,
+            relied: NodeMask::EMPTY,
             missed: false,
             waits: Vec::new(),
         }
@@ -444,6 +447,10 @@ impl Resource {
         };
         if let Some(req) = self.io.requests.get_mut(key) {
             req.refused.remove(peer);
+            match only_copy {
+                true => req.relied.remove(peer),
+                false => req.relied.insert(peer),
+            }
             if protocol == Protocol::A {
                 // Handed to the network: that is all that A promises.
                 req.ok.insert(peer);
@@ -591,6 +598,9 @@ impl Resource {
         // resync overwrites it. Whoever serves the data has to get the write.
         let lost_copy = self.state.disk(volume) <= DiskState::Inconsistent
             && !planted!(self, CopyOnFailedDiskCounts);
+        if !fails && self.awaits_stable_copy(key, lost_copy) {
+            return;
+        }
         let Some(req) = self.io.requests.get(key) else {
             return;
         };
