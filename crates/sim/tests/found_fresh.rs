@@ -118,3 +118,13 @@ fn a_pause_is_not_told_before_the_resync_that_was_asked_for() {
     holds(1_433_431_662, None, vec![], ALL.0, ALL.1);
     holds(700_123_895, None, vec![], ALL.0, ALL.1);
 }
+
+/// A forced promotion was answered before the metadata that called the data good were durable: a crash left disks that
+/// nobody took for good, and whoever had given the command did not know.
+#[test]
+fn a_forced_promotion_is_answered_when_it_lasts() {
+    const KINDS: &str = "diskless,quorum,crash,partition,reset";
+    for seed in [815_000_004_450, 794_000_000_362] {
+        planned_holds(Some(3), seed, (Some(KINDS), vec![]), ALL.0, ALL.1);
+    }
+}
