@@ -128,3 +128,17 @@ fn a_forced_promotion_is_answered_when_it_lasts() {
         planned_holds(Some(3), seed, (Some(KINDS), vec![]), ALL.0, ALL.1);
     }
 }
+
+/// Checks that were wrong. In 8.4's dialect a crashed Primary that lost its power after it had come back is the source of what it
+/// lacks, as if it had lost it at once. And a node without a disk, while it was promoted beside the only one that had everything
+/// that protocol A had acknowledged, lost that one and went on with what another one had.
+#[test]
+fn what_a_crashed_primary_takes_with_it_is_not_asked_for() {
+    holds(2_513_025_578, None, vec![], ALL.0, ALL.1);
+    holds(2_513_022_649, None, vec![], ALL.0, ALL.1);
+    let kinds = (
+        Some("diskless,quorum,crash,partition,reset"),
+        vec![Extra::Every],
+    );
+    planned_holds(Some(5), 820_000_011_482, kinds, ALL.0, ALL.1);
+}
