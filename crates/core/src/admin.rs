@@ -83,6 +83,8 @@ pub(crate) enum Wait {
     },
     /// The marks of a disk that was invalidated without a peer.
     Invalidated(VolumeNr),
+    /// The metadata of disks that a forced promotion calls good.
+    Forced,
     /// No IO in flight, for `suspend-io`.
     Quiet,
 }
@@ -373,6 +375,9 @@ impl Resource {
                     };
                     self.answer(item.id, result);
                 }
+                Wait::Forced if self.forced_is_durable() => {
+                    self.answer(item.id, Ok(Answer::Done));
+                }
                 Wait::Quiet if self.io_is_quiet() => {
                     self.answer(item.id, Ok(Answer::Done));
                 }
@@ -449,13 +454,18 @@ impl Resource {
                 }
                 WishKind::ForceUpToDate(volume) => {
                     if !self.force_next(id, Some(*volume)) {
-                        self.answer(id, Ok(answer));
+                        self.answer_when_forced(id);
                     }
                 }
-                WishKind::Promote { .. } => {
+                WishKind::Promote {
+                    force_up_to_date, ..
+                } => {
                     // Asked for in words: closing the last opener does not demote.
                     self.explicit_primary = true;
-                    self.answer(id, Ok(answer));
+                    match force_up_to_date {
+                        true => self.answer_when_forced(id),
+                        false => self.answer(id, Ok(answer)),
+                    }
                 }
                 _ => self.answer(id, Ok(answer)),
             },

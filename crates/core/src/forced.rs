@@ -4,8 +4,10 @@
 use lockstep_format::units::VolumeNr;
 use lockstep_format::wire::{DiskState, ReplState};
 
+use crate::admin::{Wait, Waiting};
 use crate::event::CommandId;
 use crate::resource::Resource;
+use crate::time::Instant;
 use crate::transition::Change;
 use crate::twopc::WishKind;
 
@@ -22,6 +24,17 @@ impl Resource {
             }
             None => false,
         }
+    }
+
+    /// Old data count as good from now on. The command is answered when the metadata say so: a crash before that leaves
+    /// disks that nobody takes for good, and whoever gave the command would not know.
+    pub(crate) fn answer_when_forced(&mut self, id: CommandId) {
+        let (what, until) = (Wait::Forced, Instant(u64::MAX));
+        self.waiting.push(Waiting { id, what, until });
+    }
+
+    pub(crate) fn forced_is_durable(&self) -> bool {
+        self.devices.keys().all(|v| self.meta_is_durable(*v))
     }
 
     /// The own disk is not UpToDate, and nobody's is that this node knows of.

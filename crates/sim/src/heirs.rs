@@ -1,7 +1,14 @@
-//! Whether a node may be promoted without losing what others have.
+//! Whether a node may be promoted without losing what others have, and who would be left then.
+
+use lockstep_core::options::Protocol;
 
 use crate::operator::{Operator, generations, members};
+use crate::promises::is_crashed_primary;
+use crate::sometimes;
 use crate::world::World;
+
+/// Protocol version of DRBD 8.4's last release.
+const DIALECT_84: u32 = 101;
 
 impl Operator {
     /// The node's own disks are UpToDate, or those of peers that have all data. A node without disks sees no
@@ -32,5 +39,44 @@ impl Operator {
             let heirs = members(holders & (1 << node | heirs));
             heirs.iter().any(is_there) && (others || sees_only_heirs())
         })
+    }
+
+    /// A successor goes that no application has seen anything of: it has not begun a generation, and
+    /// if the dead Primary comes back, its copy may be the one that counts. The answer is who that is.
+    pub(crate) fn left_unused(&mut self, w: &mut World, node: usize) -> u32 {
+        let unused = self
+            .heir
+            .take_if(|(heir, served, _)| *heir == node && w.nodes[node].served == *served);
+        let Some((_, _, loss)) = unused else {
+            return 0;
+        };
+        if members(loss).into_iter().any(|n| !self.is_down(n)) {
+            // It is back, and perhaps not compared yet.
+            w.history.unflushed_may_be_lost(w.now);
+            return 0;
+        }
+        sometimes!(w.marks, true, "heir-left-unused");
+        loss
+    }
+
+    /// A Primary has died, came back and loses its power, and nobody has followed it: in 8.4's dialect it is the source of
+    /// those that have what it lost, as if it had lost its power at once (semantics.md, 13.3).
+    pub(crate) fn may_overwrite(&self, w: &World, node: usize) -> u32 {
+        let disks = &w.nodes[node].disks;
+        let crashed = w.has_disk(node) && disks.iter().any(is_crashed_primary);
+        let old = self.settings.resource.protocol_max <= DIALECT_84;
+        if crashed && old { 1 << node } else { 0 }
+    }
+
+    /// A node without disks is being promoted, and this is the last heir that it sees. With protocols A and B it would be
+    /// left with whoever comes next, and nobody can call its promotion back.
+    pub(crate) fn is_promotions_source(&self, w: &World, node: usize) -> bool {
+        let client = self.promoting.map(|(n, _)| n).filter(|n| !w.has_disk(*n));
+        let heirs = self.heirs();
+        let others = || heirs.iter().any(|n| *n != node && self.is_up(*n));
+        client.is_some_and(|client| client != node)
+            && w.config.protocol != Protocol::C
+            && heirs.contains(&node)
+            && !others()
     }
 }

@@ -105,7 +105,7 @@ pub struct Operator {
     /// Primaries without power, as bits: what they did not flush may be lost if they come back first.
     pending_loss: u32,
     /// Who was promoted after that, what it had served then, and the bits from before.
-    heir: Option<(usize, u64, u32)>,
+    pub(crate) heir: Option<(usize, u64, u32)>,
     /// Peer pairs that the operator keeps apart.
     apart: BTreeSet<(usize, usize)>,
     paused: BTreeSet<(usize, usize, u16)>,
@@ -402,7 +402,7 @@ impl Operator {
 
     /// The node dies; the operator learns who may take over.
     pub fn crash(&mut self, w: &mut World, node: usize, lose: Lose) {
-        let Some(view) = w.view(node) else {
+        let Some(view) = w.view(node).filter(|_| !self.is_promotions_source(w, node)) else {
             return;
         };
         let succeeded = self.frozen == Some(node);
@@ -420,6 +420,7 @@ impl Operator {
             }
             w.trace(node, || "== the Primary dies".into());
         } else if self.primary.is_none() && lose == Lose::Unflushed && !succeeded {
+            self.pending_loss |= self.may_overwrite(w, node);
             let mut alone = false;
             for heirs in self.heirs.iter_mut().filter(|h| **h & 1 << node != 0) {
                 if heirs.count_ones() > 1 {
@@ -452,24 +453,6 @@ impl Operator {
             let heirs = self.heirs();
             w.trace(node, || format!("== heirs: {heirs:?}"));
         }
-    }
-
-    /// A successor goes that no application has seen anything of: it has not begun a generation, and
-    /// if the dead Primary comes back, its copy may be the one that counts. The answer is who that is.
-    fn left_unused(&mut self, w: &mut World, node: usize) -> u32 {
-        let unused = self
-            .heir
-            .take_if(|(heir, served, _)| *heir == node && w.nodes[node].served == *served);
-        let Some((_, _, loss)) = unused else {
-            return 0;
-        };
-        if members(loss).into_iter().any(|n| !self.is_down(n)) {
-            // It is back, and perhaps not compared yet.
-            w.history.unflushed_may_be_lost(w.now);
-            return 0;
-        }
-        sometimes!(w.marks, true, "heir-left-unused");
-        loss
     }
 
     /// What the node's disk had not flushed may be gone. If nobody who has it stays, it is.

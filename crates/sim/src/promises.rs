@@ -541,7 +541,7 @@ pub(crate) fn last_copy_is_durable(w: &mut World, primary: usize, asked: &Asked)
 }
 
 /// A crash now would make the disk that of a crashed Primary.
-fn is_crashed_primary(disk: &Disk) -> bool {
+pub(crate) fn is_crashed_primary(disk: &Disk) -> bool {
     let flags = disk.flags();
     flags.is_some_and(|f| f.contains(DeviceFlags::CRASHED_PRIMARY))
 }

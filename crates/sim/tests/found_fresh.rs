@@ -118,3 +118,27 @@ fn a_pause_is_not_told_before_the_resync_that_was_asked_for() {
     holds(1_433_431_662, None, vec![], ALL.0, ALL.1);
     holds(700_123_895, None, vec![], ALL.0, ALL.1);
 }
+
+/// A forced promotion was answered before the metadata that called the data good were durable: a crash left disks that
+/// nobody took for good, and whoever had given the command did not know.
+#[test]
+fn a_forced_promotion_is_answered_when_it_lasts() {
+    const KINDS: &str = "diskless,quorum,crash,partition,reset";
+    for seed in [815_000_004_450, 794_000_000_362] {
+        planned_holds(Some(3), seed, (Some(KINDS), vec![]), ALL.0, ALL.1);
+    }
+}
+
+/// Checks that were wrong. In 8.4's dialect a crashed Primary that lost its power after it had come back is the source of what it
+/// lacks, as if it had lost it at once. And a node without a disk, while it was promoted beside the only one that had everything
+/// that protocol A had acknowledged, lost that one and went on with what another one had.
+#[test]
+fn what_a_crashed_primary_takes_with_it_is_not_asked_for() {
+    holds(2_513_025_578, None, vec![], ALL.0, ALL.1);
+    holds(2_513_022_649, None, vec![], ALL.0, ALL.1);
+    let kinds = (
+        Some("diskless,quorum,crash,partition,reset"),
+        vec![Extra::Every],
+    );
+    planned_holds(Some(5), 820_000_011_482, kinds, ALL.0, ALL.1);
+}

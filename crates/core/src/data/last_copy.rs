@@ -19,6 +19,7 @@ use lockstep_format::wire::{DiskState, ReplState, Role};
 
 use super::Key;
 use super::peer_write::PeerWrite;
+use super::write::Local;
 use crate::event::DiskError;
 use crate::generation::{Generations, Rotation};
 use crate::options::Protocol;
@@ -52,6 +53,33 @@ impl Resource {
             req.pending.insert(peer);
         }
         self.close_epoch();
+    }
+
+    /// The write is on no whole disk of this node, and one peer has it. That one may have acknowledged it from its cache, when
+    /// it took this node's disk for another copy: it counts when it says that it is on stable storage, with the barrier of the
+    /// epoch. Whether the write is not complete for that.
+    pub(super) fn awaits_stable_copy(&mut self, key: Key, lost_copy: bool) -> bool {
+        let Some(req) = self.io.requests.get(key) else {
+            return false;
+        };
+        let volume = req.volume;
+        let lost = lost_copy || req.local == Local::Failed;
+        let is_whole =
+            |peer: &NodeId| self.state.peer_device(volume, *peer).disk > DiskState::Inconsistent;
+        let mut copies = req.ok.iter().filter(is_whole);
+        let (Some(peer), None) = (copies.next(), copies.next()) else {
+            return false;
+        };
+        let cached = req.unsettled.contains(peer) && req.relied.contains(peer);
+        if !lost || !cached || planted!(self, LastCopyInCache) {
+            return false;
+        }
+        if let Some(req) = self.io.requests.get_mut(key) {
+            req.ok.remove(peer);
+            req.pending.insert(peer);
+        }
+        self.close_epoch();
+        true
     }
 
     /// What `peer` writes is on this disk and on no other one.

@@ -19,6 +19,7 @@ mod dagtag;
 mod disk;
 pub(crate) mod doubt;
 mod exchange;
+mod failed_writes;
 mod flush_due;
 mod flush_foreign;
 mod in_sync;

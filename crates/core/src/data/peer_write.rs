@@ -29,7 +29,7 @@ use crate::state::ReplSets;
 #[derive(Debug)]
 pub(crate) struct PeerWrite {
     /// In the order in which they came.
-    number: u64,
+    pub(super) number: u64,
     pub(crate) volume: VolumeNr,
     pub(crate) sector: Sector,
     pub(crate) size_bytes: u32,
@@ -46,19 +46,19 @@ pub(crate) struct PeerWrite {
     al: Option<u64>,
     /// It waits for its extents.
     asked: bool,
-    stage: Stage,
+    pub(super) stage: Stage,
     /// The sender knows that it is on stable storage.
     confirmed: bool,
     /// Newer data have come for the range.
-    overtaken: bool,
-    /// It is not on this disk, and the resync that copies it from its sender has begun: its marks are set.
-    recopied: bool,
+    pub(super) overtaken: bool,
+    /// It is not on this disk, and its marks are set: the serial of the disk that has them.
+    pub(super) recopied: Option<u64>,
     /// It is on stable storage once it is off the disk's queue.
     durable: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+pub(super) enum Stage {
     /// Waits for ranges, extents or the disk.
     Active,
     /// On the disk; the ack is held until metadata are durable.
@@ -273,7 +273,7 @@ impl Resource {
             stage: Stage::Active,
             confirmed: false,
             overtaken: false,
-            recopied: false,
+            recopied: None,
             durable: false,
         });
         self.overtake_peer_writes(volume, sector, size_bytes, Some(peer));
@@ -351,7 +351,7 @@ impl Resource {
         self.set_peer_dagtag(peer, dagtag);
     }
 
-    fn peer_write(&mut self, peer: NodeId, number: u64) -> Option<&mut PeerWrite> {
+    pub(super) fn peer_write(&mut self, peer: NodeId, number: u64) -> Option<&mut PeerWrite> {
         let io = &mut self.connections.get_mut(&peer)?.io;
         // No number is left out but for those of late writes.
         let first = io.writes.front()?.number;
@@ -593,9 +593,7 @@ impl Resource {
         };
         write.stage = Stage::Failed;
         let (sector, size, id) = (write.sector, write.size_bytes, write.block_id);
-        if !planted!(self, NegAckIgnored) {
-            self.mark_towards(volume, peer, sector, size);
-        }
+        self.mark_failed_peer_write(volume, peer, number);
         let ack = self.block_ack(volume, peer, sector, id, size);
         self.send(peer, Stream::Control, volume, Packet::NegAck(ack));
         self.peer_write_ended(volume, peer, number);
@@ -798,11 +796,12 @@ impl Resource {
             }
             if covered && write.stage == Stage::Done && flush.failed.contains(&write.volume) {
                 write.stage = Stage::Failed;
-                lost.push((write.volume, write.sector, write.size_bytes, write.block_id));
+                let range = (write.sector, write.size_bytes, write.block_id);
+                lost.push((write.volume, write.number, range));
             }
         }
-        for (volume, sector, size, id) in lost {
-            self.mark_towards(volume, peer, sector, size);
+        for (volume, number, (sector, size, id)) in lost {
+            self.mark_failed_peer_write(volume, peer, number);
             let ack = self.block_ack(volume, peer, sector, id, size);
             self.send(peer, Stream::Control, volume, Packet::NegAck(ack));
         }
@@ -937,7 +936,8 @@ impl Resource {
     /// Who has the write is known: bits, then the extents.
     fn settle_peer_write(&mut self, peer: NodeId, write: &PeerWrite, mask: NodeMask) {
         let (volume, sector, size) = (write.volume, write.sector, write.size_bytes);
-        if write.recopied && write.stage == Stage::Failed {
+        let serial = self.al_serial(volume);
+        if write.recopied == Some(serial) && write.stage == Stage::Failed {
             if let Some(serial) = write.al {
                 self.al_put(volume, sector, size, serial);
             }
@@ -1039,25 +1039,6 @@ impl Resource {
             for (sector, size) in ranges {
                 self.set_out_of_sync(volume, sector, size, NodeMask::of(peer));
             }
-        }
-    }
-
-    /// A resync from or to this node begins. What it sent before, and what failed here, is part of that: marked now, since
-    /// its peer ack may come when the blocks are equal already, and would have them copied once more.
-    pub(crate) fn recopy_failed_writes(&mut self, volume: VolumeNr, peer: NodeId) {
-        let skips = planted!(self, FailedNotRecopied);
-        let Some(conn) = self.connections.get_mut(&peer) else {
-            return;
-        };
-        let failed =
-            |w: &&mut PeerWrite| w.volume == volume && w.stage == Stage::Failed && !w.recopied;
-        let mut ranges = Vec::new();
-        for write in conn.io.writes.iter_mut().filter(|w| failed(w) && !skips) {
-            write.recopied = true;
-            ranges.push((write.sector, write.size_bytes));
-        }
-        for (sector, size) in ranges {
-            self.set_out_of_sync(volume, sector, size, NodeMask::EMPTY);
         }
     }
 

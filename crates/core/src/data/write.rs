@@ -69,6 +69,10 @@ pub(crate) struct AppRequest {
     pub(crate) mark: NodeMask,
     /// Peers whose bits were set already because a resync with them started.
     pub(crate) accounted: NodeMask,
+    /// Peers that were sent it while this node's disk counted as a copy: theirs may be in a cache when they acknowledge it.
+    pub(crate) relied: NodeMask,
+    /// Peers that refused it, whose bits on the disk that it went to are set.
+    pub(crate) refused: NodeMask,
     /// Peers that have it and were lost before it was settled: a resync may have replaced it there.
     pub(crate) left: NodeMask,
     /// It is not on this node's disk, which counted as there when it was sent.
@@ -136,6 +140,8 @@ impl AppRequest {
             left: NodeMask::EMPTY,
             mark: NodeMask::EMPTY,
             accounted: NodeMask::EMPTY,
+            refused: NodeMask::EMPTY,
+            relied: NodeMask::EMPTY,
             missed: false,
             waits: Vec::new(),
             barriers: Vec::new(),
@@ -441,6 +447,11 @@ impl Resource {
             RequestKind::Read | RequestKind::Flush => unreachable!("only writes are replicated"),
         };
         if let Some(req) = self.io.requests.get_mut(key) {
+            req.refused.remove(peer);
+            match only_copy {
+                true => req.relied.remove(peer),
+                false => req.relied.insert(peer),
+            }
             if protocol == Protocol::A {
                 // Handed to the network: that is all that A promises.
                 req.ok.insert(peer);
@@ -526,12 +537,14 @@ impl Resource {
             .contains(peer)
             .then(|| self.now - req.submitted_at);
         req.pending.remove(peer);
+        let mut refused = false;
         match how {
             Ack::Failed if late => {}
             Ack::Failed => {
                 req.ok.remove(peer);
                 req.in_sync.remove(peer);
                 req.accounted.remove(peer);
+                refused = true;
             }
             Ack::Received => req.ok.insert(peer),
             Ack::Written if !planted!(self, WrittenCountsAsInSync) => req.ok.insert(peer),
@@ -545,6 +558,9 @@ impl Resource {
             && let Some(pd) = device.peers.get_mut(&peer)
         {
             pd.io.ack_times.add(time);
+        }
+        if refused {
+            self.mark_refused(peer, key);
         }
         self.verdict_is_in(key);
         self.try_complete(key);
@@ -583,6 +599,9 @@ impl Resource {
         // resync overwrites it. Whoever serves the data has to get the write.
         let lost_copy = self.state.disk(volume) <= DiskState::Inconsistent
             && !planted!(self, CopyOnFailedDiskCounts);
+        if !fails && self.awaits_stable_copy(key, lost_copy) {
+            return;
+        }
         let Some(req) = self.io.requests.get(key) else {
             return;
         };
@@ -636,6 +655,7 @@ impl Resource {
         req.in_sync = NodeMask::EMPTY;
         req.mark = NodeMask::EMPTY;
         req.accounted = NodeMask::EMPTY;
+        req.refused = NodeMask::EMPTY;
         req.left = NodeMask::EMPTY;
         let (volume, sector, size) = (req.volume, req.sector, req.size_bytes);
         self.attempt_ends(key, attempt);
@@ -739,6 +759,10 @@ impl Resource {
             }
             _ => (req.ok, req.in_sync),
         };
+        let marked_before = match gone {
+            true => req.accounted,
+            false => req.accounted.union(req.refused),
+        };
         let discards = planted!(self, DiscardsNotMarked) && req.kind == RequestKind::Discard;
         let forgets = discards || planted!(self, BitsNotSetWhileAway);
         let partial = planted!(self, ClearsPartialBits);
@@ -753,7 +777,7 @@ impl Resource {
             };
             let ok = io.slot_mask(had);
             let in_sync = io.slot_mask(in_sync);
-            let accounted = io.slot_mask(req.accounted);
+            let accounted = io.slot_mask(marked_before);
             for slot in 0..io.bitmap.shape().slots() {
                 if in_sync >> slot & 1 == 1 && partial {
                     let bits = io.bitmap.shape().touched_bits(sector, u64::from(size));
@@ -769,7 +793,7 @@ impl Resource {
         }
         self.own_write_cleared(volume, cleared);
         self.acked_in_exchange(volume, in_sync, sector, size);
-        self.copies_differ(volume, have.union(req.accounted).complement(), sector, size);
+        self.copies_differ(volume, have.union(marked_before).complement(), sector, size);
         for peer in news.iter() {
             let told = !planted!(self, OutOfSyncNotTold);
             if told && self.state.peer_device(volume, peer).repl > ReplState::Off {
@@ -843,35 +867,6 @@ impl Resource {
                 self.barrier_before(peer, self.io.epoch);
                 let desc = BlockDesc { sector, size_bytes };
                 self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
-            }
-        }
-    }
-
-    /// A write is marked before it is settled. Older ones of these blocks, which the peer has and
-    /// called in sync, clear their marks now: when they are settled, this mark would go with them.
-    fn clear_in_sync(&mut self, volume: VolumeNr, peer: NodeId, sector: Sector, size_bytes: u32) {
-        if planted!(self, EarlierClearsLater) {
-            return;
-        }
-        let end = sector.end_of(size_bytes);
-        let keys: Vec<Key> = self.io.log.iter().copied().collect();
-        let serial = self.al_serial(volume);
-        for key in keys {
-            let Some(req) = self.io.requests.get_mut(key) else {
-                continue;
-            };
-            let overlaps = req.sector < end && sector < req.sector.end_of(req.size_bytes);
-            let acked = req.volume == volume && overlaps && req.in_sync.contains(peer);
-            if !acked || req.local != Local::Ok || req.al.is_some_and(|al| al != serial) {
-                continue;
-            }
-            req.in_sync.remove(peer);
-            let (sector, size_bytes) = (req.sector, req.size_bytes);
-            if let Some(io) = self.disk_io(volume)
-                && let Some(slot) = io.slot(peer)
-            {
-                let cleared = io.bitmap.clear_range(slot, sector, size_bytes);
-                self.own_write_cleared(volume, cleared);
             }
         }
     }
