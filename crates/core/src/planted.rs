@@ -775,6 +775,8 @@ registry! {
         "A resync ends without a flush of the writes that have cleared its marks.";
     ForeignNotFlushed "foreign-not-flushed"
         "A flush does not reach what a peer has got from another node.";
+    ForeignFlushedOnce "foreign-flushed-once"
+        "A flush does not reach a write of another node that was on its way to that one's disk at the flush before.";
     FlushAskedOnce "flush-asked-once"
         "The question before the end of a resync is not asked again.";
     OldFlushAnswerCounts "old-flush-answer-counts"

@@ -72,6 +72,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DetachForgetsUnsettled
         | P::FlushWaitsForNoPeer
         | P::ForeignNotFlushed
+        | P::ForeignFlushedOnce
         | P::FlushSkipsLocalDisk
         | P::FuaIgnored
         | P::PeerAckClearsAll

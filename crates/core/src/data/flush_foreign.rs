@@ -6,6 +6,7 @@ use lockstep_format::wire::packet::Barrier;
 
 use crate::event::Stream;
 use crate::resource::Resource;
+use crate::state::Role;
 
 impl Resource {
     /// Makes the peer flush what it has of other nodes. Gives the barrier whose ack says that it has done so,
@@ -17,15 +18,25 @@ impl Resource {
         // One that is due belongs to the writes before it.
         self.barrier_before(peer, self.io.epoch);
         let (count, barrier) = (self.io.foreign_count, self.io.epoch);
+        // A write of others may not have reached every disk yet, as long as its sender does not say so.
+        let settles = !self.foreign_is_unsettled() || planted!(self, ForeignFlushedOnce);
         let conn = self.connections.get_mut(&peer)?;
         if conn.io.foreign_covered != Some(count) {
-            conn.io.foreign_covered = Some(count);
+            conn.io.foreign_covered = settles.then_some(count);
             self.io.epoch = barrier.wrapping_add(1);
             self.owe_barrier_ack(peer, barrier, 0);
             self.send_barrier(peer, barrier);
         }
         let io = &self.connections.get(&peer)?.io;
         io.unacked.back().map(|(barrier, _)| *barrier)
+    }
+
+    /// Writes of other Primaries may be on their way to a disk still. In 8.4's dialect nobody tells when they have arrived.
+    fn foreign_is_unsettled(&self) -> bool {
+        self.connections.values().any(|conn| {
+            let told = !conn.is_legacy() || self.peer_role(conn.peer) != Role::Primary;
+            !told || !conn.io.writes.is_empty()
+        })
     }
 
     /// The ack of a barrier is due, as of its writes.
