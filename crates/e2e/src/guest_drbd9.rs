@@ -452,7 +452,11 @@ impl Nine {
                 ensure!(status.success(), "the job: {text}");
                 Ok(())
             }
-            Job::Guest(node) => self.guest(node).finish_job("job", DRBD_LIMIT).map(drop),
+            Job::Guest(node) => self
+                .guest(node)
+                .finish_job("job", DRBD_LIMIT)
+                .map(drop)
+                .with_context(|| self.report()),
         }
     }
 
@@ -682,7 +686,8 @@ impl Nine {
             text += &match member {
                 Member::Lockstep(host) => host.report(),
                 Member::Kernel(guest) => guest
-                    .sh("drbdsetup status --verbose --statistics; dmesg | grep drbd | tail -150")
+                    .sh("drbdsetup status --verbose --statistics; \
+                         dmesg | grep drbd | grep -v 'Closing unexpected' | tail -150")
                     .unwrap_or_else(|e| e.to_string()),
             };
             text.push('\n');

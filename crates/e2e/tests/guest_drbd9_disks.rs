@@ -42,9 +42,21 @@ fn a_primary_without_its_disk_goes_on_and_gets_it_back() -> Result<()> {
         for loser in [source, target] {
             cluster.adm(loser, "detach r0/0")?;
             cluster.adm(loser, "attach r0/0")?;
-            cluster.wait_in_sync()?;
+            cluster.wait("its disk is back", |cluster| {
+                // A kernel with writes on their way marks what its activity log has, and without a new generation
+                // nothing copies that; two kernels do the same. The next resync clears it.
+                let may_have_marks = PAIR[source] == Kernel
+                    && cluster.replication(source, target, 0)? == "Established"
+                    && cluster.disk_state(source, 0)? == "UpToDate"
+                    && cluster.disk_state(target, 0)? == "UpToDate";
+                Ok(may_have_marks || cluster.is_in_sync()?)
+            })?;
         }
         cluster.finish(job)?;
+        cluster.adm(target, "disconnect r0")?;
+        cluster.scribble(source, 0)?;
+        cluster.adm(target, "connect r0")?;
+        cluster.wait_in_sync()?;
         cluster.adm(source, "secondary r0")?;
     }
     cluster.check_end(&[])

@@ -163,9 +163,10 @@ fn a_congested_line_is_left_ahead_and_caught_up() -> Result<()> {
     if !can_join_drbd9() {
         return Ok(());
     }
+    // A kernel's writer waits for its socket, whose 64 KiB hold 128 to 256 KiB of writes that are not acknowledged.
     let mut setup = NineSetup::new(&PAIR, 9420);
     setup.net = "protocol A; connect-int 1; ping-timeout 100; timeout 200; sndbuf-size 64k; \
-         on-congestion pull-ahead; congestion-fill 256k; congestion-extents 500;"
+         on-congestion pull-ahead; congestion-fill 128k; congestion-extents 500;"
         .to_string();
     let cluster = Nine::start_equal(setup)?;
     for (source, target) in ROLES {
@@ -177,9 +178,16 @@ fn a_congested_line_is_left_ahead_and_caught_up() -> Result<()> {
             0,
             "dd if=/dev/urandom of=$D bs=64k count=80 oflag=direct conv=notrunc",
         )?;
-        cluster.wait("Ahead", |cluster| {
-            Ok(cluster.replication(source, target, 0)? == "Ahead")
-        })?;
+        // By the log: what went Ahead may have caught up when a status comes.
+        let log = match PAIR[source] {
+            Lockstep => cluster.own_log(source)?,
+            Kernel => cluster.kernel_log(source)?,
+        };
+        ensure!(
+            log.contains("Established -> Ahead"),
+            "it is not Ahead\n{}",
+            cluster.report()
+        );
         cluster.network().slow(target, None)?;
         cluster.wait_in_sync()?;
         cluster.scribble(source, 0)?;
