@@ -11,7 +11,7 @@ use lockstep_format::disk::bitmap::Piece;
 use lockstep_format::disk::layout::{AlGeometry, BitmapBlock, Geometry, Layout, Placement};
 use lockstep_format::disk::store::{self, ApplyError, BitmapInit, Store};
 use lockstep_format::disk::v09::DeviceFlags;
-use lockstep_format::units::{AlExtent, Sector};
+use lockstep_format::units::{AlExtent, NodeId, Sector};
 
 /// Deterministic numbers.
 struct Lcg(u64);
@@ -521,4 +521,33 @@ fn a_log_that_is_called_clean_marks_nothing_and_is_emptied() {
     sb.flags.remove(DeviceFlags::AL_CLEAN);
     store::apply_al(&mut memory, &layout, &mut superblock).unwrap();
     assert!(bitmap(&mut memory, &layout) == before);
+}
+
+/// A kernel leaves no clean mark at a detach, so who makes a crashed Primary of such a disk by hand gets what the log
+/// names marked.
+#[test]
+fn set_gi_to_a_primary_opens_a_log_that_a_detach_marked_as_clean() {
+    let (mut memory, layout, active) = crashed_primary(5);
+    let mut superblock = load(&mut memory, &layout).unwrap();
+    let set = |memory: &mut Memory, superblock: &mut AnySuperBlock, list: &str| {
+        store::set_gi(memory, &layout, superblock, NodeId::new(1).unwrap(), list).unwrap();
+        let flags = superblock.device_flags();
+        (flags & (DeviceFlags::PRIMARY_IND | DeviceFlags::AL_CLEAN)).bits()
+    };
+    let (primary, clean) = (
+        DeviceFlags::PRIMARY_IND.bits(),
+        DeviceFlags::AL_CLEAN.bits(),
+    );
+    // As a detach in good order leaves it.
+    assert_eq!(set(&mut memory, &mut superblock, "::::1:1:0::1"), clean);
+    assert_eq!(set(&mut memory, &mut superblock, "::::1:0"), clean);
+    let asked_for = set(&mut memory, &mut superblock, "::::::1::1");
+    assert_eq!(asked_for, primary | clean);
+    assert_eq!(set(&mut memory, &mut superblock, "::::::0"), clean);
+    assert_eq!(set(&mut memory, &mut superblock, "::::::1"), primary);
+    let applied = store::apply_al(&mut memory, &layout, &mut superblock).unwrap();
+    assert_eq!(applied.extents.len() + applied.beyond.len(), active.len());
+    assert_eq!(set(&mut memory, &mut superblock, "::::::0"), clean);
+    let empty = set(&mut memory, &mut superblock, "::::::1");
+    assert_eq!(empty, primary | clean, "an empty log keeps its mark");
 }

@@ -103,6 +103,14 @@ impl AnySuperBlock {
         }
     }
 
+    /// Takes that mark away.
+    pub fn set_unclean(&mut self) {
+        match self {
+            Self::V08(sb) => sb.magic_84_unclean = true,
+            Self::V09(sb) => sb.flags.remove(v09::DeviceFlags::AL_CLEAN),
+        }
+    }
+
     /// Device flags; the common bits have the same place in both formats.
     pub const fn device_flags(&self) -> v09::DeviceFlags {
         match self {

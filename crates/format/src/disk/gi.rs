@@ -35,6 +35,9 @@ const V08_FLAGS: [v08::Flags; 7] = [
     v08::Flags::CRASHED_PRIMARY,
 ];
 
+/// UUIDs before the flags of a list.
+const UUID_FIELDS: usize = 4;
+
 const V09_FLAGS: [DeviceFlags; 7] = [
     DeviceFlags::CONSISTENT,
     DeviceFlags::WAS_UP_TO_DATE,
@@ -130,6 +133,16 @@ pub fn apply(superblock: &mut AnySuperBlock, node: NodeId, list: &str) -> Result
         }
     }
     Ok(())
+}
+
+/// Whether a list says what AL_CLEAN shall be. v08 has no field for it.
+pub fn names_al_clean(superblock: &AnySuperBlock, list: &str) -> bool {
+    let al_clean = V09_FLAGS.iter().position(|f| *f == DeviceFlags::AL_CLEAN);
+    let field = match superblock {
+        AnySuperBlock::V08(_) => None,
+        AnySuperBlock::V09(_) => al_clean.and_then(|flag| list.split(':').nth(UUID_FIELDS + flag)),
+    };
+    field.is_some_and(|field| !field.trim().is_empty())
 }
 
 fn set_uuid(uuid: &mut Uuid, field: Option<&str>) -> Result<(), GiError> {

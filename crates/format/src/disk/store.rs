@@ -11,10 +11,11 @@ use alloc::vec::Vec;
 use super::al::{self, AlForm, Coverage, Gap, Replay, ReplayError};
 use super::any::AnySuperBlock;
 use super::bitmap::{BitmapShape, Piece};
+use super::gi::{self, GiError};
 use super::layout::Layout;
 use super::v09::DeviceFlags;
 use super::{BLOCK_BYTES, v08};
-use crate::units::{AlExtent, Sector, Uuid};
+use crate::units::{AlExtent, NodeId, Sector, Uuid};
 
 /// A device or file that holds metadata. All positions and lengths are multiples of 4096 bytes
 /// but for positions on a device whose size is none.
@@ -202,6 +203,44 @@ pub fn apply_al<S: Store>(
     superblock.set_clean();
     write_superblock(store, layout, superblock)?;
     Ok(applied)
+}
+
+/// Why a list of `set-gi` was not taken over.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SetGiError<E> {
+    /// The storage failed.
+    Store(E),
+    /// The list is wrong.
+    List(GiError),
+}
+
+/// Takes over a list of `set-gi`; the superblock is not written. A log that a detach in good order marked as clean
+/// counts again if the list makes a Primary of the disk and says nothing of the log: a kernel leaves no such mark
+/// (section 21). A log that the tools marked is empty and keeps it.
+pub fn set_gi<S: Store>(
+    store: &mut S,
+    layout: &Layout,
+    superblock: &mut AnySuperBlock,
+    node: NodeId,
+    list: &str,
+) -> Result<(), SetGiError<S::Error>> {
+    let primary = |superblock: &AnySuperBlock| {
+        let flags = superblock.device_flags();
+        flags.contains(DeviceFlags::PRIMARY_IND)
+    };
+    let mut new = superblock.clone();
+    gi::apply(&mut new, node, list).map_err(SetGiError::List)?;
+    let becomes_primary = primary(&new) && !primary(superblock);
+    if becomes_primary && new.is_clean() && !gi::names_al_clean(&new, list) {
+        let mut area = vec![0; layout.geometry().al.bytes() as usize];
+        let read = store.read(layout.al_byte(), &mut area);
+        read.map_err(SetGiError::Store)?;
+        if replay(&area, layout, &new).is_ok_and(|replay| !replay.active.is_empty()) {
+            new.set_unclean();
+        }
+    }
+    *superblock = new;
+    Ok(())
 }
 
 fn replay(area: &[u8], layout: &Layout, superblock: &AnySuperBlock) -> Result<Replay, ReplayError> {

@@ -2,7 +2,7 @@
 
 use lockstep_format::disk::any::{AnySuperBlock, FlagChange};
 use lockstep_format::disk::bitmap::Piece;
-use lockstep_format::disk::store::{self, Store};
+use lockstep_format::disk::store::{self, SetGiError, Store};
 use lockstep_format::disk::v09::{DeviceFlags, Peer, PeerFlags};
 use lockstep_format::disk::{gi, v08, v09};
 use lockstep_format::units::{NodeId, Uuid};
@@ -33,8 +33,16 @@ impl Tool<'_> {
         let list = self.argument(0, "GI")?.to_owned();
         let mut found = self.find("")?;
         let before = gi::print(&found.superblock, self.node());
-        gi::apply(&mut found.superblock, self.node(), &list)
-            .map_err(|e| Failure::value(e.to_string()))?;
+        let Found {
+            device,
+            layout,
+            superblock,
+            ..
+        } = &mut found;
+        store::set_gi(device, layout, superblock, self.node(), &list).map_err(|e| match e {
+            SetGiError::List(error) => Failure::value(error.to_string()),
+            SetGiError::Store(error) => io_failure(error),
+        })?;
         let after = gi::print(&found.superblock, self.node());
         self.say(&format!("previously {before}\nset GI to  {after}\n"))?;
         if !self.confirm("Write new GI to disk?")? {

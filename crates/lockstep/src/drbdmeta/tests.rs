@@ -279,6 +279,37 @@ fn the_last_extent_of_an_exactly_full_bitmap_is_marked() {
     check_image(&machine, &right.image(".hex"), "a417");
 }
 
+/// A kernel leaves no clean mark at a detach, so who makes a crashed Primary of such a disk by hand gets what the log
+/// names marked.
+#[test]
+fn set_gi_to_a_primary_opens_a_log_that_a_detach_marked_as_clean() {
+    let vector = vector("a401-v09-ring-wrap-p3");
+    let machine = Machine::new();
+    machine.load(&vector.image(".pre.hex"));
+    let run = |words: &str| {
+        let answer = machine.run(&format!("--force -i 1 - v09 md.img internal {words}"));
+        assert_eq!(answer.code, 0, "{words}: {:?}", answer.err);
+        answer.out.last().cloned().unwrap_or_default()
+    };
+    // As a detach in good order leaves it.
+    assert!(run("set-gi ::::1:1:0:0:1").contains(":1:1:0:0:1:"));
+    assert!(run("set-gi ::::1:0").contains(":1:0:0:0:1:"), "no Primary");
+    assert!(
+        run("set-gi ::::::1::1").contains(":1:0:1:0:1:"),
+        "asked for"
+    );
+    assert!(run("set-gi ::::::0").contains(":1:0:0:0:1:"));
+    assert!(run("set-gi ::::::1").contains(":1:0:1:0:0:"));
+    let answer = machine.run("--force - v09 md.img internal apply-al");
+    let line = "Marked additional 792 MB as out-of-sync based on AL.";
+    assert_eq!(answer.err, [line]);
+    assert!(run("set-gi ::::::0").contains(":1:0:0:0:1:"));
+    assert!(
+        run("set-gi ::::::1").contains(":1:0:1:0:1:"),
+        "an empty log keeps its mark"
+    );
+}
+
 #[test]
 fn amounts_of_apply_al_count_all_bits() {
     for (name, line) in [
