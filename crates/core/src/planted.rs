@@ -577,6 +577,8 @@ registry! {
         "A new request overtakes those that are held.";
     EpochUnlimited "epoch-unlimited"
         "max-epoch-size is ignored.";
+    AcksCoverCopies "acks-cover-copies"
+        "The ack of a write clears a mark, though a newer copy of the block came from a source that sent marks.";
     OvertakenWritesCount "overtaken-writes-count"
         "A write that a resync has replaced counts for the nodes that have it.";
     MarksNotForwarded "marks-not-forwarded"

@@ -72,6 +72,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DetachForgetsUnsettled
         | P::FlushWaitsForNoPeer
         | P::ForeignNotFlushed
+        | P::AcksCoverCopies
         | P::ForeignFlushedOnce
         | P::FlushSkipsLocalDisk
         | P::FuaIgnored

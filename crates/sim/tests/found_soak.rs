@@ -623,3 +623,12 @@ fn a_flush_reaches_what_the_other_primary_has_written() {
     let kinds = Some("handover,handover,handover,stall,reset,partition,crash,powercut");
     holds(812_000_000_079, Some(2), kinds, &extras, "0-99", "0-999");
 }
+
+/// A Primary wrote what it did not send, since bitmaps travelled. The target copied it, and marked the third node; the late ack of
+/// an older write to the same block, which all three had, cleared that mark.
+#[test]
+fn the_ack_of_a_write_clears_no_mark_of_a_newer_copy() {
+    let requests = "5-11,13,18,27,29,31,46,49,57,63,65,75-76,78,91,93-94";
+    holds(851_100_000_171, Some(3), None, &[], "2,6,12", requests);
+    holds(851_100_000_171, Some(3), None, &[], "0-99", "0-999");
+}

@@ -51,6 +51,8 @@ pub(crate) struct PeerWrite {
     confirmed: bool,
     /// Newer data have come for the range.
     pub(super) overtaken: bool,
+    /// Its sender may have written there since without sending it here: a copy of the block may be newer.
+    pub(super) followed_by_marks: bool,
     /// It is not on this disk, and its marks are set: the serial of the disk that has them.
     pub(super) recopied: Option<u64>,
     /// It is on stable storage once it is off the disk's queue.
@@ -273,6 +275,7 @@ impl Resource {
             stage: Stage::Active,
             confirmed: false,
             overtaken: false,
+            followed_by_marks: false,
             recopied: None,
             durable: false,
         });
@@ -989,12 +992,12 @@ impl Resource {
         let end = sector.end_of(size_bytes);
         let careless = planted!(self, OvertakenWritesCount);
         for conn in self.connections.values_mut() {
-            if Some(conn.peer) == except || careless {
-                continue;
-            }
+            let counts = Some(conn.peer) == except;
             for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
-                write.overtaken |=
-                    write.sector < end && sector < write.sector.end_of(write.size_bytes);
+                write.overtaken |= (!counts || write.followed_by_marks)
+                    && !careless
+                    && write.sector < end
+                    && sector < write.sector.end_of(write.size_bytes);
             }
         }
     }

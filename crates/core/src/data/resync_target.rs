@@ -213,7 +213,9 @@ impl Resource {
             self.mark_third_nodes(volume, peer);
             self.recopy_failed_writes(volume, peer);
             self.replication_ended_for_others(volume, peer);
-            if self.begins_with_replication(volume, peer) {
+            let replicating = self.begins_with_replication(volume, peer);
+            self.writes_are_followed_by_marks(volume, peer, replicating);
+            if replicating {
                 self.request_flushes(volume, peer);
             }
             self.request_flushes_of_others(volume, peer);

@@ -46,6 +46,27 @@ impl Resource {
         !asked
     }
 
+    /// What comes from the source for these blocks may be newer than the writes that are here: while the bitmaps travelled, and
+    /// during a resync without replication, a Primary marks blocks instead of sending its writes.
+    pub(super) fn writes_are_followed_by_marks(
+        &mut self,
+        volume: VolumeNr,
+        source: NodeId,
+        replicating: bool,
+    ) {
+        if planted!(self, AcksCoverCopies) {
+            return;
+        }
+        for conn in self.connections.values_mut() {
+            if conn.peer != source && replicating {
+                continue;
+            }
+            for write in conn.io.writes.iter_mut().filter(|w| w.volume == volume) {
+                write.followed_by_marks = true;
+            }
+        }
+    }
+
     /// A peer that becomes a source goes back to marks.
     pub(super) fn replication_ended_for_others(&mut self, volume: VolumeNr, source: NodeId) {
         let Some(device) = self.devices.get_mut(&volume) else {
