@@ -952,6 +952,7 @@ const RARE: &[Planted] = &[
     Planted::EarlyEndIgnored,
     Planted::OldTargetNotCompared,
     Planted::DifferencesForgotten,
+    Planted::WritesDuringDemotion,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

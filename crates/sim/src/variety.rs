@@ -71,7 +71,7 @@ pub fn orders(seed: u64) -> Orders {
         // Those that read back stay default worlds.
         5..=9 | 25..=32 if seed % 20 == 13 => Orders::default(),
         27 if turn.is_multiple_of(2) => of(Some(5), &[], &[Extra::Quiet]),
-        28 if turn % 4 == 0 => of(Some(3), &[], &[Extra::Quiet]),
+        28 if turn.is_multiple_of(4) => of(Some(3), &[], &[Extra::Quiet]),
         28 if turn % 4 == 2 => of(Some(2), &[], &[Extra::Quiet]),
         27 => of(None, &[], &[Extra::Openers]),
         28 => of(None, ORDERS, &[Extra::Every, Extra::Openers]),

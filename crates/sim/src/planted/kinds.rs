@@ -85,7 +85,6 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::UuidBeforeDurable,
             Planted::WeakVotesIgnored,
             Planted::WordsForgotten,
-            Planted::WritesDuringDemotion,
         ],
     ),
     (
