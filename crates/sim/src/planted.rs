@@ -953,6 +953,9 @@ const RARE: &[Planted] = &[
     Planted::OldTargetNotCompared,
     Planted::DifferencesForgotten,
     Planted::WritesDuringDemotion,
+    Planted::OnlyCopyNotAwaited,
+    Planted::ForeignFlushedOnce,
+    Planted::AcksCoverCopies,
 ];
 
 /// Searches several bugs, one on each of `threads` threads at a time; tells `report` of each.

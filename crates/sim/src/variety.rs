@@ -6,7 +6,7 @@ use crate::extras::Extra;
 use crate::faults::Fault;
 use crate::plan::{Orders, Size};
 
-/// The kinds of worlds in turn: three or four of forty-one are default worlds, and two or three are short ones without
+/// The kinds of worlds in turn: one to five of forty-one are default worlds, and two are short ones without
 /// a fault (`quiet`), in which many bugs show at once. Themes go by the last digits of
 /// the seed, so that a number without a common divisor leaves each of them its share.
 pub fn orders(seed: u64) -> Orders {

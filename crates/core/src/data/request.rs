@@ -790,13 +790,14 @@ impl Resource {
                 waits.push((*peer, conn.io.sent_count));
             }
         }
+        if planted!(self, FlushWaitsForOnePeer) {
+            waits.truncate(1);
+            asked.truncate(1);
+        }
         let barriers = asked
             .into_iter()
             .filter_map(|peer| Some((peer, self.flush_foreign(peer)?)))
             .collect();
-        if planted!(self, FlushWaitsForOnePeer) {
-            waits.truncate(1);
-        }
         self.io.flushes.push(key);
         if let Some(req) = self.io.requests.get_mut(key) {
             req.waits = waits;

@@ -145,10 +145,6 @@ const KINDS: &[(&str, &[Planted])] = &[
         ],
     ),
     (
-        "--nodes 2 --faults detach,stall,slowdisk,reset --with every",
-        &[Planted::OnlyCopyNotAwaited],
-    ),
-    (
         "--with two-primaries",
         &[
             Planted::ConflictRuleReversed,
