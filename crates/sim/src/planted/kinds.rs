@@ -70,7 +70,6 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::PeerFuaIgnored,
             Planted::PlannedUuidNotNoted,
             Planted::ProtocolBAsA,
-            Planted::ReconciledStaysOutdated,
             Planted::ReplacedNotMarked,
             Planted::ReplicaStaysCurrent,
             Planted::ResumeForgotten,
