@@ -14,6 +14,7 @@ pub mod check;
 mod cover;
 pub mod crash_points;
 pub mod cuts;
+mod digest;
 pub mod disk;
 pub mod drive;
 pub mod extras;

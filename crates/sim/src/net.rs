@@ -7,12 +7,13 @@ use lockstep_format::wire;
 use crate::acks;
 use crate::asking;
 use crate::cover;
+use crate::digest::digest_of;
 use crate::disk::BLOCK;
 use crate::limits;
 use crate::marks;
 use crate::sometimes;
 use crate::story;
-use crate::world::{Ev, Link, Message, Place, Weather, World, digest_of, id, name, stream_index};
+use crate::world::{Ev, Link, Message, Place, Weather, World, id, name, stream_index};
 
 impl World {
     /// Both ends want a link and the network lets them: it comes up a little later.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError};
 use lockstep_core::event::{
-    ALL_ZERO, BufId, CommandId, Input, LinkEnd, Output, Payload, RequestKind, Stream, Tag,
+    BufId, CommandId, Input, LinkEnd, Output, Payload, RequestKind, Stream, Tag,
 };
 use lockstep_core::options::{Protocol, Quorum};
 use lockstep_core::report::{Event, Level, Snapshot};
@@ -13,9 +13,9 @@ use lockstep_core::resource::{Resource, ResourceConfig};
 use lockstep_core::time::Instant;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire;
-use lockstep_format::wire::alg::DigestAlg;
 
 use crate::buffers::Buffers;
+use crate::digest::digest_of;
 use crate::disk::{BLOCK, Disk, Lose, Toll, Trouble, Where};
 use crate::history::History;
 use crate::marks::{self, Marks};
@@ -1177,21 +1177,6 @@ pub(crate) fn span(payload: Payload) -> (usize, usize) {
         "{payload:?} is whole blocks"
     );
     ((offset / BLOCK) as usize, (len / BLOCK) as usize)
-}
-
-/// A hash of the blocks' values with as many bytes as the algorithm has.
-pub(crate) fn digest_of(algorithm: &str, content: &[u64]) -> Vec<u8> {
-    if algorithm == ALL_ZERO {
-        return vec![u8::from(content.iter().all(|value| *value == 0))];
-    }
-    let len = DigestAlg::from_name(algorithm).map_or(20, DigestAlg::digest_len);
-    let mut hash = 0xcbf2_9ce4_8422_2325u64;
-    for value in content {
-        hash = (hash ^ value)
-            .wrapping_mul(0x0100_0000_01b3)
-            .rotate_left(17);
-    }
-    (0..len).map(|i| (hash >> (i % 8 * 8)) as u8).collect()
 }
 
 /// How a node is called in texts.
