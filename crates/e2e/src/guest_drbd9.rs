@@ -88,6 +88,8 @@ pub struct NineSetup {
     pub disk_mib: u64,
     /// Whether each connection has a second path.
     pub two_paths: bool,
+    /// Handlers and how they exit. Each notes its name for [`Nine::called`].
+    pub handlers: &'static [(&'static str, u8)],
     /// Further words of `drbdadm create-md` of Lockstep nodes; the tools of the kernel's nodes may not know them.
     pub create_md: &'static str,
 }
@@ -105,6 +107,7 @@ impl NineSetup {
             volumes: 1,
             disk_mib: DISK_MIB,
             two_paths: false,
+            handlers: &[],
             create_md: "",
         }
     }
@@ -246,6 +249,12 @@ impl Nine {
              options {{ {} }}\n",
             setup.net, setup.disk, setup.options
         );
+        text += " handlers {\n";
+        for (name, code) in setup.handlers {
+            let calls = self.calls(own);
+            text += &format!("  {name} \"echo {name} >> {calls}; exit {code}\";\n");
+        }
+        text += " }\n";
         for (node, (name, id)) in NAMES.iter().zip(&self.disk_of).enumerate() {
             text += &format!(" on {name} {{\n  node-id {id};\n");
             if !setup.two_paths {
@@ -270,6 +279,23 @@ impl Nine {
             }
         }
         text + "}\n"
+    }
+
+    /// Where the handlers of a node note their names.
+    fn calls(&self, node: usize) -> String {
+        match self.setup.nodes[node] {
+            Kind::Lockstep => {
+                let name = format!("called-{}", NAMES[node]);
+                self.dir.path().join(name).display().to_string()
+            }
+            Kind::Kernel => "/tmp/called".into(),
+        }
+    }
+
+    /// The handlers that a node has called since the last question, one a line.
+    pub fn called(&self, node: usize) -> Result<String> {
+        let path = self.calls(node);
+        self.sh(node, 0, &format!("cat {path} 2>/dev/null; rm -f {path}"))
     }
 
     fn connection_of(&self, status: &Value, peer: usize) -> Value {

@@ -379,10 +379,13 @@ impl Resource {
             return;
         }
         self.tell_marks_gone(volume);
+        // What a verify found is not asked about: who answers has not looked at the blocks, and a kernel believes it.
+        let verified = self.verified(volume);
         let device = self.devices.get(&volume);
         let peers: Vec<NodeId> = device
             .into_iter()
             .flat_map(|d| d.peers.keys().copied())
+            .filter(|peer| !verified.contains(*peer))
             .filter(|peer| {
                 self.both_are_whole(volume, *peer) || self.caught_up_apart(volume, *peer)
             })

@@ -1116,6 +1116,7 @@ fn packet_name(packet: &Packet) -> &'static str {
         Packet::CompressedBitmap(_) | Packet::Bitmap(_) => "bitmap",
         Packet::State(_) => "state",
         Packet::Uuids110(_) => "uuids",
+        Packet::PeersInSync(_) => "peers in sync",
         _ => "other",
     }
 }

@@ -84,6 +84,24 @@ fn planted_differences_are_marked_on_both_nodes_and_the_next_connect_copies_them
     assert_eq!(w.nodes[1].data.block(77), [0; 4096]);
 }
 
+/// A third node has not looked at the blocks and takes both for equal. A kernel that hears it say so clears the marks.
+#[test]
+fn a_third_node_is_not_asked_about_what_a_verify_marked() {
+    let mut w = clean(22, 3, setup());
+    for block in [0, 1, 77] {
+        spoil(&mut w, 1, block);
+    }
+    verify(&mut w, 0, 1, None, None);
+    w.pass_until("marks on both", 60, |w| {
+        (w.bits(0, 1), w.bits(1, 0)) == (3, 3)
+    });
+    w.pass(Duration::from_secs(1));
+    w.packets.clear();
+    w.pass(Duration::from_secs(10));
+    assert_eq!(w.packets.get("peers in sync"), None, "{:?}", w.packets);
+    assert_eq!((w.bits(0, 1), w.bits(1, 0)), (3, 3));
+}
+
 /// As in a kernel: equal generations need no resync, but what is known to differ stays known, over
 /// reconnects and restarts, until a resync copies it.
 #[test]
