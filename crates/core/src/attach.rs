@@ -161,7 +161,6 @@ impl Resource {
             generations,
             crashed_primary: false,
             crashed_for: NodeMask::EMPTY,
-            crashed_with: NodeMask::EMPTY,
             primary_lost_quorum: false,
             restore_quorum: false,
             degraded: NodeMask::EMPTY,
@@ -419,7 +418,6 @@ impl Resource {
             }
         }
         disk.generations = generations;
-        disk.note_crash();
         if !disk.restore_quorum {
             // Until the nodes are counted anew: superblocks of an attach that is cut short name no
             // other member, and would make a last man standing of this node.
@@ -1037,7 +1035,6 @@ impl Resource {
                 if disk.leaving == Some(Leaving::Bitmap) {
                     disk.leaving = Some(Leaving::Superblock);
                     disk.generations.flags.insert(DeviceFlags::AL_CLEAN);
-                    disk.parts_clean();
                     self.write_superblock(volume);
                     self.detach_progress(volume);
                 }

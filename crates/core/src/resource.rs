@@ -76,8 +76,6 @@ pub struct Resource {
     pub(crate) opens: crate::open::Opens,
     pub(crate) turns: crate::turns::Turns,
     pub(crate) gives_way: crate::frozen::GivesWay,
-    /// Some peer's disk may lack what was in its cache (`lost_cache`).
-    pub(crate) caches_in_doubt: bool,
     /// Some kernel may have to be asked to be a source.
     pub(crate) unasked: bool,
     pub(crate) fences: crate::fencing::Fences,
@@ -142,7 +140,6 @@ impl Resource {
             opens: crate::open::Opens::default(),
             turns: crate::turns::Turns::default(),
             gives_way: crate::frozen::GivesWay::default(),
-            caches_in_doubt: false,
             unasked: false,
             fences: crate::fencing::Fences::default(),
             io: ResourceIo::default(),
@@ -413,7 +410,6 @@ impl Resource {
     fn settle(&mut self) {
         self.run_steps();
         self.settle_fencing();
-        self.settle_caches();
         self.settle_new_uuid();
         self.settle_data();
         self.settle_moves();

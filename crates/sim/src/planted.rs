@@ -272,7 +272,6 @@ fn shows(bug: Planted) -> Shows {
         | P::VerifyNotTold
         | P::TargetStartsEarly
         | P::UnstableCounts
-        | P::LostCacheTrusted
         | P::StepsBack
         | P::FullSyncNotNoted
         | P::HashedNotFlushed
@@ -728,7 +727,6 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
-    Planted::LostCacheTrusted,
     Planted::ToldAloneMarked,
     Planted::DemotionGivesUpTold,
     Planted::FarVoteCounts,
