@@ -9,7 +9,6 @@ use lockstep_format::wire::ConnState;
 
 use crate::report::Level;
 use crate::resource::Resource;
-use crate::second_look::Over;
 use crate::timers::Timer;
 use crate::uuid_spread::SpreadStep;
 
@@ -26,11 +25,9 @@ impl Resource {
     }
 
     /// `Timer::Follower`.
-    pub(crate) fn follower_timer(&mut self, peer: NodeId, over: Over) {
+    pub(crate) fn follower_timer(&mut self, peer: NodeId) {
         let limit = self.answer_limit(peer);
-        if let Some(limit) = limit.filter(|_| self.late_followers().contains(&peer))
-            && !self.looks_again(over)
-        {
+        if let Some(limit) = limit.filter(|_| self.late_followers().contains(&peer)) {
             let text = format!(
                 "the peer did not take a new generation within {} ms",
                 limit.as_millis()

@@ -25,7 +25,6 @@ use crate::event::{Payload, Stream};
 use crate::interval::Origin;
 use crate::report::Level;
 use crate::resource::Resource;
-use crate::second_look::Over;
 use crate::timers::Timer;
 
 /// Most packets that wait behind one whose turn has not come.
@@ -112,7 +111,7 @@ impl Resource {
             self.timers.set(Timer::Turn(peer), self.now + patience);
         }
         if full {
-            self.turn_is_lost(peer);
+            self.turn_timer(peer);
         }
         None
     }
@@ -145,20 +144,16 @@ impl Resource {
     }
 
     /// `Timer::Turn`: the acks that a write waits for do not come.
-    pub(crate) fn turn_timer(&mut self, peer: NodeId, over: Over) {
+    pub(crate) fn turn_timer(&mut self, peer: NodeId) {
         let waits = self
             .connections
             .get(&peer)
             .is_some_and(|c| !c.io.conflicts.held.is_empty());
-        if waits && !self.looks_again(over) {
-            self.turn_is_lost(peer);
+        if waits {
+            let text = "a write came without the acks that were sent before it";
+            self.log(Level::Error, Some(peer), None, text.into());
+            self.drop_connection(peer, ConnState::Timeout);
         }
-    }
-
-    fn turn_is_lost(&mut self, peer: NodeId) {
-        let text = "a write came without the acks that were sent before it";
-        self.log(Level::Error, Some(peer), None, text.into());
-        self.drop_connection(peer, ConnState::Timeout);
     }
 
     fn note_number(&mut self, peer: NodeId, volume: VolumeNr, packet: &Packet) {
