@@ -133,6 +133,9 @@ pub(crate) fn said(
         Packet::RsWriteAck(ack) => third_is_marked(w, node, peer, volume, ack),
         Packet::RsIsInSync(ack) => equal_is_durable(w, node, peer, volume, ack),
         Packet::BarrierAck(ack) => epoch_is_durable(w, node, link.0, ack.barrier),
+        Packet::Uuids110(uuids) => {
+            crate::claims::generation_is_durable(w, node, peer, volume, uuids)
+        }
         _ => {}
     }
 }

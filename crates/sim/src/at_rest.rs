@@ -20,7 +20,8 @@ pub(crate) fn is_clean(w: &mut World) {
         .or_else(|| heirs_are_named(w))
         .or_else(|| marks_are_written(w))
         .or_else(|| logs_are_whole(w))
-        .or_else(|| quorum_is_noted(w));
+        .or_else(|| quorum_is_noted(w))
+        .or_else(|| members_are_noted(w));
     if let Some(text) = found {
         w.fail(format!("all is at rest, and {text}"));
     }
@@ -209,6 +210,25 @@ fn quorum_is_noted(w: &World) -> Option<String> {
             let node = name(node);
             Some(format!(
                 "the metadata of volume {volume} call the node {node} one {what} quorum"
+            ))
+        })
+    })
+}
+
+/// The metadata name all nodes as those that have quorum together: who is lost later is missed.
+fn members_are_noted(w: &World) -> Option<String> {
+    if !w.flushes_peers || !w.wants_majority {
+        return None;
+    }
+    w.storage().find_map(|node| {
+        let mut disks = w.nodes[node].disks.iter().enumerate();
+        disks.find_map(|(volume, disk)| {
+            let members = disk.superblock().ok()?.members;
+            let mut nodes = 0..w.nodes.len();
+            let missed = nodes.find(|peer| !members.contains(id(*peer)))?;
+            let (node, missed) = (name(node), name(missed));
+            Some(format!(
+                "the metadata of volume {volume} of {node} do not count {missed} among those that have quorum together"
             ))
         })
     })

@@ -268,6 +268,48 @@ pub(crate) fn current_is_durable(w: &mut World, node: usize, volume: usize) {
             w.history.describe(volume as u16, block)
         );
         w.fail(text);
+        return;
+    }
+    target_has_it(w, node, volume);
+}
+
+/// A resync has ended: the target has what was acknowledged, as far as a node has it that it is equal to.
+fn target_has_it(w: &mut World, node: usize, volume: usize) {
+    let view = w.view(node);
+    let holders = view.map_or(0, |v| v.holders[volume]);
+    if holders & 1 << node == 0 {
+        return;
+    }
+    let generation = |n: usize| w.nodes[n].disks[volume].generation();
+    let sources: Vec<usize> = w
+        .storage()
+        .filter(|n| *n != node && holders & 1 << n != 0 && is_whole(w, *n, volume))
+        .filter(|n| generation(*n) == generation(node))
+        .collect();
+    let content = |n: usize, block: u64| w.nodes[n].disks[volume].content[block as usize];
+    let is_new = |block: u64, value| w.history.is_current(volume as u16, block, value, w.now);
+    let touched = w.history.touched(volume as u16);
+    let lost = touched.into_iter().find_map(|block| {
+        let spoiled = w.spoiled.contains_key(&(volume as u16, block));
+        if spoiled || is_new(block, content(node, block)) {
+            return None;
+        }
+        let source = sources
+            .iter()
+            .find(|n| is_new(block, content(**n, block)))?;
+        Some((block, *source))
+    });
+    if let Some((block, source)) = lost {
+        let text = format!(
+            "the metadata of {} call volume {volume} current, whose block {block} has version {} there, which is older \
+             than what was acknowledged, and {} on {}; {}",
+            name(node),
+            content(node, block),
+            content(source, block),
+            name(source),
+            w.history.describe(volume as u16, block)
+        );
+        w.fail(text);
     }
 }
 

@@ -368,6 +368,7 @@ impl<'a> Drive<'a> {
             let redundancy = o.settings.resource.quorum_minimum_redundancy != Quorum::Off;
             promises::majority_is_enough(w, redundancy);
             promises::losses_of_quorum_are_noted(w);
+            crate::noted::states_are_noted(w);
         }
         check::memory_is_bounded(w, self.plan.depth * 33);
         if let Some(pair) = self.pair.as_mut() {

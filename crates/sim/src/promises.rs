@@ -97,6 +97,8 @@ pub(crate) struct Seen {
     deprived: BTreeMap<usize, u64>,
     /// By node and volume: since when it is Primary without quorum, and its metadata do not say so.
     unnoted: BTreeMap<(usize, usize), u64>,
+    /// By node and volume: since when its metadata say something else than it goes by.
+    pub(crate) unsaid: BTreeMap<(usize, usize), u64>,
     /// By volume: what the node that is being told of the end of a disk operation knew before, counted in
     /// changes of its metadata.
     pub(crate) known: [Option<u64>; MAX_VOLUMES],
@@ -117,6 +119,7 @@ impl Seen {
             one_sided: BTreeMap::new(),
             deprived: BTreeMap::new(),
             unnoted: BTreeMap::new(),
+            unsaid: BTreeMap::new(),
             known: [None; MAX_VOLUMES],
             copies: 0,
         }
@@ -328,7 +331,7 @@ pub fn followers_are_current(w: &mut World) {
 }
 
 /// A block that has something older on this disk than what was acknowledged.
-fn stale_block(w: &World, node: usize, volume: u16, touched: &[u64]) -> Option<u64> {
+pub(crate) fn stale_block(w: &World, node: usize, volume: u16, touched: &[u64]) -> Option<u64> {
     let content = &w.nodes[node].disks[usize::from(volume)].content;
     touched.iter().copied().find(|block| {
         let value = content[*block as usize];

@@ -31,6 +31,7 @@ fn parse(text: &str) -> Option<Orders> {
 /// Options, and the bugs that are searched in the worlds that they name.
 const KINDS: &[(&str, &[Planted])] = &[
     ("--nodes 2", &[Planted::LoadStopsResync]),
+    ("--nodes 4", &[Planted::PeerOutdatedUnnoted]),
     (
         "--nodes 5 --with quiet",
         &[
@@ -41,6 +42,7 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::BarrierAckWithoutFlush,
             Planted::BarrierFlushesOneVolume,
             Planted::CommitNotForwarded,
+            Planted::ConfirmsBeforeDurable,
             Planted::CongestionNeverFalls,
             Planted::CrashedRowReversed,
             Planted::DetachWritesNoBitmap,
@@ -75,6 +77,7 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::ResumeForgotten,
             Planted::ResyncRefusalIgnored,
             Planted::SeveralSources,
+            Planted::SpreadsEarly,
             Planted::StartNotHeld,
             Planted::SuperblockCoversLater,
             Planted::SurvivorsNotCompared,
