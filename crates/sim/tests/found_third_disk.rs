@@ -43,3 +43,10 @@ fn who_takes_a_generation_late_is_left_to_the_primary_that_made_it() {
 fn a_second_primary_is_not_promoted_over_marks() {
     holds(296);
 }
+
+/// A target was to be copied from another target, as they had told each other, and had become whole when they were
+/// connected: it gave that up for a disk that was Inconsistent, and the third one went the same way.
+#[test]
+fn who_became_whole_in_a_handshake_gives_nothing_up_for_an_inconsistent_disk() {
+    holds(16);
+}
