@@ -50,3 +50,10 @@ fn a_second_primary_is_not_promoted_over_marks() {
 fn who_became_whole_in_a_handshake_gives_nothing_up_for_an_inconsistent_disk() {
     holds(16);
 }
+
+/// The only whole disk lost its Primary while it connected to the third node, and took that Primary for one that had gone
+/// on far away: it was Outdated for ever.
+#[test]
+fn a_neighbour_that_is_lost_in_a_handshake_is_no_primary_far_away() {
+    holds(229);
+}
