@@ -18,11 +18,11 @@ use crate::auth::{Authenticator, HmacAlg};
 use crate::command::{Answer, CommandError};
 use crate::data::ConnIo;
 use crate::data::doubt::Doubt;
-use crate::disk_timeout::SECOND_LOOK;
 use crate::event::{CommandId, LinkDownReason, LinkEnd, LinkId, Output, Stream};
 use crate::options::{AfterSplitBrain, NetOptions, Protocol};
 use crate::report::Level;
 use crate::resource::Resource;
+use crate::second_look::Over;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -663,8 +663,10 @@ impl Resource {
     }
 
     /// The handshake's next packet did not come in time.
-    pub(crate) fn handshake_timeout(&mut self, peer: NodeId) {
-        if self.state.conn(peer) == ConnState::Connecting && !planted!(self, HandshakeNeverTimesOut)
+    pub(crate) fn handshake_timeout(&mut self, peer: NodeId, over: Over) {
+        if self.state.conn(peer) == ConnState::Connecting
+            && !planted!(self, HandshakeNeverTimesOut)
+            && !self.looks_again(over)
         {
             self.drop_connection(peer, ConnState::NetworkFailure);
         }
@@ -690,14 +692,15 @@ impl Resource {
         self.timers.set(Timer::Ping(peer), at);
     }
 
-    /// `Timer::Ping`. A `late` one looks for the answer once more.
-    pub(crate) fn ping_timer(&mut self, peer: NodeId, late: bool) {
+    /// `Timer::Ping`.
+    pub(crate) fn ping_timer(&mut self, peer: NodeId, over: Over) {
         let Some(link) = self.connections.get(&peer).and_then(|c| c.link.as_ref()) else {
             return;
         };
-        if link.ping_outstanding && late {
-            self.timers.set(Timer::Ping(peer), self.now + SECOND_LOOK);
-        } else if link.ping_outstanding && !planted!(self, SilentPeerKept) {
+        if link.ping_outstanding && !planted!(self, SilentPeerKept) {
+            if self.looks_again(over) {
+                return;
+            }
             self.log(
                 Level::Warn,
                 Some(peer),

@@ -15,6 +15,7 @@ use crate::device::DiskPhase;
 use crate::event::{Output, Tag};
 use crate::report::Level;
 use crate::resource::{Pending, Resource};
+use crate::second_look::SECOND_LOOK;
 use crate::time::{Duration, Instant};
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -129,5 +130,3 @@ impl Resource {
 
 /// How long a forced detach lets a disk end what it does.
 const FORCED_WAIT: Duration = Duration::from_millis(500);
-/// Between the two looks that find the same operation too old.
-pub(crate) const SECOND_LOOK: Duration = Duration::from_millis(100);

@@ -9,6 +9,7 @@ use lockstep_format::wire::ConnState;
 
 use crate::report::Level;
 use crate::resource::Resource;
+use crate::second_look::Over;
 use crate::timers::Timer;
 use crate::uuid_spread::SpreadStep;
 
@@ -25,9 +26,11 @@ impl Resource {
     }
 
     /// `Timer::Follower`.
-    pub(crate) fn follower_timer(&mut self, peer: NodeId) {
+    pub(crate) fn follower_timer(&mut self, peer: NodeId, over: Over) {
         let limit = self.answer_limit(peer);
-        if let Some(limit) = limit.filter(|_| self.late_followers().contains(&peer)) {
+        if let Some(limit) = limit.filter(|_| self.late_followers().contains(&peer))
+            && !self.looks_again(over)
+        {
             let text = format!(
                 "the peer did not take a new generation within {} ms",
                 limit.as_millis()

@@ -251,7 +251,8 @@ impl Resource {
     /// initial-handshake-changed). Beside a Primary it follows, and tells the peer afterwards; but it does not give
     /// its copy up for one of the set from before.
     pub(crate) fn handshake_changed(&self, peer: NodeId) -> Option<Refusal> {
-        if let Some(refusal) = self.attached_in_handshake(peer) {
+        let other_disk = self.attached_in_handshake(peer);
+        if let Some(refusal) = other_disk.or_else(|| self.copied_in_handshake(peer)) {
             return Some(refusal);
         }
         if self.state.role == Role::Primary {
@@ -298,6 +299,34 @@ impl Resource {
         Some(Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} was attached while node {peer} connected"),
+        })
+    }
+
+    /// Who is copied from whom was decided while this disk was Inconsistent, and a third node has made it whole since: it
+    /// does not give that copy up, least of all for one that is Inconsistent as well. Or it was whole, and is a third
+    /// node's target since: it is no source for a disk that may be whole.
+    fn copied_in_handshake(&self, peer: NodeId) -> Option<Refusal> {
+        let decided = |volume: VolumeNr, device: &Device| {
+            let pd = device.peers.get(&peer)?;
+            let (told, now) = (pd.sent_disk, self.state.disk(volume));
+            let other = match pd.verdict.as_ref()?.repl {
+                ReplState::WfBitmapT => {
+                    told == DiskState::Inconsistent && now > DiskState::Inconsistent
+                }
+                ReplState::WfBitmapS => {
+                    told > DiskState::Inconsistent && now == DiskState::Inconsistent
+                }
+                _ => false,
+            };
+            (pd.sent_handshake && other).then_some(volume)
+        };
+        if planted!(self, HandshakeGoesStale) {
+            return None;
+        }
+        let volume = self.devices.iter().find_map(|(v, d)| decided(*v, d))?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!("volume {volume} was copied while node {peer} connected"),
         })
     }
 

@@ -64,6 +64,7 @@ pub mod resync_order;
 pub mod rng;
 pub mod rule;
 pub mod sanitize;
+pub mod second_look;
 mod sizes;
 pub mod snapshot;
 pub mod state;

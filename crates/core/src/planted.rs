@@ -596,7 +596,7 @@ registry! {
     FollowerGivesUp "follower-gives-up"
         "A node that has followed a Primary in a handshake becomes the target that it was to be before.";
     HandshakeGoesStale "handshake-goes-stale"
-        "A handshake ends although this node has got another generation in it.";
+        "A handshake ends although this node has got another generation in it, or a whole disk.";
     WrittenInHandshake "written-in-handshake"
         "A write that begins in a handshake is neither sent nor marked for the peer.";
     OwedForEver "owed-for-ever"

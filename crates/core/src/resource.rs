@@ -13,7 +13,6 @@ use crate::connection::{Connection, Phase};
 use crate::data::pieces::Ended;
 use crate::data::{DataOp, ResourceIo};
 use crate::device::Device;
-use crate::disk_timeout::SECOND_LOOK;
 use crate::event::{
     BufId, CommandId, Input, LinkId, MetaOp, Output, Payload, Request, RequestId, Stream, Tag,
 };
@@ -284,17 +283,15 @@ impl Resource {
     }
 
     fn fire_timers(&mut self) {
-        while let Some((timer, due)) = self.timers.pop_due(self.now) {
-            // A process that stood still finds answers that came meanwhile only after this.
-            let late = self.now - due >= SECOND_LOOK && !planted!(self, StoodStillGivesUp);
-            match timer {
+        while let Some(over) = self.timers.pop_due(self.now) {
+            match over.timer {
                 Timer::Reconnect(peer) => self.reconnect(peer),
-                Timer::Handshake(peer) => self.handshake_timeout(peer),
+                Timer::Handshake(peer) => self.handshake_timeout(peer, over),
                 Timer::ConnectTwopc(peer) => self.start_connect_twopc(peer),
                 Timer::Added(peer) => self.present_again(peer),
-                Timer::Ping(peer) => self.ping_timer(peer, late),
-                Timer::RequestAge(peer) => self.check_request_age(peer, late),
-                Timer::Follower(peer) => self.follower_timer(peer),
+                Timer::Ping(peer) => self.ping_timer(peer, over),
+                Timer::RequestAge(peer) => self.check_request_age(peer, over),
+                Timer::Follower(peer) => self.follower_timer(peer, over),
                 Timer::Twopc => self.twopc_timeout(),
                 Timer::TwopcRetry => self.twopc_retry(),
                 Timer::CommandRetry => self.retry_commands(),
@@ -313,7 +310,7 @@ impl Resource {
                 Timer::LookAgain(volume) => self.look_again_timer(volume),
                 Timer::DiskTimeout(volume) => self.disk_timeout_timer(volume),
                 Timer::WriteAwaited(node) => self.dagtag_lost(node),
-                Timer::Turn(peer) => self.turn_timer(peer),
+                Timer::Turn(peer) => self.turn_timer(peer, over),
             }
             self.settle();
         }

@@ -4,6 +4,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use lockstep_format::units::{NodeId, VolumeNr};
 
+use crate::second_look::Over;
 use crate::time::Instant;
 
 /// A time-out. Each runs at most once at a time.
@@ -68,6 +69,8 @@ pub enum Timer {
 pub struct Timers {
     at: BTreeMap<Timer, Instant>,
     order: BTreeSet<(Instant, Timer)>,
+    /// Those that run for a second look.
+    second: BTreeSet<Timer>,
 }
 
 impl Timers {
@@ -77,6 +80,13 @@ impl Timers {
             self.order.remove(&(old, timer));
         }
         self.order.insert((at, timer));
+        self.second.remove(&timer);
+    }
+
+    /// The same for a second look at what was due before.
+    pub(crate) fn set_second_look(&mut self, timer: Timer, at: Instant) {
+        self.set(timer, at);
+        self.second.insert(timer);
     }
 
     /// Starts the timer unless it runs already for an earlier time.
@@ -90,6 +100,7 @@ impl Timers {
     pub fn clear(&mut self, timer: Timer) {
         if let Some(old) = self.at.remove(&timer) {
             self.order.remove(&(old, timer));
+            self.second.remove(&timer);
         }
     }
 
@@ -108,15 +119,20 @@ impl Timers {
         self.order.first().map(|(at, _)| *at)
     }
 
-    /// Takes one that is due, with the time for which it was set.
-    pub fn pop_due(&mut self, now: Instant) -> Option<(Timer, Instant)> {
+    /// Takes one that is due.
+    pub fn pop_due(&mut self, now: Instant) -> Option<Over> {
         let (at, timer) = *self.order.first()?;
         if at > now {
             return None;
         }
         self.order.remove(&(at, timer));
         self.at.remove(&timer);
-        Some((timer, at))
+        let is_second = self.second.remove(&timer);
+        Some(Over {
+            timer,
+            at,
+            is_second,
+        })
     }
 
     /// Stops all timers that belong to a connection.
@@ -147,11 +163,22 @@ mod tests {
         timers.set(Timer::PeerAck, Instant(15));
         timers.set(Timer::Twopc, Instant(20));
         assert_eq!(timers.next(), Some(Instant(15)));
-        let due = timers.pop_due(Instant(30));
-        assert_eq!(due, Some((Timer::PeerAck, Instant(15))));
-        let due = timers.pop_due(Instant(30));
-        assert_eq!(due, Some((Timer::Twopc, Instant(20))));
+        let due = |timer, at, is_second| {
+            let at = Instant(at);
+            Some(Over {
+                timer,
+                at,
+                is_second,
+            })
+        };
+        assert_eq!(timers.pop_due(Instant(30)), due(Timer::PeerAck, 15, false));
+        assert_eq!(timers.pop_due(Instant(30)), due(Timer::Twopc, 20, false));
         assert_eq!(timers.pop_due(Instant(30)), None);
         assert_eq!(timers.next(), None);
+        timers.set_second_look(Timer::Twopc, Instant(40));
+        assert_eq!(timers.pop_due(Instant(40)), due(Timer::Twopc, 40, true));
+        timers.set_second_look(Timer::Twopc, Instant(50));
+        timers.set(Timer::Twopc, Instant(60));
+        assert_eq!(timers.pop_due(Instant(60)), due(Timer::Twopc, 60, false));
     }
 }

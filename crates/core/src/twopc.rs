@@ -832,7 +832,7 @@ impl Resource {
             WishKind::Connect(peer) => {
                 let peer = *peer;
                 let change = self.connect_change(peer, t.role_of(peer)).members(members);
-                let near = self.state.connected().with(peer);
+                let near = self.state.connected().with(peer).union(t.lost);
                 let change = self.far_from_primary(change, near, t.primary_nodes, incapable);
                 self.connect_committed(peer);
                 self.hard_change(change);

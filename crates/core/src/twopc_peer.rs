@@ -630,7 +630,7 @@ impl Resource {
             let change = self
                 .connect_change(peer, t.initiators_role())
                 .members(members);
-            let near = self.state.connected().with(peer);
+            let near = self.state.connected().with(peer).union(t.lost);
             let change = self.far_from_primary(change, near, outcome.primary_nodes, incapable);
             self.connect_committed(peer);
             self.hard_change(change);

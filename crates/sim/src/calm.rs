@@ -195,11 +195,21 @@ fn blocks_of_bit(w: &World) -> u64 {
 /// 4 KiB.
 const BLOCK_SHIFT: u8 = 12;
 
+/// What is marked may be copied at the slowest rate. In the dialect of 8.4 whole extents stay marked until nodes that are
+/// not equal meet.
+fn time_of_copies(w: &World) -> u64 {
+    let kib = crate::check::left_to_sync(w) / 2;
+    kib * SECOND / u64::from(w.config.resync_max_kib_s.min(SLOW_KIB_S))
+}
+
+/// The rate that the operator of a world may set.
+const SLOW_KIB_S: u32 = 2048;
+
 /// A full resync does not take long.
 pub(crate) fn takes_soon(w: &World, plan: &Plan) -> bool {
     // Somebody may have changed it to this.
     let is_slow = plan.faults.iter().any(|f| f.fault == Fault::Options);
-    let slowest = if is_slow { 2048 } else { u32::MAX };
+    let slowest = if is_slow { SLOW_KIB_S } else { u32::MAX };
     let rate = w.config.resync_max_kib_s.min(slowest);
     let seconds = w.config.blocks * 4 / u64::from(rate);
     // So many blocks at a time make a round, and slow disks and wires take some 40 ms for each.
@@ -252,7 +262,8 @@ fn is_at_rest(w: &mut World, o: &mut Operator, after: &str) {
     let mut since = None;
     // Each volume may wait for two handlers.
     let handlers = u64::from(w.config.handlers);
-    wait_for(w, o, SOON * (3 + 6 * handlers), &what, |w, _| {
+    let limit = SOON * (3 + 6 * handlers) + time_of_copies(w);
+    wait_for(w, o, limit, &what, |w, _| {
         let missing = rest(w);
         since = match missing {
             None => since.or(Some(w.now)),

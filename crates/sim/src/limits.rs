@@ -11,7 +11,7 @@ use lockstep_format::wire::flags::DataFlags;
 use lockstep_format::wire::packet::BlockId;
 
 use crate::operator::Settings;
-use crate::world::{MS, World, name};
+use crate::world::{MS, Node, World, name};
 
 /// Times that the configuration of a world names, in nanoseconds; 0 where there is none.
 #[derive(Clone, Copy, Debug, Default)]
@@ -189,28 +189,33 @@ pub(crate) fn strikes(w: &mut World, node: usize, peer: NodeId, text: &str) {
         return;
     };
     let (now, limits) = (w.now, w.limits);
-    // Whoever stood still looks at the clock before it reads what came meanwhile, so it has to look twice.
     let awake_since = w.nodes[node].frozen_until;
-    if is_silent && now <= awake_since + limits.ping {
-        let asked = open(w, node, link).and_then(|open| open.pings.back().copied());
-        let late = asked.map_or(0, |at| awake_since.saturating_sub(at + limits.ping));
-        if late >= LATE && now < awake_since + AWAKE {
-            w.fail(format!(
-                "{} stood still until {} ms ago, and gives up {} without a look at what it has answered",
-                name(node),
-                (now - awake_since) / MS,
-                name(peer)
-            ));
-        }
-        return;
-    }
     let Some(open) = open(w, node, link) else {
         return;
     };
-    let (since, limit) = match waits {
-        true => (open.asked.front().map(|(at, _)| *at), limits.answer),
-        false => (open.pings.front().copied(), limits.ping),
+    let (since, last, limit) = match waits {
+        true => {
+            let since = open.asked.front().map(|(at, _)| *at);
+            (since, since, limits.answer)
+        }
+        false => {
+            let pings = &open.pings;
+            (pings.front().copied(), pings.back().copied(), limits.ping)
+        }
     };
+    // Whoever stood still looks at the clock before it reads what came meanwhile, so it has to look twice.
+    let due = last.map(|at| at + limit).filter(|due| *due < awake_since);
+    if due.is_some_and(|due| awake_for(&w.nodes[node], due, now) < LOOK) {
+        w.fail(format!(
+            "{} stood still until {} ms ago, and gives up {} without a look at what it has answered",
+            name(node),
+            (now - awake_since) / MS,
+            name(peer)
+        ));
+    }
+    if is_silent && now <= awake_since + limits.ping {
+        return;
+    }
     if since.is_none_or(|since| now < since + limit) {
         let waited = since.map(|since| (now - since) / MS);
         w.fail(format!(
@@ -251,7 +256,15 @@ pub(crate) fn disk_is_given_up(w: &mut World, node: usize, volume: usize) {
     }
 }
 
-/// A look that comes later than this after its time is none.
-const LATE: u64 = 100 * MS;
+/// How much of this time the process was awake.
+fn awake_for(node: &Node, from: u64, to: u64) -> u64 {
+    let last = (node.frozen_from, node.frozen_until);
+    let times = node.frozen_before.iter().chain([&last]);
+    let slept = times.map(|(start, end)| (*end).min(to).saturating_sub((*start).max(from)));
+    (to - from) - slept.sum::<u64>()
+}
+
+/// What came meanwhile is read in less.
+const LOOK: u64 = MS;
 /// Whoever stood still when the time was over has to look twice.
 const AWAKE: u64 = 90 * MS;

@@ -360,7 +360,7 @@ fn go_on(
         let mut further = false;
         wait_for(w, o, 100 * SECOND, "a verify ends", |w, _| {
             verified.look(w, driver);
-            further |= begins_further(w, driver, &mut reached);
+            further |= begins_further(w, driver, &mut reached, &mut verified.ended);
             let waits = |node: usize| {
                 (verifies(w, node) || !w.nodes[node].commands.is_empty())
                     .then(|| format!("{} still verifies", name(node)))
@@ -387,8 +387,14 @@ fn go_on(
     false
 }
 
-/// A verify of some volume has begun behind where all earlier ones began.
-fn begins_further(w: &World, driver: usize, reached: &mut BTreeMap<VolumeNr, u64>) -> bool {
+/// A verify of some volume has begun behind where all earlier ones began. One that begins before that shows that the last
+/// one had ended, too soon before the link was lost for a look.
+fn begins_further(
+    w: &World,
+    driver: usize,
+    reached: &mut BTreeMap<VolumeNr, u64>,
+    ended: &mut BTreeSet<usize>,
+) -> bool {
     let connections = w
         .snapshot(driver)
         .map(|s| s.connections)
@@ -401,6 +407,9 @@ fn begins_further(w: &World, driver: usize, reached: &mut BTreeMap<VolumeNr, u64
         };
         let most = reached.entry(p.volume).or_default();
         further |= verify.start_sector > *most;
+        if verify.start_sector < *most {
+            ended.insert(usize::from(p.volume.0));
+        }
         *most = verify.start_sector.max(*most);
     }
     further

@@ -197,6 +197,8 @@ pub struct Node {
     /// The process stands still, or stood, from then until then; everything that comes meanwhile waits.
     pub(crate) frozen_from: u64,
     pub(crate) frozen_until: u64,
+    /// When it stood still before that, in this life.
+    pub(crate) frozen_before: Vec<(u64, u64)>,
     /// The next link's news comes so much later here.
     pub(crate) late_link: Option<u64>,
     /// How far the node's clock is ahead of the world's.
@@ -468,6 +470,7 @@ impl World {
                 timer_at: u64::MAX,
                 frozen_from: 0,
                 frozen_until: 0,
+                frozen_before: Vec::new(),
                 late_link: None,
                 skew: 0,
                 log: VecDeque::new(),
@@ -694,6 +697,7 @@ impl World {
         n.commands.clear();
         let requests = std::mem::take(&mut n.requests);
         n.frozen_until = 0;
+        n.frozen_before.clear();
         let links: Vec<u64> = std::mem::take(&mut n.links).into_keys().collect();
         for volume in 0..self.nodes[node].disks.len() {
             let mut rng = self.chance(Place::Disk(node, volume)).clone();
@@ -730,6 +734,9 @@ impl World {
             format!("== the process stands still for {} ms", time / MS)
         });
         let n = &mut self.nodes[node];
+        if n.frozen_until > 0 {
+            n.frozen_before.push((n.frozen_from, n.frozen_until));
+        }
         (n.frozen_from, n.frozen_until) = (self.now, self.now + time);
     }
 

@@ -165,12 +165,21 @@ fn a_verify_that_has_ended_is_not_begun_again_with_the_others() {
     const KINDS: &str = "verifyspot,verifyspot,verifyspot,handover,disconnect";
     let kinds = (Some(KINDS), vec![Extra::Every, Extra::Hot]);
     planned_holds(Some(2), 137_000_463, kinds, "0-99", "0-999");
+    // Here it ended some milliseconds before the link was lost, and began anew.
+    planned_holds(Some(2), 3_469_654_113, (None, Vec::new()), "0-99", "0-999");
 }
 
 /// A full copy of 512 MiB with 32 buffers on slow disks takes longer than the check of calm worlds waited.
 #[test]
 fn a_calm_world_waits_for_no_long_copy() {
     planned_holds(Some(2), 902_738_069, (None, Vec::new()), "none", "none");
+}
+
+/// Two nodes of 8.4's dialect had kept the marks of 36 extents that an attach had made, and copied them at 2 MiB/s when they
+/// had been apart: that was still going on when the check wanted rest.
+#[test]
+fn marks_that_old_dialects_keep_take_their_time() {
+    planned_holds(Some(2), 1_270_900_222, (None, Vec::new()), "0-99", "0-999");
 }
 
 /// A node said that a resync goes on while nothing passed between the two, and the check wanted the other one to know.

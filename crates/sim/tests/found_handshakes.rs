@@ -153,6 +153,27 @@ fn who_stood_still_reads_the_answers_before_it_gives_a_peer_up() {
     holds(2, 62_921_695, None, "0-99", "0-999");
 }
 
+/// The same where it stood still until less than 0.1 s after the time was over: how late a look was did not tell. In the
+/// second row it had looked before it stood still once more, for 13 ms, which the check did not count.
+#[test]
+fn who_stood_still_until_just_after_the_time_was_over_reads_the_answers_too() {
+    for seed in [2_710_000_425, 1_270_898_475, 850_140_001_706] {
+        holds(2, seed, None, "0-99", "0-999");
+    }
+    holds(3, 3_300_001_001, None, "0-99", "0-999");
+    for seed in [654_567_377, 402_675] {
+        holds(2, seed, None, "0-99", "0-999");
+    }
+    let hanging = Some("hangdisk,freeze,freeze,reset");
+    let kinds = (hanging, vec![Extra::Every]);
+    planned_holds(Some(2), 820_000_008_231, kinds, "0-99", "0-999");
+    for (seed, nodes) in [(795_000_000_410, 3), (796_000_000_012, 3)] {
+        let kinds = Some("freeze,stall,slowdisk,invalidate,reset");
+        let extras = vec![Extra::Congestion, Extra::Every, Extra::Hot];
+        planned_holds(Some(nodes), seed, (kinds, extras), "0-99", "0-999");
+    }
+}
+
 /// In the dialect of 8.4 a source on a slow disk answered, after its target had detached and attached on the same link, what the
 /// target had asked for before, which the target took for data that nobody had asked for.
 #[test]

@@ -43,3 +43,17 @@ fn who_takes_a_generation_late_is_left_to_the_primary_that_made_it() {
 fn a_second_primary_is_not_promoted_over_marks() {
     holds(296);
 }
+
+/// A target was to be copied from another target, as they had told each other, and had become whole when they were
+/// connected: it gave that up for a disk that was Inconsistent, and the third one went the same way.
+#[test]
+fn who_became_whole_in_a_handshake_gives_nothing_up_for_an_inconsistent_disk() {
+    holds(16);
+}
+
+/// The only whole disk lost its Primary while it connected to the third node, and took that Primary for one that had gone
+/// on far away: it was Outdated for ever.
+#[test]
+fn a_neighbour_that_is_lost_in_a_handshake_is_no_primary_far_away() {
+    holds(229);
+}

@@ -5,8 +5,8 @@ use alloc::format;
 use lockstep_format::units::NodeId;
 use lockstep_format::wire::ConnState;
 
-use crate::disk_timeout::SECOND_LOOK;
 use crate::resource::Resource;
+use crate::second_look::Over;
 use crate::time::Duration;
 use crate::timers::Timer;
 
@@ -33,8 +33,8 @@ impl Resource {
     }
 
     /// `Timer::RequestAge`: drops a connection whose oldest write or barrier is without an answer for
-    /// `ko-count` × `timeout`. A `late` timer looks once more.
-    pub(crate) fn check_request_age(&mut self, peer: NodeId, late: bool) {
+    /// `ko-count` × `timeout`.
+    pub(crate) fn check_request_age(&mut self, peer: NodeId, over: Over) {
         let (Some(limit), Some(conn)) = (self.answer_limit(peer), self.connections.get(&peer))
         else {
             return;
@@ -52,10 +52,10 @@ impl Resource {
             None => return,
         };
         let due = since + limit;
-        if due <= self.now && late {
-            self.timers
-                .set(Timer::RequestAge(peer), self.now + SECOND_LOOK);
-        } else if due <= self.now {
+        if due <= self.now {
+            if self.looks_again(over) {
+                return;
+            }
             let text = format!("a {what} is without an answer for {} ms", limit.as_millis());
             self.log(crate::report::Level::Error, Some(peer), None, text);
             self.drop_connection(peer, ConnState::Timeout);

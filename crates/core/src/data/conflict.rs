@@ -25,6 +25,7 @@ use crate::event::{Payload, Stream};
 use crate::interval::Origin;
 use crate::report::Level;
 use crate::resource::Resource;
+use crate::second_look::Over;
 use crate::timers::Timer;
 
 /// Most packets that wait behind one whose turn has not come.
@@ -111,7 +112,7 @@ impl Resource {
             self.timers.set(Timer::Turn(peer), self.now + patience);
         }
         if full {
-            self.turn_timer(peer);
+            self.turn_is_lost(peer);
         }
         None
     }
@@ -144,16 +145,20 @@ impl Resource {
     }
 
     /// `Timer::Turn`: the acks that a write waits for do not come.
-    pub(crate) fn turn_timer(&mut self, peer: NodeId) {
+    pub(crate) fn turn_timer(&mut self, peer: NodeId, over: Over) {
         let waits = self
             .connections
             .get(&peer)
             .is_some_and(|c| !c.io.conflicts.held.is_empty());
-        if waits {
-            let text = "a write came without the acks that were sent before it";
-            self.log(Level::Error, Some(peer), None, text.into());
-            self.drop_connection(peer, ConnState::Timeout);
+        if waits && !self.looks_again(over) {
+            self.turn_is_lost(peer);
         }
+    }
+
+    fn turn_is_lost(&mut self, peer: NodeId) {
+        let text = "a write came without the acks that were sent before it";
+        self.log(Level::Error, Some(peer), None, text.into());
+        self.drop_connection(peer, ConnState::Timeout);
     }
 
     fn note_number(&mut self, peer: NodeId, volume: VolumeNr, packet: &Packet) {

@@ -1,6 +1,7 @@
 //! Nodes in a row: who copies from a node that is not whole itself (semantics.md, 13.5, 14.3 and 19.5).
 
 use super::*;
+use crate::device::ConnectVerdict;
 
 /// Node 1 is between the Primary, node 0, and node 2, which do not reach each other.
 fn row(seed: u64) -> World {
@@ -377,4 +378,34 @@ fn the_weak_end_of_a_row_loses_its_primary_and_no_connection() {
             w.log
         );
     }
+}
+
+/// Two disks are Inconsistent when the handshake of their nodes says which one is copied. A third node makes one of them
+/// whole before the commit.
+#[test]
+fn a_disk_that_a_handshake_finds_inconsistent_and_leaves_whole_is_compared_again() {
+    let mut w = clean(9130, 2, Setup::default());
+    let peer = node_id(1);
+    let mut is_void = |repl: ReplState, told: DiskState| {
+        let resource = &mut w.nodes[0].resource;
+        let device = resource.devices.get_mut(&VOLUME).unwrap();
+        let pd = device.peers.get_mut(&peer).unwrap();
+        pd.sent_handshake = true;
+        pd.sent_disk = told;
+        pd.verdict = Some(ConnectVerdict {
+            repl,
+            peer_role: lockstep_format::wire::Role::Secondary,
+            peer_disk: DiskState::Inconsistent,
+            susp_peer: false,
+            own_disk: None,
+            strategy: None,
+            reconciliation: false,
+            clear_own_slot: false,
+            refusal: None,
+        });
+        resource.handshake_changed(peer).is_some()
+    };
+    assert!(is_void(ReplState::WfBitmapT, DiskState::Inconsistent));
+    assert!(!is_void(ReplState::WfBitmapS, DiskState::Inconsistent));
+    assert!(!is_void(ReplState::WfBitmapT, DiskState::UpToDate));
 }
