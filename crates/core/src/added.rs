@@ -90,6 +90,9 @@ impl Resource {
         } else {
             self.decide_diskless(peer, volume, theirs, &mut verdict);
         }
+        if let Some(refusal) = self.refuse_lost_cache(peer, volume, theirs) {
+            verdict.refusal.get_or_insert(refusal);
+        }
         Some(verdict)
     }
 

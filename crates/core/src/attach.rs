@@ -20,7 +20,7 @@ use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
 use crate::command::{Answer, CommandError, ErrorCode, MetaIndex};
 use crate::data::{BitmapThen, DiskIo, DiskIoGeometry};
 use crate::device::{AfterMeta, Device, DiskPhase, LocalDisk, MetaWriter};
-use crate::event::{CommandId, DiskError, DiskInfo, MetaOp, Output};
+use crate::event::{CommandId, DiskCache, DiskError, DiskInfo, MetaOp, Output};
 use crate::generation::Generations;
 use crate::options::DiskOptions;
 use crate::resource::{Pending, Resource};
@@ -153,6 +153,7 @@ impl Resource {
                 max_discard_bytes: 0,
                 write_through: false,
                 persistent_memory: false,
+                cache: DiskCache::MayBeLost,
             },
             phase: DiskPhase::Opening { command: id },
             format: Format::V09,
@@ -161,6 +162,7 @@ impl Resource {
             generations,
             crashed_primary: false,
             crashed_for: NodeMask::EMPTY,
+            crashed_with: NodeMask::EMPTY,
             primary_lost_quorum: false,
             restore_quorum: false,
             degraded: NodeMask::EMPTY,
@@ -418,6 +420,8 @@ impl Resource {
             }
         }
         disk.generations = generations;
+        disk.note_crash();
+        self.caches_unnoted = true;
         if !disk.restore_quorum {
             // Until the nodes are counted anew: superblocks of an attach that is cut short name no
             // other member, and would make a last man standing of this node.
@@ -457,6 +461,7 @@ impl Resource {
         for (op, io) in reads {
             self.meta(volume, op, Pending::AttachRead(volume, io));
         }
+        self.log_lost_cache(volume);
         self.choose_form(volume, path);
         Ok(())
     }
@@ -1035,6 +1040,7 @@ impl Resource {
                 if disk.leaving == Some(Leaving::Bitmap) {
                     disk.leaving = Some(Leaving::Superblock);
                     disk.generations.flags.insert(DeviceFlags::AL_CLEAN);
+                    disk.parts_clean();
                     self.write_superblock(volume);
                     self.detach_progress(volume);
                 }

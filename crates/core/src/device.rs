@@ -50,6 +50,8 @@ pub struct Device {
     /// The last disk's generation, where that disk alone has what applications were told is written,
     /// and the one that was exposed since then instead, which no peer knows.
     pub kept_alone: Option<(Uuid, Uuid)>,
+    /// Connected peers that have everything that applications hold for written, while another one lost some of it.
+    pub(crate) keeps_all: NodeMask,
     /// A new current UUID is due (semantics.md, 12.4).
     pub new_uuid_pending: bool,
     /// It became Primary: what it writes gets a generation of its own in any case, because the
@@ -127,6 +129,8 @@ pub struct LocalDisk {
     pub crashed_primary: bool,
     /// The peers that have not met this disk since it holds what a crashed Primary has completed.
     pub(crate) crashed_for: NodeMask,
+    /// The peers that it was connected with when this node crashed, and has not met since.
+    pub(crate) crashed_with: NodeMask,
     /// It was a Primary that lost quorum (flag `PRIMARY_LOST_QUORUM`).
     pub primary_lost_quorum: bool,
     /// A last man standing keeps its quorum over a restart (semantics.md, 8.3).
@@ -309,6 +313,10 @@ pub struct PeerDevice {
     pub consider_resync: bool,
     /// The connection was up since this node started (UUID flag RECONNECT).
     pub reconnect: bool,
+    /// Its disk was UpToDate when the connection broke.
+    pub(crate) left_whole: bool,
+    /// What its disk may have lost with its power.
+    pub(crate) cache: crate::lost_cache::PeerCache,
     /// A running resync has a source that is not stable (semantics.md, 14.2).
     pub unstable_resync: bool,
     /// The peer, a target of this node, may have ended its resync without a word of that here yet.
@@ -463,6 +471,8 @@ impl PeerDevice {
             was_copied: false,
             pause_untold: false,
             resync_again: 0,
+            left_whole: false,
+            cache: crate::lost_cache::PeerCache::Safe,
             resync_ready: false,
             behind: lockstep_format::units::NodeMask::EMPTY,
             resync_start_uuid: Uuid::ZERO,
@@ -503,6 +513,7 @@ impl Device {
             told_uuid: Uuid::ZERO,
             left_behind: Vec::new(),
             kept_alone: None,
+            keeps_all: NodeMask::EMPTY,
             announced: Vec::new(),
             unmade: None,
             new_uuid_pending: false,

@@ -17,7 +17,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use lockstep_format::disk::pmem::WordStore;
-use lockstep_format::units::{NodeId, Sector, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 use lockstep_format::wire::alg::DigestAlg;
 use lockstep_format::wire::packet::Packet;
 
@@ -159,6 +159,21 @@ pub struct DiskInfo {
     /// The metadata device is a device of its own on persistent memory, and the driver can do
     /// [`MetaOp::Store`] on it.
     pub persistent_memory: bool,
+    /// Whether it still has what it had acknowledged; only what is found at opening counts.
+    pub cache: DiskCache,
+}
+
+/// What a disk still has of what it had acknowledged, and nobody had flushed, when it was open last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DiskCache {
+    /// It may have lost some: the machine went down, the disk failed, or nobody knows.
+    #[default]
+    MayBeLost,
+    /// All of it: only the process ended.
+    Kept {
+        /// What [`Output::NoteCache`] said last.
+        untold: NodeMask,
+    },
 }
 
 /// An operation on the data area of a volume's disk.
@@ -406,6 +421,15 @@ pub enum Output {
         tag: Tag,
         /// The volume.
         volume: VolumeNr,
+    },
+    /// From now on the open disk loses nothing as long as the machine runs and the disk has no error: note that where
+    /// the next process finds it ([`DiskCache::Kept`]), and a machine that went down does not. Closing the disk, and
+    /// giving it up, takes the note away.
+    NoteCache {
+        /// The volume.
+        volume: VolumeNr,
+        /// Nodes that have not heard yet of what the disk lost before.
+        untold: NodeMask,
     },
     /// Close the disk when all its operations in flight have ended; answer `DiskClosed`.
     CloseDisk {

@@ -45,6 +45,7 @@ pub mod interval;
 mod late;
 mod legacy;
 pub mod look_again;
+mod lost_cache;
 mod metadata;
 mod mid_resync;
 mod net_update;

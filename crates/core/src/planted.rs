@@ -365,6 +365,8 @@ registry! {
         "A resync target writes before its metadata call it Inconsistent.";
     UnstableCounts "unstable-counts"
         "A resync from a source that is not stable ends as one from a stable one.";
+    LostCacheTrusted "lost-cache-trusted"
+        "A Primary whose own disk is gone takes back a peer that lost acknowledged writes with its power.";
     StepsBack "steps-back"
         "A Primary whose disk is not whole is copied from a node with older data than its applications saw.";
     FullSyncNotNoted "full-sync-not-noted"

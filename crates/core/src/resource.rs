@@ -76,6 +76,10 @@ pub struct Resource {
     pub(crate) opens: crate::open::Opens,
     pub(crate) turns: crate::turns::Turns,
     pub(crate) gives_way: crate::frozen::GivesWay,
+    /// Some peer's disk may lack what was in its cache (`lost_cache`).
+    pub(crate) caches_in_doubt: bool,
+    /// The driver has to note of some disk here who has not heard what it lost.
+    pub(crate) caches_unnoted: bool,
     /// Some kernel may have to be asked to be a source.
     pub(crate) unasked: bool,
     pub(crate) fences: crate::fencing::Fences,
@@ -140,6 +144,8 @@ impl Resource {
             opens: crate::open::Opens::default(),
             turns: crate::turns::Turns::default(),
             gives_way: crate::frozen::GivesWay::default(),
+            caches_in_doubt: false,
+            caches_unnoted: false,
             unasked: false,
             fences: crate::fencing::Fences::default(),
             io: ResourceIo::default(),
@@ -410,6 +416,7 @@ impl Resource {
     fn settle(&mut self) {
         self.run_steps();
         self.settle_fencing();
+        self.settle_caches();
         self.settle_new_uuid();
         self.settle_data();
         self.settle_moves();

@@ -279,7 +279,7 @@ impl Resource {
                 }
                 for device in self.devices.values_mut() {
                     if let Some(pd) = device.peers.get_mut(peer) {
-                        pd.reconnect = true;
+                        pd.leaves(old.peer_device(device.volume, *peer).disk);
                         // Its word about a lost Primary will not come any more.
                         pd.reconcile = Reconcile::No;
                     }
@@ -530,10 +530,9 @@ impl Resource {
                     .connections
                     .get(peer)
                     .is_some_and(|c| c.net.fencing != crate::options::Fencing::DontCare);
+                let old_slot = disk.generations.slot(*peer).flags;
+                self.caches_unnoted |= disk.note_connected(*peer, p.repl, own);
                 let slot = disk.generations.slot_mut(*peer);
-                let old_slot = slot.flags;
-                slot.flags
-                    .set(PeerFlags::CONNECTED, p.repl > ReplState::Off);
                 if p.repl > ReplState::Off && slot.bitmap_index.is_none() {
                     // A tie-breaker counts for quorum once it was seen.
                     slot.flags.insert(PeerFlags::NODE_EXISTS);

@@ -495,6 +495,8 @@ impl Resource {
         flags.set(UuidFlags::PRIMARY_LOST_QUORUM, disk.primary_lost_quorum);
         let stayed = pd.reconnect || planted!(self, ReconnectFlagAlways);
         flags.set(UuidFlags::RECONNECT, stayed);
+        let lost = disk.crashed_with.contains(peer) && self.is_lockstep(peer);
+        flags.set(UuidFlags::CACHE_LOST, lost);
         let inconsistent = state.disk == DiskState::Inconsistent
             || (state.disk == DiskState::Negotiating
                 && !disk

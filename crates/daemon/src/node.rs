@@ -12,6 +12,7 @@ use lockstep_core::state::Role;
 use lockstep_format::conf::options::Set;
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_front::block::DeviceKind;
+use lockstep_io::disk::CacheNotes;
 use lockstep_io::port::{PortSink, VolumePort};
 use lockstep_io::shard::{ResourceId, ResourceView, ShardConfig, ShardEnv, ShardHandle};
 use lockstep_io::tcp::Acceptor;
@@ -136,8 +137,14 @@ impl Node {
         let touched = Arc::new(Touched::new(wake));
         let generations = touched.generations();
         let mut shards = Vec::new();
+        let cache_notes = CacheNotes::of_this_boot(place.cache_dir());
+        if let Err(error) = &cache_notes {
+            tracing::warn!(%error, "a crash of this daemon will count as a loss of power");
+        }
+        let cache_notes = cache_notes.ok();
         for index in 0..config.shards {
             let shard = ShardConfig {
+                cache_notes: cache_notes.clone(),
                 pool_bytes: config.pool_bytes,
                 reserve_bytes: config.pool_bytes / 2,
                 ..ShardConfig::default()

@@ -68,6 +68,11 @@ impl Place {
         self.dir.join("hold.sock")
     }
 
+    /// Notes of what the disks in use have in their caches, for the daemon that comes next.
+    pub fn cache_dir(&self) -> PathBuf {
+        self.dir.join("caches")
+    }
+
     /// Links to the mountable devices.
     pub fn dev_dir(&self) -> PathBuf {
         self.dir.join("dev")

@@ -370,7 +370,7 @@ pub(crate) fn nothing_differs(w: &mut World, node: usize, text: &str) {
 }
 
 /// Words of errors that are policy, or that faults of the world explain.
-const CAUSES: [&str; 15] = [
+const CAUSES: [&str; 16] = [
     "compare shared-secret",
     "incompatible protocol settings",
     "is longer than the peer's version takes",
@@ -386,4 +386,5 @@ const CAUSES: [&str; 15] = [
     "the disks here cannot be outdated",
     "this Primary is frozen",
     "a write came without the acks",
+    "came back after a crash",
 ];

@@ -16,6 +16,7 @@ use lockstep_format::disk::v08;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
 use lockstep_format::units::{AlExtent, NodeId, Sector};
 
+use crate::cache_note::CacheNote;
 use crate::rng::Rng;
 
 /// A crashed Primary that kept no activity log.
@@ -318,6 +319,8 @@ pub struct Disk {
     pub(crate) answers_since: u64,
     /// Completes when nothing is in flight any more.
     pub closing: Option<Tag>,
+    /// What the next process finds of its cache.
+    pub(crate) note: CacheNote,
     /// What is wrong with it.
     pub trouble: Trouble,
     /// What the metadata say beside the bitmap, as they were read last.
@@ -409,6 +412,7 @@ impl Disk {
             is_bad: false,
             answers_since: 0,
             closing: None,
+            note: CacheNote::default(),
             trouble: Trouble::default(),
             read: RefCell::default(),
             read_superblock: RefCell::default(),
@@ -429,6 +433,7 @@ impl Disk {
             max_discard_bytes: 128 << 20,
             write_through: false,
             persistent_memory: self.persistent,
+            cache: self.note.found(),
         }
     }
 
@@ -604,6 +609,12 @@ impl Disk {
         }
     }
 
+    /// It reports an error.
+    pub(crate) fn fails(&mut self) {
+        self.had_errors = true;
+        self.note.disk_fails();
+    }
+
     /// The node dies. What is in flight happens in part, what is volatile is lost in part.
     pub fn crash(&mut self, lose: Lose, rng: &mut Rng) -> Toll {
         let mut toll = Toll::default();
@@ -669,6 +680,7 @@ impl Disk {
             }
             toll.lucky = had && !toll.lost;
         }
+        self.note.crash(lose);
         self.reads_again();
         self.open = false;
         self.closing = None;

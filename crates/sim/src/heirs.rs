@@ -1,11 +1,13 @@
 //! Whether a node may be promoted without losing what others have, and who would be left then.
 
 use lockstep_core::options::Protocol;
+use lockstep_core::report::ConnectionReport;
+use lockstep_core::state::{ConnState, DiskState};
 
 use crate::operator::{Operator, generations, members};
 use crate::promises::is_crashed_primary;
 use crate::sometimes;
-use crate::world::World;
+use crate::world::{SECOND, World};
 
 /// Protocol version of DRBD 8.4's last release.
 const DIALECT_84: u32 = 101;
@@ -79,4 +81,26 @@ impl Operator {
             && heirs.contains(&node)
             && !others()
     }
+
+    /// The Primary has no whole disk, and has waited long for one that has what applications hold for written: whoever
+    /// came back may have lost that. Somebody decides to go on with what there is.
+    pub(crate) fn nobody_has_all(&mut self, w: &World, primary: usize) -> bool {
+        let log = w.nodes[primary].log.iter().rev();
+        let mut recent = log.take_while(|line| line.at + 3 * SECOND > w.now);
+        let refuses = recent.any(|line| line.text.contains("came back after a crash"));
+        let before = self
+            .refusing
+            .filter(|(node, _)| refuses && *node == primary);
+        self.refusing = before.or(refuses.then_some((primary, w.now)));
+        let refused = before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now);
+        let Some(snapshot) = w.snapshot(primary).filter(|_| refused) else {
+            return false;
+        };
+        let own = snapshot.devices.iter().map(|d| d.disk_state);
+        let apart = |c: &ConnectionReport| c.state != ConnState::Connected;
+        own.min() < Some(DiskState::UpToDate) && snapshot.connections.iter().any(apart)
+    }
 }
+
+/// How long somebody waits for disks that have everything, in nanoseconds.
+const LONG_ENOUGH: u64 = 20 * SECOND;

@@ -177,7 +177,9 @@ impl World {
         if fate == Fate::Failed {
             self.loses_block(node, v, &op);
         }
-        self.nodes[node].disks[v].had_errors |= fate == Fate::Failed;
+        if fate == Fate::Failed {
+            self.nodes[node].disks[v].fails();
+        }
         if fate != Fate::Good {
             self.trace(node, || format!("== volume {v}: {}", fate.words()));
         }
@@ -400,7 +402,7 @@ impl World {
         };
         let writes_bitmap = matches!(&op, MetaOp::Write { offset, .. } if disk.is_bitmap(*offset));
         if disk.trouble.meta_fails(writes_bitmap) {
-            disk.had_errors = true;
+            disk.fails();
             self.trace(node, || {
                 format!("== volume {v}: a metadata operation fails")
             });
@@ -464,7 +466,7 @@ impl World {
         limits::disk_is_given_up(self, node, v);
         let disk = &mut self.nodes[node].disks[v];
         disk.given_up = true;
-        disk.had_errors = true;
+        disk.fails();
         disk.trouble.happened = true;
         let flying = std::mem::take(&mut disk.flying);
         let flying_meta = std::mem::take(&mut disk.flying_meta);
@@ -549,6 +551,7 @@ impl World {
         {
             disk.open = false;
             disk.given_up = false;
+            disk.note.disk_goes();
             let input = Box::new(Input::DiskClosed { tag });
             self.at(MS / 100, Ev::Input { node, life, input });
         }

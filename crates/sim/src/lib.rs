@@ -9,6 +9,7 @@ mod asking;
 mod at_rest;
 mod branches;
 mod buffers;
+mod cache_note;
 mod calm;
 pub mod check;
 mod claims;

@@ -117,6 +117,8 @@ pub struct Operator {
     /// No promotion from now on.
     pub calm: bool,
     takeover: Option<Takeover>,
+    /// A Primary that takes none of the disks which came back, and since when.
+    pub(crate) refusing: Option<(usize, u64)>,
     /// A Primary that stood still when another node took over.
     pub(crate) frozen: Option<usize>,
     /// Promotions since a node had a follower.
@@ -165,6 +167,7 @@ impl Operator {
             ready: false,
             calm: false,
             takeover: None,
+            refusing: None,
             frozen: None,
             lonely_promotions: 0,
             drivers: Drivers::default(),
@@ -252,6 +255,8 @@ impl Operator {
         );
         if ends {
             self.demote(w);
+        } else if self.nobody_has_all(w, primary) && self.demote_with(w, true) {
+            w.history.unflushed_may_be_lost(w.now);
         } else if retries && w.view(primary).is_some_and(|view| !view.quorate) {
             // Frozen, and the others have newer data together.
             self.demote_with(w, true);

@@ -272,6 +272,7 @@ fn shows(bug: Planted) -> Shows {
         | P::VerifyNotTold
         | P::TargetStartsEarly
         | P::UnstableCounts
+        | P::LostCacheTrusted
         | P::StepsBack
         | P::FullSyncNotNoted
         | P::HashedNotFlushed
@@ -727,6 +728,7 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
+    Planted::LostCacheTrusted,
     Planted::ToldAloneMarked,
     Planted::DemotionGivesUpTold,
     Planted::FarVoteCounts,

@@ -839,6 +839,10 @@ impl World {
                 self.at(delay, Ev::Input { node, life, input });
             }
             Output::LookAtDisk { tag, volume } => self.look_at_disk(node, life, tag, volume),
+            Output::NoteCache { volume, untold } => {
+                let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
+                disk.note.write(untold);
+            }
             Output::CloseDisk { tag, volume } => {
                 let disk = &mut self.nodes[node].disks[usize::from(volume.0)];
                 disk.closing = Some(tag);

@@ -16,8 +16,8 @@ use lockstep_format::wire::{ConnState, Digest, DiskState, Packet, ReplState};
 
 use crate::command::{Answer, Command, CommandError, MetaIndex};
 use crate::event::{
-    ALL_ZERO, BufId, CommandId, DiskInfo, DiskOp, Input, LinkDownReason, LinkEnd, LinkId, MetaOp,
-    Output, Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
+    ALL_ZERO, BufId, CommandId, DiskCache, DiskInfo, DiskOp, Input, LinkDownReason, LinkEnd,
+    LinkId, MetaOp, Output, Payload, Request, RequestError, RequestId, RequestKind, Stream, Tag,
 };
 use crate::options::{DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ResourceOptions};
 use crate::report::{Event, Snapshot};
@@ -502,6 +502,7 @@ impl World {
                     max_discard_bytes: 128 << 20,
                     write_through: false,
                     persistent_memory: false,
+                    cache: DiskCache::MayBeLost,
                 };
                 let result = Ok(info);
                 let input = Input::DiskOpened { tag, result };
@@ -514,6 +515,7 @@ impl World {
                     self.todo.push(Todo::Input(index, input));
                 }
             }
+            Output::NoteCache { .. } => {}
             Output::CloseDisk { tag, .. } => {
                 if self.hanging.node == Some(index) {
                     self.hanging.abandoned = false;

@@ -71,6 +71,8 @@ pub(crate) struct AppRequest {
     pub(crate) accounted: NodeMask,
     /// Peers that were sent it while this node's disk counted as a copy: theirs may be in a cache when they acknowledge it.
     pub(crate) relied: NodeMask,
+    /// Peers that were sent it while another peer's disk may have counted as one for them.
+    pub(crate) beside: NodeMask,
     /// Peers that refused it, whose bits on the disk that it went to are set.
     pub(crate) refused: NodeMask,
     /// Peers that have it and were lost before it was settled: a resync may have replaced it there.
@@ -142,6 +144,7 @@ impl AppRequest {
             accounted: NodeMask::EMPTY,
             refused: NodeMask::EMPTY,
             relied: NodeMask::EMPTY,
+            beside: NodeMask::EMPTY,
             missed: false,
             waits: Vec::new(),
             barriers: Vec::new(),
@@ -372,6 +375,7 @@ impl Resource {
         let careless = planted!(self, OnlyCopyNotAwaited);
         self.owe_less(volume, peer, sector, size);
         self.barrier_before(peer, epoch);
+        let beside = only_copy && self.has_copies_beside(volume, peer);
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;
         };
@@ -451,6 +455,10 @@ impl Resource {
             match only_copy {
                 true => req.relied.remove(peer),
                 false => req.relied.insert(peer),
+            }
+            match beside {
+                true => req.beside.insert(peer),
+                false => req.beside.remove(peer),
             }
             if protocol == Protocol::A {
                 // Handed to the network: that is all that A promises.
@@ -1032,6 +1040,7 @@ impl Resource {
 
     /// The link is gone and what it had received is written: requests stop waiting for the peer.
     pub(crate) fn lose_requests(&mut self, peer: NodeId) {
+        self.note_cached(peer);
         let suspended = self.state.suspended();
         let Some(conn) = self.connections.get_mut(&peer) else {
             return;

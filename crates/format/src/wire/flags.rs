@@ -90,6 +90,8 @@ bitflags::bitflags! {
         const SYNC_TARGET = 1 << 11;
         /// Bits 56..=63 name an unallocated day-0 bitmap slot (protocol 116 and later).
         const HAS_UNALLOC = 1 << 12;
+        /// Of Lockstep alone: the sender's disk was connected to the receiver when it crashed, and was not since then.
+        const CACHE_LOST = 1 << 40;
         const _ = !0;
     }
 

@@ -10,10 +10,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use lockstep_core::event::DiskInfo;
+use lockstep_core::event::{DiskCache, DiskInfo};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::cache_note::Identity;
 use super::faults::FaultPlan;
 use super::holder::{self, Locked};
 use super::pmem::Mapping;
@@ -188,6 +189,28 @@ impl Device {
         &self.path
     }
 
+    /// What tells it from other disks of this machine; memory is of this process alone.
+    pub(super) fn identity(&self) -> Option<Identity> {
+        let (kind, fd) = match &self.medium {
+            Medium::File(fd) => ("file", fd),
+            Medium::Block(fd) => ("block", fd),
+            Medium::Ram(_) => return None,
+        };
+        let stat = rustix::fs::fstat(&**fd).ok()?;
+        let number = |dev| format!("{}-{}", rustix::fs::major(dev), rustix::fs::minor(dev));
+        Some(match self.medium {
+            Medium::Block(_) => Identity {
+                name: format!("{kind}-{}", number(stat.st_rdev)),
+                // One that is put back has another number; kernels before 5.15 have none.
+                instance: Queue::of(stat.st_rdev).disk_sequence().unwrap_or(0),
+            },
+            Medium::File(_) | Medium::Ram(_) => Identity {
+                name: format!("{kind}-{}-{}", number(stat.st_dev), stat.st_ino),
+                instance: 0,
+            },
+        })
+    }
+
     pub(super) fn is_direct(&self) -> bool {
         self.memory_align > 1
     }
@@ -243,6 +266,7 @@ impl Device {
             max_discard_bytes: if discard { MAX_DISCARD_BYTES } else { 0 },
             write_through: false,
             persistent_memory: false,
+            cache: DiskCache::MayBeLost,
         };
         let align = if direct { memory as usize } else { 1 };
         Ok(Device::new(path, Medium::File(Arc::new(fd)), info, align))
@@ -278,6 +302,7 @@ impl Device {
             max_discard_bytes: max as u32,
             write_through: queue.text("write_cache").as_deref() == Some("write through"),
             persistent_memory: false,
+            cache: DiskCache::MayBeLost,
         };
         let align = if direct { 512 } else { 1 };
         Ok(Device::new(path, Medium::Block(Arc::new(fd)), info, align))
@@ -296,6 +321,7 @@ impl Device {
             max_discard_bytes: MAX_DISCARD_BYTES,
             write_through: true,
             persistent_memory: false,
+            cache: DiskCache::MayBeLost,
         };
         Ok(Device::new(path, Medium::Ram(disk), info, 1))
     }
@@ -399,5 +425,10 @@ impl Queue {
 
     fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
+    }
+
+    /// Another one for each disk that the kernel has seen.
+    fn disk_sequence(&self) -> Option<u64> {
+        self.number("../diskseq")
     }
 }

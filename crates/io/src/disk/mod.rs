@@ -4,6 +4,7 @@
 //! result, until it is finished: partial transfers go on, what a device cannot do is done in
 //! another way, memory that direct IO cannot take is copied. A failed flush is never tried again.
 
+mod cache_note;
 mod device;
 mod faults;
 mod holder;
@@ -16,6 +17,8 @@ use std::sync::Arc;
 
 use lockstep_core::event::DiskInfo;
 
+pub(crate) use cache_note::CacheNote;
+pub use cache_note::CacheNotes;
 pub use device::{Device, OpenError};
 pub use faults::{FaultOn, FaultPlan};
 pub use holder::{Locked, lock_alone, open_alone, runs};

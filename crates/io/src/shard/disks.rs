@@ -4,17 +4,19 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lockstep_core::event::{DiskError, DiskInfo, DiskOp, Input, MetaOp, Payload, Stream, Tag};
-use lockstep_format::units::VolumeNr;
+use lockstep_format::units::{NodeMask, VolumeNr};
 
 use super::{Engine, Owner, Shard};
 use crate::arena::Key;
-use crate::disk::{DataWork, Disk, MetaWork, OpenError, Outcome, Step, Task};
+use crate::disk::{CacheNote, DataWork, Disk, MetaWork, OpenError, Outcome, Step, Task};
 use crate::pool::{BLOCK_BYTES_MAX, BufRef, Claim, IoBuf};
 use crate::ring::{Done, Op};
 
 /// A volume's open disk.
 pub(super) struct OpenDisk {
     pub(super) disk: Disk,
+    /// For the next process.
+    note: Option<CacheNote>,
     /// Operations under way.
     in_flight: usize,
     /// The core wants it closed and waits.
@@ -33,9 +35,11 @@ pub(super) struct Opening {
 
 /// What the worker thread leaves behind.
 enum Found {
-    Opened(Arc<Mutex<Option<Result<Disk, OpenError>>>>),
+    Opened(Arc<Mutex<Option<Opened>>>),
     Probed(Arc<Mutex<Option<Result<DiskInfo, OpenError>>>>),
 }
+
+type Opened = Result<(Disk, Option<CacheNote>), OpenError>;
 
 /// An operation under way.
 pub(super) struct Run {
@@ -98,8 +102,12 @@ impl<E: Engine> Shard<E> {
             result: Found::Opened(result.clone()),
         };
         let key = self.opening.insert(opening);
+        let notes = self.config.cache_notes.clone();
         let work = move || {
-            let opened = Disk::open(&data_path, meta_path.as_deref());
+            let opened = Disk::open(&data_path, meta_path.as_deref()).map(|disk| {
+                let note = notes.and_then(|notes| notes.note(&disk));
+                (disk, note)
+            });
             *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
             Ok(0)
         };
@@ -127,11 +135,13 @@ impl<E: Engine> Shard<E> {
         };
         let result = opened.lock().unwrap_or_else(PoisonError::into_inner).take();
         let result = match result {
-            Some(Ok(disk)) => {
-                let info = disk.info();
+            Some(Ok((disk, note))) => {
+                let mut info = disk.info();
+                info.cache = note.as_ref().map(CacheNote::found).unwrap_or_default();
                 if let Some(slot) = self.resources.get_mut(opening.resource) {
                     let open = OpenDisk {
                         disk,
+                        note,
                         in_flight: 0,
                         closing: None,
                         abandoned: false,
@@ -179,10 +189,28 @@ impl<E: Engine> Shard<E> {
         };
         match slot.disks.get_mut(&volume) {
             Some(open) if open.in_flight > 0 => open.closing = Some(tag),
-            _ => {
-                slot.disks.remove(&volume);
-                self.inputs.push_back((resource, Input::DiskClosed { tag }));
-            }
+            _ => self.closed(resource, tag, volume),
+        }
+    }
+
+    fn closed(&mut self, resource: Key, tag: Tag, volume: VolumeNr) {
+        let slot = self.resources.get_mut(resource);
+        let open = slot.and_then(|slot| slot.disks.remove(&volume));
+        // A crash from now on is none of this disk.
+        if let Some(note) = open.and_then(|open| open.note) {
+            note.remove();
+        }
+        self.inputs.push_back((resource, Input::DiskClosed { tag }));
+    }
+
+    /// A crash of this process loses nothing of the disk from now on.
+    pub(super) fn note_cache(&mut self, resource: Key, volume: VolumeNr, untold: NodeMask) {
+        let slot = self.resources.get(resource);
+        if let Some(open) = slot.and_then(|slot| slot.disks.get(&volume))
+            && open.closing.is_none()
+            && let Some(note) = &open.note
+        {
+            note.write(untold);
         }
     }
 
@@ -351,6 +379,9 @@ impl<E: Engine> Shard<E> {
 
     fn finish_run(&mut self, run: Run, result: Result<Outcome, DiskError>) {
         let closed = self.open_of(&run).and_then(|open| {
+            if let (Some(note), Err(DiskError::Io { .. })) = (&mut open.note, &result) {
+                note.disk_fails();
+            }
             open.in_flight -= 1;
             open.closing.take_if(|_| open.in_flight == 0)
         });
@@ -390,10 +421,7 @@ impl<E: Engine> Shard<E> {
         };
         self.inputs.push_back((resource, input));
         if let Some(tag) = closed {
-            if let Some(slot) = self.resources.get_mut(resource) {
-                slot.disks.remove(&volume);
-            }
-            self.inputs.push_back((resource, Input::DiskClosed { tag }));
+            self.closed(resource, tag, volume);
         }
     }
 
@@ -413,6 +441,9 @@ impl<E: Engine> Shard<E> {
             return;
         };
         open.abandoned = true;
+        if let Some(note) = &mut open.note {
+            note.disk_fails();
+        }
         open.in_flight = 0;
         let (disk, closing) = (open.disk.clone(), open.closing.take());
         let is_of = |run: &Run| run.resource == resource && run.volume == volume;

@@ -35,6 +35,7 @@ pub use service::{Service, ServiceCx, ServiceId, ServiceWaker};
 
 use crate::arena::{Arena, Key};
 use crate::digest::digest;
+use crate::disk::CacheNotes;
 use crate::pool::{BufRef, BufferPool};
 use crate::ring::{Done, Ring, RingKind, Wait};
 use crate::table::BufTable;
@@ -57,6 +58,8 @@ pub struct ShardConfig {
     pub spin: Duration,
     /// Requests in flight that one port may have.
     pub port_requests: usize,
+    /// Where it is noted what disks have in their caches; without it every crash counts as a loss of power.
+    pub cache_notes: Option<CacheNotes>,
 }
 
 impl Default for ShardConfig {
@@ -67,6 +70,7 @@ impl Default for ShardConfig {
             reserve_bytes: 128 << 20,
             spin: default_spin(),
             port_requests: 1024,
+            cache_notes: None,
         }
     }
 }
@@ -465,6 +469,7 @@ impl<E: Engine> Shard<E> {
             Output::ProbeDisk { tag, volume } | Output::LookAtDisk { tag, volume } => {
                 self.probe_disk(key, tag, volume)
             }
+            Output::NoteCache { volume, untold } => self.note_cache(key, volume, untold),
             Output::CloseDisk { tag, volume } => self.close_disk(key, tag, volume),
             Output::AbandonDisk { volume } => self.abandon_disk(key, volume),
             Output::Disk { tag, volume, op } => self.disk_op(key, tag, volume, op),

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use lockstep_core::command::{Answer, Command, CommandError, MetaIndex};
 use lockstep_core::event::{
-    ALL_ZERO, BufId, CommandId, DiskError, DiskInfo, DiskOp, Input, LinkDownReason, LinkId, MetaOp,
-    Output, Payload, Request, RequestError, RequestId, RequestKind, Stream,
+    ALL_ZERO, BufId, CommandId, DiskCache, DiskError, DiskInfo, DiskOp, Input, LinkDownReason,
+    LinkId, MetaOp, Output, Payload, Request, RequestError, RequestId, RequestKind, Stream,
 };
 use lockstep_core::options::{DiskOptions, NetOptions, PeerDeviceOptions, ResourceOptions};
 use lockstep_core::report::Event;
@@ -369,10 +369,12 @@ impl StandIn {
                     max_discard_bytes: 128 << 20,
                     write_through: false,
                     persistent_memory: false,
+                    cache: DiskCache::MayBeLost,
                 });
                 self.inputs.push_back(Input::DiskOpened { tag, result });
             }
             Output::AbandonDisk { .. } => panic!("these disks answer"),
+            Output::NoteCache { .. } => {}
             Output::CloseDisk { tag, .. } => self.inputs.push_back(Input::DiskClosed { tag }),
             Output::Disk { tag, .. } if self.broken => {
                 let result = Err(DiskError::Io { errno: 5 });
