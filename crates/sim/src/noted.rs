@@ -95,11 +95,9 @@ fn unsaid_of(
     let flags = superblock.peer(c.peer).flags;
     let is_met = p.repl_state > ReplState::Off;
     let peer = name(usize::from(c.peer.0));
-    if flags.contains(PeerFlags::CONNECTED) != is_met {
-        return Some(format!(
-            "{peer} is {}",
-            if is_met { "here" } else { "away" }
-        ));
+    // One that has not heard yet that this node's cache was lost stays noted, too.
+    if is_met && !flags.contains(PeerFlags::CONNECTED) {
+        return Some(format!("{peer} is here"));
     }
     let is_behind = matches!(p.disk_state, DiskState::Inconsistent | DiskState::Outdated);
     let counts = is_behind && !is_met;
