@@ -561,7 +561,11 @@ pub(crate) fn superblock_written(w: &mut World, node: usize, volume: usize) {
     }
     let volatile = disk.first_volatile(sequence);
     w.seen.relied[node].demoted[volume] = None;
-    if let Some(block) = volatile {
+    // Beside another Primary it may be that one's, on its way to the disk at the demotion and promised to nobody.
+    let is_another = |block: &u64| {
+        w.history.several_writers && crate::cover::is_asked_for_writing(w, volume, *block)
+    };
+    if let Some(block) = volatile.filter(|block| !is_another(block)) {
         w.fail(format!(
             "{} would not come back as a crashed Primary any more, but block {block} of volume \
              {volume}, which it wrote as Primary, is only in its disk's cache",

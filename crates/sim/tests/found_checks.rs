@@ -223,3 +223,11 @@ fn sides_that_have_grown_are_not_judged_by_their_changes() {
     planned_holds(Some(2), SEED, (kinds, extras()), "12,18-19,21", "none");
     planned_holds(Some(2), SEED, (kinds, extras()), "0-99", "0-999");
 }
+
+/// Of two Primaries one was demoted while a write of the other one was on its way to its disk, and the check took that for
+/// its own.
+#[test]
+fn a_demoted_node_has_not_flushed_what_another_primary_writes() {
+    let extras = || vec![Extra::TwoPrimaries];
+    planned_holds(None, 855_000_007_279, (None, extras()), "0", "0");
+}
