@@ -728,6 +728,7 @@ fn quoted(text: &str) -> String {
 
 /// Bugs that take hundreds of worlds on average: too long for a check of every commit.
 const RARE: &[Planted] = &[
+    Planted::ResyncRequestIgnoresDagtag,
     Planted::LostCacheTrusted,
     Planted::ToldAloneMarked,
     Planted::DemotionGivesUpTold,

@@ -156,13 +156,7 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::SupersededInPart,
         ],
     ),
-    (
-        "--with blocks",
-        &[
-            Planted::ResyncRequestIgnoresDagtag,
-            Planted::ToldAloneMarked,
-        ],
-    ),
+    ("--with blocks", &[Planted::ToldAloneMarked]),
     (
         "--nodes 2 --faults balance,stall,slowdisk --with every,hot",
         &[Planted::ReadOvertakesWrites],
