@@ -996,6 +996,7 @@ impl Resource {
         }
         let volumes: Vec<VolumeNr> = self.devices.keys().copied().collect();
         for volume in volumes {
+            self.fork_for_forgotten(volume, peer);
             let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
                 continue;
             };

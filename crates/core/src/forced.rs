@@ -1,8 +1,8 @@
 //! Data that are called good by force: `primary --force` where nobody has better ones
 //! (semantics.md, 7.1).
 
-use lockstep_format::units::VolumeNr;
-use lockstep_format::wire::{DiskState, ReplState};
+use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::wire::{DiskState, ReplState, Role};
 
 use crate::admin::{Wait, Waiting};
 use crate::event::CommandId;
@@ -35,6 +35,22 @@ impl Resource {
 
     pub(crate) fn forced_is_durable(&self) -> bool {
         self.devices.keys().all(|v| self.meta_is_durable(*v))
+    }
+
+    /// The node's slot would have said by the next generation that it was left behind. Without the slot it may come back
+    /// under the present one, beside what is written from now on: that gets a name of its own.
+    pub(crate) fn fork_for_forgotten(&mut self, volume: VolumeNr, peer: NodeId) {
+        let primary = self.state.role == Role::Primary;
+        if let Some(device) = self.devices.get_mut(&volume)
+            && let Some(disk) = device.attached()
+            && let slot = disk.generations.slot(peer)
+            && primary
+            && slot.bitmap_index.is_some()
+            && slot.bitmap_uuid.is_zero()
+            && !planted!(self, ForgottenNotLeft)
+        {
+            device.uuid_is_due(true, false);
+        }
     }
 
     /// The own disk is not UpToDate, and nobody's is that this node knows of.

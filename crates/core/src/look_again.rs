@@ -8,13 +8,13 @@
 
 use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, PeerState, ReplState, Role, UuidFlags};
 
 use crate::compare;
 use crate::report::Level;
 use crate::resource::Resource;
-use crate::state::{DeviceState, PeerDeviceState, ReplSets, State};
+use crate::state::{ConnectionState, DeviceState, PeerDeviceState, ReplSets, State};
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -276,10 +276,12 @@ impl Resource {
 
     /// A resync ended whose source was promoted and began a generation while the target's last words
     /// were on their way: the target is UpToDate and lacks the generation. Until both compare, no
-    /// acknowledged write would be known by its generation on the target's disk.
+    /// acknowledged write would be known by its generation on the target's disk. Or another source has
+    /// brought the target beyond this node, which counts as UpToDate until both compare.
     pub(crate) fn compare_with_old_target(&mut self, volume: VolumeNr, peer: NodeId) {
         let good = DiskState::UpToDate;
-        if self.state.role == Role::Primary
+        let primary = self.state.role == Role::Primary;
+        if (primary || self.is_outrun(volume, peer))
             && self.state.disk(volume) == good
             && self.state.peer_device(volume, peer).disk == good
             && self.is_unequal(volume, peer)
@@ -287,6 +289,19 @@ impl Resource {
         {
             self.tell_and_compare(volume, peer);
         }
+    }
+
+    /// The peer's data are of a later generation, which no Primary here brings.
+    fn is_outrun(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let own = disk.map_or(Uuid::ZERO, |d| d.generations.current);
+        let primary = |(node, conn): (&NodeId, &ConnectionState)| {
+            *node != peer && conn.peer_role == Role::Primary
+        };
+        is_real(own)
+            && self.is_ahead_of(volume, peer, own)
+            && !self.state.connections.iter().any(primary)
+            && !planted!(self, OutrunNotCompared)
     }
 
     /// The same after the generation, which was being written while the resync ended.

@@ -1015,6 +1015,14 @@ registry! {
         "The end of a resync that comes before its begin is forgotten.";
     OldTargetNotCompared "old-target-not-compared"
         "The end of a resync as source is not followed by a comparison with an older target.";
+    OutrunNotCompared "outrun-not-compared"
+        "A source is not compared with a target that another source has brought beyond it.";
+    ForgottenNotLeft "forgotten-not-left"
+        "A Primary that forgets a lost peer writes on under the generation that this one has.";
+    WaitingSourceCompared "waiting-source-compared"
+        "Who has missed the commit of a resize compares with a source that waits already.";
+    RefusedIsTaken "refused-is-taken"
+        "A Primary whose disk is gone goes on with a peer that has refused its last writes.";
     DifferencesForgotten "differences-forgotten"
         "Nodes that count as equal forget their marks.";
 }

@@ -667,6 +667,15 @@ impl Resource {
             })
     }
 
+    /// The commit of a resize has made this peer a source, and did not come here.
+    fn is_source_already(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let said = device.and_then(|d| d.peers.get(&peer)?.last_state);
+        said.is_some_and(|state| {
+            state.repl == ReplState::SyncSource && state.pdsk == DiskState::Inconsistent
+        })
+    }
+
     /// An agreed size is durable here.
     fn sized(
         &mut self,
@@ -1066,12 +1075,16 @@ impl Resource {
             None => flags,
         };
         let mut sides = Vec::new();
-        // Lockstep peers compare: each may have changed since the other's last packet.
-        if size > current && NewArea::of(flags) == NewArea::Resync && !self.is_lockstep(peer) {
-            sides.extend(
-                self.copies_new_area(volume, peer)
-                    .then(|| (peer, self.side_by_roles(peer))),
-            );
+        // Lockstep peers compare: each may have changed since the other's last packet. One that has followed a resize
+        // of which this node has not heard waits as source already.
+        let waits = self.is_source_already(volume, peer) && !planted!(self, WaitingSourceCompared);
+        let grows = size > current && NewArea::of(flags) == NewArea::Resync;
+        if grows && (waits || !self.is_lockstep(peer)) && self.copies_new_area(volume, peer) {
+            let side = match waits {
+                true => Side::Target,
+                false => self.side_by_roles(peer),
+            };
+            sides.push((peer, side));
         }
         let after = AfterResize::Sized {
             command: None,

@@ -610,7 +610,7 @@ impl Resource {
     }
 
     /// The peer's data have left generation `uuid` behind.
-    fn is_ahead_of(&self, volume: VolumeNr, peer: NodeId, uuid: Uuid) -> bool {
+    pub(crate) fn is_ahead_of(&self, volume: VolumeNr, peer: NodeId, uuid: Uuid) -> bool {
         self.peer_uuids(volume, peer)
             .is_some_and(|set| !set.current.same_generation(uuid) && set.knows(uuid))
     }
@@ -645,6 +645,7 @@ impl Resource {
         let again = self.peer_device_mut(volume, peer).is_some_and(|pd| {
             let again = pd.resync_again > 0 && !forgets;
             pd.resync_again = 0;
+            pd.refuses = false;
             again
         });
         // The acks of the last blocks may still be on their way to a source, on the other stream:

@@ -87,6 +87,11 @@ pub(crate) fn follow(o: &mut Operator, w: &mut World) {
             return;
         }
     }
+    if o.primary == Some(guest.node) && guest.command.is_none() {
+        // It was promoted otherwise while it stood by.
+        o.guest = None;
+        return;
+    }
     let gone = o.primary.is_none() && !o.is_changing();
     let passed = o.primary.is_some_and(|p| !has_role(w, p)) && !o.is_changing();
     let others = o.promoting.is_some() || o.is_inviting();

@@ -524,6 +524,10 @@ fn shows(bug: Planted) -> Shows {
         | P::MetaErrorPassedOn
         | P::EarlyEndIgnored
         | P::OldTargetNotCompared
+        | P::OutrunNotCompared
+        | P::RefusedIsTaken
+        | P::ForgottenNotLeft
+        | P::WaitingSourceCompared
         | P::DifferencesForgotten
         | P::LateBarrierForgotten
         | P::OldAnswerOutdates
@@ -951,6 +955,10 @@ const RARE: &[Planted] = &[
     Planted::LostMemberNotAsked,
     Planted::EarlyEndIgnored,
     Planted::OldTargetNotCompared,
+    Planted::OutrunNotCompared,
+    Planted::RefusedIsTaken,
+    Planted::ForgottenNotLeft,
+    Planted::WaitingSourceCompared,
     Planted::DifferencesForgotten,
     Planted::WritesDuringDemotion,
     Planted::OnlyCopyNotAwaited,

@@ -22,6 +22,7 @@ impl Resource {
         let (volume, sector, size_bytes) = (req.volume, req.sector, req.size_bytes);
         // Another disk than the one that it went to says nothing of what the peer lacks.
         let here = req.al == Some(self.al_serial(volume));
+        self.peer_refuses(volume, peer);
         if !here || self.disk_io(volume).is_none() {
             return;
         }

@@ -155,18 +155,35 @@ impl Resource {
         }
     }
 
-    /// The same, where the link broke first and nothing was written since: no generation says what the peer misses.
+    /// The same, where the link broke first and nothing was written since, or where the peer has refused writes: no
+    /// generation says what it misses.
     pub(crate) fn disk_is_lost(&mut self, volume: VolumeNr) {
-        let peers: Vec<NodeId> = self
+        let is_off = |peer: NodeId| self.state.peer_device(volume, peer).repl == ReplState::Off;
+        let unsent: Vec<NodeId> = self
             .connections
             .values()
             .filter(|conn| conn.net.protocol == Protocol::A)
             .map(|conn| conn.peer)
-            .filter(|peer| self.state.peer_device(volume, *peer).repl == ReplState::Off)
-            .filter(|peer| self.lacks_writes(volume, *peer))
+            .filter(|peer| is_off(*peer) && self.lacks_writes(volume, *peer))
             .collect();
-        for peer in peers {
+        let refused: Vec<NodeId> = self
+            .devices
+            .get(&volume)
+            .iter()
+            .flat_map(|device| &device.peers)
+            .filter(|(peer, pd)| pd.refuses && self.out_of_sync_blocks(volume, **peer) > 0)
+            .filter(|_| !planted!(self, RefusedIsTaken))
+            .map(|(peer, _)| *peer)
+            .collect();
+        for peer in unsent.into_iter().chain(refused) {
             self.keep_alone(volume, peer);
+        }
+    }
+
+    /// The peer has no write that applications may take for done, and has not said yet what became of its disk.
+    pub(super) fn peer_refuses(&mut self, volume: VolumeNr, peer: NodeId) {
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.refuses = true;
         }
     }
 

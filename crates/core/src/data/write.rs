@@ -529,6 +529,7 @@ impl Resource {
             }
             if how == Ack::Failed {
                 // Long completed, perhaps forgotten: the peer does not have it.
+                self.peer_refuses(volume, peer);
                 if let Some(io) = self.disk_io(volume)
                     && let Some(slot) = io.slot(peer)
                 {

@@ -1,0 +1,69 @@
+//! Disks that others have left behind, where no generation said so.
+
+mod common;
+
+use common::planned_holds;
+use lockstep_sim::extras::Extra;
+
+/// A target of two sources was brought up to date by the one that had the later generation. The other source, whose data
+/// were older, still counted as UpToDate, took the next generation with the rest, and had stale blocks under it.
+#[test]
+fn a_source_that_another_one_has_outrun_is_compared() {
+    let kinds = Some("order,order,invalidate-remote,partition,crash,handover");
+    let extras = vec![Extra::Every, Extra::Openers];
+    const REQUESTS: &str = "0,167,239-241";
+    planned_holds(
+        None,
+        855000009475,
+        (kinds, extras.clone()),
+        "0-1,3,5-6,11-12",
+        REQUESTS,
+    );
+    planned_holds(None, 855000009475, (kinds, extras), "0-99", "0-9999");
+}
+
+/// A Primary forgot a peer that it had lost, and wrote before it knew it anew. Its slot, which would have asked for a new
+/// generation, was gone: both disks were of one, and the Primary's was made equal to the other.
+#[test]
+fn a_peer_that_is_forgotten_is_left_behind_all_the_same() {
+    let kinds = Some("outdate,regroup,regroup,partition,disconnect,handover,crash");
+    planned_holds(
+        Some(2),
+        855000010998,
+        (kinds, vec![Extra::Every]),
+        "0,2-3",
+        "23,27",
+    );
+    planned_holds(
+        Some(2),
+        855000010998,
+        (kinds, vec![Extra::Every]),
+        "0-99",
+        "0-9999",
+    );
+}
+
+/// A peer without a disk refused a Primary's writes, which went on with its own disk and lost that as well, before it
+/// heard what had become of the peer's. That came back under the same generation, and applications read old data.
+#[test]
+fn a_peer_that_has_refused_writes_does_not_take_the_place_of_the_own_disk() {
+    let kinds = Some("detach,detach,detach,stall,slowdisk,reset");
+    planned_holds(None, 862000000831, (kinds, vec![]), "0-99", "0-9999");
+}
+
+/// The commit of a resize did not reach one of three. It followed the Primary's size, which was a source of the new area
+/// already, and wanted a bitmap of it, for ever.
+#[test]
+fn who_missed_the_commit_of_a_resize_is_target_of_a_source_that_waits() {
+    let kinds = Some("resize,cut-resize,crash,partition,powercut");
+    planned_holds(Some(3), 855000013620, (kinds, vec![]), "23", "none");
+    planned_holds(Some(3), 855000013620, (kinds, vec![]), "0-99", "0-9999");
+}
+
+/// The simulated operator had promoted a node that stood by, and took its own freeze for a reason to give its writes up.
+#[test]
+fn the_operator_does_not_give_up_the_writes_of_who_has_its_turn() {
+    let kinds = Some("handover,handover,handover,stall,reset,partition,crash,powercut");
+    let extras = vec![Extra::Migrations, Extra::Every, Extra::Hot];
+    planned_holds(Some(2), 855000011195, (kinds, extras), "0-99", "0-9999");
+}
