@@ -18,7 +18,7 @@ use crate::before_resync::ResyncGate;
 use crate::options::{OnCongestion, Protocol};
 use crate::report::Level;
 use crate::resource::Resource;
-use crate::state::{PeerDeviceState, ReplSets};
+use crate::state::{DeviceState, PeerDeviceState, ReplSets};
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -91,7 +91,28 @@ impl Resource {
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.io.was_ahead = true;
         }
+        let lockstep = self.is_lockstep(peer);
+        if let Some(pd) = self.peer_device_mut(volume, peer) {
+            pd.behind_unheard = lockstep;
+        }
         self.hard_change(Change::new().repl(volume, peer, ReplState::Ahead));
+    }
+
+    /// A target ended its resync before it heard that this node had pulled ahead, which may be source again when that
+    /// comes: the end is none of the resync of now.
+    pub(crate) fn ended_before_it_was_behind(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        theirs: ReplState,
+    ) -> bool {
+        let source = self.state.peer_device(volume, peer).repl.is_sync_source();
+        let counts = planted!(self, OldEndCounts);
+        let Some(pd) = self.peer_device_mut(volume, peer) else {
+            return false;
+        };
+        pd.behind_unheard &= !matches!(theirs, ReplState::Behind | ReplState::WfBitmapT);
+        pd.behind_unheard && source && theirs == ReplState::Established && !counts
     }
 
     /// What this node's state becomes by that of a peer that pulls ahead or ends it. An 8.4 peer
@@ -165,10 +186,28 @@ impl Resource {
 
     /// A resync of the peer is through: it has what it missed, unless it misses more.
     pub(crate) fn ahead_is_over(&mut self, peer: NodeId) {
-        if !self.is_ahead(peer)
+        let misses = |d: &DeviceState| {
+            let p = d.peers.get(&peer);
+            p.is_some_and(|p| p.repl == ReplState::Ahead || p.repl.is_sync_source())
+        };
+        if !self.state.devices.values().any(misses)
             && let Some(conn) = self.connections.get_mut(&peer)
         {
             conn.io.was_ahead = false;
+        }
+    }
+
+    /// The same where this node became current by others, which have also brought what the peer missed.
+    pub(crate) fn ahead_is_settled(&mut self, peer: NodeId) {
+        let good = DiskState::UpToDate;
+        let equal = |(volume, d): (&VolumeNr, &DeviceState)| {
+            let p = d.peers.get(&peer);
+            let whole = p.is_none_or(|p| p.repl == ReplState::Established && p.disk == good);
+            whole && d.disk == good && self.same_current(*volume, peer)
+        };
+        let was_ahead = self.connections.get(&peer).is_some_and(|c| c.io.was_ahead);
+        if was_ahead && self.state.devices.iter().all(equal) {
+            self.ahead_is_over(peer);
         }
     }
 

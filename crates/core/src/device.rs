@@ -323,6 +323,8 @@ pub struct PeerDevice {
     pub target_may_end: bool,
     /// The last thing that happened between the two is a resync, to its end.
     pub was_copied: bool,
+    /// This node has pulled ahead, and the peer has not said yet that it is Behind.
+    pub behind_unheard: bool,
     /// It has refused writes of this node, which went on without it and knew it as UpToDate.
     pub refuses: bool,
     /// Who pauses the resync has changed since it was about to start, when an 8.4 is told nothing.
@@ -472,6 +474,7 @@ impl PeerDevice {
             target_may_end: false,
             was_copied: false,
             refuses: false,
+            behind_unheard: false,
             pause_untold: false,
             resync_again: 0,
             left_whole: false,
@@ -491,6 +494,31 @@ impl PeerDevice {
             wait_told: false,
             io: PeerIo::default(),
         }
+    }
+
+    /// Nothing of a former link counts on the next one.
+    pub(crate) fn link_is_gone(&mut self) {
+        self.verdict = None;
+        self.refusal = None;
+        self.sent_uuids = None;
+        self.peer_was_target = false;
+        self.quorate = false;
+        self.sent_handshake = false;
+        self.asked_marks = false;
+        self.replicates_to_target = true;
+        self.replicates_now = true;
+        self.presented = None;
+        self.negotiation = None;
+        self.finished_early = None;
+        self.source_is_late = false;
+        self.early_sync_uuid = None;
+        self.sync_uuid_due = false;
+        self.resync_gate = None;
+        self.resync_agreed = false;
+        self.resync_again = 0;
+        self.sizes = None;
+        self.last_state = None;
+        self.behind_unheard = false;
     }
 }
 

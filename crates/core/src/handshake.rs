@@ -939,6 +939,9 @@ impl Resource {
             self.hard_change(change);
             return;
         }
+        if self.ended_before_it_was_behind(peer, volume, theirs.repl) {
+            return;
+        }
         // The end of a resync as its source hears of it.
         let source = mine.repl.is_sync_source() || mine.repl == ReplState::WfBitmapS;
         let peer_was_target = self

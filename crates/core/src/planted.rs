@@ -1023,6 +1023,8 @@ registry! {
         "Who has missed the commit of a resize compares with a source that waits already.";
     RefusedIsTaken "refused-is-taken"
         "A Primary whose disk is gone goes on with a peer that has refused its last writes.";
+    OldEndCounts "old-end-counts"
+        "A resync that ended before the target heard that its source pulled ahead ends the next one.";
     DifferencesForgotten "differences-forgotten"
         "Nodes that count as equal forget their marks.";
 }

@@ -660,6 +660,9 @@ impl Resource {
         } else if again && (was_target || !lockstep) {
             self.compare_now(peer, volume);
         }
+        for peer in self.established_peers().iter() {
+            self.ahead_is_settled(peer);
+        }
         // A new generation of the source may have crossed the target's last packet.
         self.watch_generation(volume, peer);
         self.reconcile_settled();

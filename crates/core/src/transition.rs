@@ -300,26 +300,7 @@ impl Resource {
             if c.conn < ConnState::Connecting {
                 for device in self.devices.values_mut() {
                     if let Some(pd) = device.peers.get_mut(peer) {
-                        pd.verdict = None;
-                        pd.refusal = None;
-                        pd.sent_uuids = None;
-                        pd.peer_was_target = false;
-                        pd.quorate = false;
-                        pd.sent_handshake = false;
-                        pd.asked_marks = false;
-                        pd.replicates_to_target = true;
-                        pd.replicates_now = true;
-                        pd.presented = None;
-                        pd.negotiation = None;
-                        pd.finished_early = None;
-                        pd.source_is_late = false;
-                        pd.early_sync_uuid = None;
-                        pd.sync_uuid_due = false;
-                        pd.resync_gate = None;
-                        pd.resync_agreed = false;
-                        pd.resync_again = 0;
-                        pd.sizes = None;
-                        pd.last_state = None;
+                        pd.link_is_gone();
                     }
                 }
             }

@@ -525,6 +525,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EarlyEndIgnored
         | P::OldTargetNotCompared
         | P::OutrunNotCompared
+        | P::OldEndCounts
         | P::RefusedIsTaken
         | P::ForgottenNotLeft
         | P::WaitingSourceCompared
@@ -956,6 +957,7 @@ const RARE: &[Planted] = &[
     Planted::EarlyEndIgnored,
     Planted::OldTargetNotCompared,
     Planted::OutrunNotCompared,
+    Planted::OldEndCounts,
     Planted::RefusedIsTaken,
     Planted::ForgottenNotLeft,
     Planted::WaitingSourceCompared,

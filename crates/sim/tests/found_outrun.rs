@@ -67,3 +67,29 @@ fn the_operator_does_not_give_up_the_writes_of_who_has_its_turn() {
     let extras = vec![Extra::Migrations, Extra::Every, Extra::Hot];
     planned_holds(Some(2), 855000011195, (kinds, extras), "0-99", "0-9999");
 }
+
+/// A target ended its resync, and heard only then that its source had pulled ahead. When the source heard of that end it
+/// was source again, and took it for the end of the next resync: the target waited for a bitmap's answer for ever.
+#[test]
+fn the_end_of_a_resync_before_the_source_pulled_ahead_is_not_that_of_the_next() {
+    let kinds = Some("freeze,stall,slowdisk,invalidate,reset,balance");
+    let extras = vec![Extra::Congestion, Extra::Every, Extra::Hot];
+    const REQUESTS: &str = "62-63,66,150,153,156-157";
+    planned_holds(
+        None,
+        863000000560,
+        (kinds, extras.clone()),
+        "0,3,7",
+        REQUESTS,
+    );
+    planned_holds(None, 863000000560, (kinds, extras), "0-99", "0-9999");
+}
+
+/// Others brought both what a Primary had been ahead with. It took the peer for one that misses something for ever, and
+/// made a generation at the next loss of the link for that.
+#[test]
+fn a_node_is_ahead_no_more_when_others_have_brought_both_up_to_date() {
+    let extras = vec![Extra::Congestion, Extra::Thin];
+    planned_holds(None, 815000002368, (None, extras.clone()), "0-99", "0-9999");
+    planned_holds(None, 850002416, (None, extras), "0-99", "0-9999");
+}
