@@ -624,7 +624,8 @@ impl Resource {
             && diskful(own)
             && diskful(p.disk)
             && (good(own) || good(p.disk) || own == DiskState::Consistent)
-            && self.connections.get(&peer).is_some_and(|c| c.is_lockstep())
+            && self.is_lockstep(peer)
+            && !self.is_legacy(peer)
             && !self.is_in_handler(volume, peer)
             && !(good(own) && good(p.disk) && self.same_current(volume, peer))
     }
@@ -657,6 +658,6 @@ pub(crate) fn only_serves(state: &DeviceState) -> bool {
     state.disk == DiskState::Outdated && state.peers.values().all(serves)
 }
 
-fn diskful(disk: DiskState) -> bool {
+pub(crate) fn diskful(disk: DiskState) -> bool {
     disk >= DiskState::Inconsistent && disk != DiskState::DUnknown
 }

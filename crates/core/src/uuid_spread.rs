@@ -25,6 +25,7 @@ use crate::device::AfterMeta;
 use crate::event::Stream;
 use crate::exposed::{Exposed, ExposedPeer};
 use crate::generation::{Generations, LearnContext, Learned, PeerView, Rotation};
+use crate::look_again::diskful;
 use crate::report::Event;
 use crate::resource::Resource;
 use crate::state::ReplSets;
@@ -737,6 +738,12 @@ impl Resource {
     /// The forced generation is durable: the peers compare.
     pub(crate) fn forced_uuid_durable(&mut self, volume: VolumeNr) {
         for peer in self.established_peers().iter() {
+            let disk = self.state.peer_device(volume, peer).disk;
+            if self.is_legacy(peer) && disk != DiskState::Inconsistent && diskful(disk) {
+                // With 8.4 such a disk is compared in a handshake only.
+                self.drop_connection(peer, ConnState::NetworkFailure);
+                continue;
+            }
             if let Some(pd) = self.peer_device_mut(volume, peer) {
                 pd.consider_resync = true;
             }

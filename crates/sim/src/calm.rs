@@ -198,7 +198,13 @@ const BLOCK_SHIFT: u8 = 12;
 /// What is marked may be copied at the slowest rate. In the dialect of 8.4 whole extents stay marked until nodes that are
 /// not equal meet.
 fn time_of_copies(w: &World) -> u64 {
-    let kib = crate::check::left_to_sync(w) / 2;
+    // A resync that has not begun yet may be one of everything in 8.4's dialect.
+    let whole = if w.flushes_peers {
+        0
+    } else {
+        w.config.blocks * 4
+    };
+    let kib = whole.max(crate::check::left_to_sync(w) / 2);
     kib * SECOND / u64::from(w.config.resync_max_kib_s.min(SLOW_KIB_S))
 }
 

@@ -3,6 +3,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use lockstep_core::options::Protocol;
 use lockstep_core::options::Quorum;
 
 use crate::absence;
@@ -240,10 +241,20 @@ impl<'a> Drive<'a> {
                 w.stands_still()
                     .then(|| "a stream, a process or a disk stands still".to_string())
             };
+            // With protocol A the wire may be so slow that what was written last is on its way for seconds.
+            let sends = || {
+                let unsettled = w
+                    .nodes
+                    .iter()
+                    .any(|n| n.resource.as_ref().is_some_and(|r| r.unsettled() > 0));
+                let early = w.config.protocol == Protocol::A;
+                (early && unsettled).then(|| "the last writes are on their way".to_string())
+            };
             let missing = match lacks_a_disk {
                 true => Some(String::new()),
                 false => rest(w)
                     .or_else(holds)
+                    .or_else(sends)
                     .or_else(|| at_rest::change_waits(w, 0..w.nodes.len())),
             };
             // It must stay so for a while: a late link or a ping may still end a connection.
@@ -495,7 +506,8 @@ fn promote_an_heir(w: &mut World, o: &mut Operator, number: u64) -> bool {
     let Some(heir) = heirs.get(number as usize % heirs.len().max(1)) else {
         return false;
     };
-    o.promote(w, *heir, false)
+    let force = o.nobody_is_current(w, *heir);
+    o.promote(w, *heir, force)
 }
 
 /// How long the cluster may take to become whole, from the last block of a resync.

@@ -82,6 +82,27 @@ impl Operator {
             && !others()
     }
 
+    /// In 8.4's dialect both disks may be Outdated after a handshake that broke, as with kernels, and stay so. Somebody
+    /// decides after a while which one counts.
+    pub(crate) fn nobody_is_current(&mut self, w: &World, heir: usize) -> bool {
+        let outdated = |node: usize| {
+            let view = w.snapshot(node);
+            view.is_some_and(|s| {
+                let met = s
+                    .connections
+                    .iter()
+                    .all(|c| c.state == ConnState::Connected);
+                let mut disks = s.devices.iter().map(|d| d.disk_state);
+                met && disks.any(|disk| disk == DiskState::Outdated)
+            })
+        };
+        let old = self.settings.resource.protocol_max <= DIALECT_84;
+        let stays = old && w.storage().all(outdated);
+        let before = self.refusing.filter(|_| stays);
+        self.refusing = before.or(stays.then_some((heir, w.now)));
+        before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now)
+    }
+
     /// The Primary has no whole disk, and has waited long for one that has what applications hold for written: whoever
     /// came back may have lost that. Somebody decides to go on with what there is.
     pub(crate) fn nobody_has_all(&mut self, w: &World, primary: usize) -> bool {

@@ -1,5 +1,8 @@
 //! Two cores that speak the dialect of DRBD 8.4 to each other.
 
+mod common;
+
+use common::planned_holds;
 use lockstep_core::options::Protocol;
 use lockstep_format::disk::v08;
 use lockstep_sim::disk::Lose;
@@ -167,4 +170,13 @@ fn a_disk_of_a_crashed_primary_of_84_is_copied_from() {
             s.world.nodes[1].disks[0].content
         );
     }
+}
+
+/// Both disks are Outdated after two crashes, as with kernels, and one is made current by force. It made a generation of
+/// its own and waited for the other one's bitmap, who compared nothing, for ever.
+#[test]
+fn a_forced_promotion_beside_an_outdated_disk_ends_in_a_handshake() {
+    planned_holds(Some(2), 700126730, (None, vec![]), "0-2", "none");
+    planned_holds(Some(2), 856000000880, (None, vec![]), "2-3", "none");
+    planned_holds(Some(2), 856000000880, (None, vec![]), "0-99", "0-9999");
 }

@@ -231,3 +231,16 @@ fn a_demoted_node_has_not_flushed_what_another_primary_writes() {
     let extras = || vec![Extra::TwoPrimaries];
     planned_holds(None, 855_000_007_279, (None, extras()), "0", "0");
 }
+
+/// With protocol A the last writes were still on a slow wire when the checks took the cluster for one at rest.
+#[test]
+fn what_protocol_a_has_on_its_wire_is_not_at_rest() {
+    planned_holds(Some(2), 2078311191, (None, vec![]), "none", "0-9999");
+}
+
+/// A resync of everything in 8.4's dialect takes as long as its rate says.
+#[test]
+fn a_whole_copy_has_its_time() {
+    const REQUESTS: &str = "2-4,6-8,10-13,16,18-22,25,27-28,30,35,38,41,43,47,49,51-52,54-55";
+    planned_holds(Some(2), 654566053, (None, vec![]), "5", REQUESTS);
+}
