@@ -1025,6 +1025,8 @@ registry! {
         "A Primary whose disk is gone goes on with a peer that has refused its last writes.";
     OldEndCounts "old-end-counts"
         "A resync that ended before the target heard that its source pulled ahead ends the next one.";
+    ClientsHoldSize "clients-hold-size"
+        "Nodes without disks hold each other at an old size.";
     DifferencesForgotten "differences-forgotten"
         "Nodes that count as equal forget their marks.";
 }

@@ -6,7 +6,7 @@ use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{ConnState, DeviceDescFlags, DiskState, Role};
 
 use crate::command::ErrorCode;
-use crate::device::{Device, LocalDisk};
+use crate::device::{Device, LocalDisk, PeerSizes};
 use crate::report::Level;
 use crate::resize::{AfterResize, NewArea};
 use crate::resource::Resource;
@@ -33,6 +33,10 @@ impl Resource {
             .map(|sizes| sizes.current_sectors)
             .max()
             .unwrap_or(0);
+        // Among nodes without disks each would hold the others at what it has.
+        let has_disk = |sizes: &PeerSizes| sizes.disk_sectors != 0;
+        let mut told = device.peers.values().filter_map(|pd| pd.sizes.as_ref());
+        let any_disk = told.any(has_disk) && !planted!(self, ClientsHoldSize);
         let mut size = mine;
         let mut all_known = true;
         let mut wish = wanted;
@@ -48,7 +52,7 @@ impl Resource {
                         size = min_nonzero(size, room);
                     }
                     wish = min_nonzero(wish, sizes.wanted_sectors);
-                    if mine == 0 {
+                    if mine == 0 && (has_disk(&sizes) || !any_disk) {
                         size = min_nonzero(size, sizes.current_sectors);
                     }
                 }

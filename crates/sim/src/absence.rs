@@ -63,8 +63,13 @@ fn is_possible(w: &World, o: &Operator) -> bool {
         && settings.net.fencing == Fencing::DontCare
         && settings.net.on_congestion == OnCongestion::Block
         && settings.resource.quorum != Quorum::All
-        && o.primary.is_some()
+        && o.primary.is_some_and(|primary| has_role(w, primary))
         && !o.is_changing()
+}
+
+/// It has not given its role up by itself.
+fn has_role(w: &World, node: usize) -> bool {
+    w.snapshot(node).is_some_and(|s| s.role == Role::Primary)
 }
 
 /// The Primary dies under load, and what is left goes on without it.

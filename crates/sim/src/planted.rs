@@ -525,6 +525,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EarlyEndIgnored
         | P::OldTargetNotCompared
         | P::OutrunNotCompared
+        | P::ClientsHoldSize
         | P::OldEndCounts
         | P::RefusedIsTaken
         | P::ForgottenNotLeft
@@ -957,6 +958,7 @@ const RARE: &[Planted] = &[
     Planted::EarlyEndIgnored,
     Planted::OldTargetNotCompared,
     Planted::OutrunNotCompared,
+    Planted::ClientsHoldSize,
     Planted::OldEndCounts,
     Planted::RefusedIsTaken,
     Planted::ForgottenNotLeft,

@@ -244,3 +244,10 @@ fn a_whole_copy_has_its_time() {
     const REQUESTS: &str = "2-4,6-8,10-13,16,18-22,25,27-28,30,35,38,41,43,47,49,51-52,54-55";
     planned_holds(Some(2), 654566053, (None, vec![]), "5", REQUESTS);
 }
+
+/// A Primary that has given way has written nothing that those who left would lack.
+#[test]
+fn the_operator_sees_who_has_given_way() {
+    let kinds = Some("takeover,crash,partition,reset");
+    planned_holds(Some(3), 795000000172, (kinds, vec![]), "0-99", "0-9999");
+}

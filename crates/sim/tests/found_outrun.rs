@@ -93,3 +93,12 @@ fn a_node_is_ahead_no_more_when_others_have_brought_both_up_to_date() {
     planned_holds(None, 815000002368, (None, extras.clone()), "0-99", "0-9999");
     planned_holds(None, 850002416, (None, extras), "0-99", "0-9999");
 }
+
+/// Two nodes without disks were connected when a third one attached its disk, which had grown meanwhile: each of them held
+/// the other at the old size.
+#[test]
+fn nodes_without_disks_do_not_hold_each_other_at_an_old_size() {
+    let kinds = Some("metaerror,hangdisk,resize,powercut,crash,diskless,readerror,writeerror");
+    planned_holds(Some(3), 1053, (kinds, vec![]), "6,9-10", "none");
+    planned_holds(Some(3), 1053, (kinds, vec![]), "0-99", "0-9999");
+}

@@ -76,6 +76,7 @@ fn ci(root: &Path) -> Result<(), String> {
 fn rest(root: &Path) -> Result<(), String> {
     sim(root)?;
     swarm(root)?;
+    fresh(root)?;
     planted(root)?;
     others(root)
 }
