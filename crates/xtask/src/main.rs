@@ -19,7 +19,7 @@ const USAGE: &str = "usage: cargo xtask TASK
   e2e       end-to-end tests with the release binary, `guests` and then `others`
   guests    those with emulated guests
   others    those without
-  rest      sim, swarm, planted and others: what `ci` runs beside the guests
+  rest      sim, swarm, fresh, planted and others: what `ci` runs beside the guests
   fresh     worlds of two nodes that nobody has seen, for up to five minutes
   fmt|clippy|tidy|layers|licenses|doc   one step of `style`";
 
