@@ -251,3 +251,12 @@ fn the_operator_sees_who_has_given_way() {
     let kinds = Some("takeover,crash,partition,reset");
     planned_holds(Some(3), 795000000172, (kinds, vec![]), "0-99", "0-9999");
 }
+
+/// A node that looks again soon, with less and less haste, remembers until then how often it has looked.
+#[test]
+fn how_often_a_node_has_looked_it_forgets_when_it_looks() {
+    let extras = vec![Extra::Every, Extra::Hot];
+    let kinds = Some("shuffle,diskless,crash");
+    planned_holds(Some(4), 779300004322, (kinds, extras.clone()), "none", "3");
+    planned_holds(Some(4), 779300004322, (kinds, extras), "0-99", "0-9999");
+}

@@ -50,7 +50,8 @@ impl Resource {
         self.still_to_do()
             .or_else(|| {
                 let volumes = self.devices.iter();
-                let mut volumes = volumes.filter_map(|(v, d)| Some((*v, d.remembers()?)));
+                let looks = |v: &VolumeNr| self.timers.is_set(Timer::LookAgain(*v));
+                let mut volumes = volumes.filter_map(|(v, d)| Some((*v, d.remembers(looks(v))?)));
                 let (volume, what) = volumes.next()?;
                 Some(alloc::format!("volume {volume}: {what}"))
             })
@@ -226,11 +227,15 @@ impl Connection {
 
 impl Device {
     /// What is only there while a generation, the disk or the size changes.
-    fn remembers(&self) -> Option<&'static str> {
+    fn remembers(&self, looks_again: bool) -> Option<&'static str> {
         let flags = [
             ("a generation that was not made", self.unmade.is_some()),
             ("data that only a lost disk has", self.kept_alone.is_some()),
-            ("comparisons to repeat", self.looked_again > 0),
+            // The next look forgets them.
+            (
+                "comparisons to repeat",
+                self.looked_again > 0 && !looks_again,
+            ),
             (
                 "a generation that watchers do not know",
                 self.told_uuid != self.current_uuid(),
