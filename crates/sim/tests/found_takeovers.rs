@@ -52,3 +52,15 @@ fn a_frozen_primary_waits_for_its_operator() {
     holds(648_844_001_711, "0,16", "8");
     holds(648_844_001_711, "0-99", "0-999");
 }
+
+#[track_caller]
+fn with_clients(seed: u64) {
+    let kinds = Some("diskless,crash,partition,reset,takeover");
+    planned_holds(Some(3), seed, (kinds, Vec::new()), "0-99", "0-999");
+}
+
+/// A frozen Primary was told to become Primary, which it was: the simulator wanted it to have quorum for that.
+#[test]
+fn a_frozen_primary_stays_one_when_it_is_promoted() {
+    with_clients(856_300_000_250);
+}
