@@ -64,3 +64,16 @@ fn with_clients(seed: u64) {
 fn a_frozen_primary_stays_one_when_it_is_promoted() {
     with_clients(856_300_000_250);
 }
+
+/// A Primary was frozen and others went on without it, until the last one of them was demoted. They have newer data,
+/// which it does not take under its users, and as long as it has the role nobody is promoted, or the neighbour of a
+/// node that has met it is Outdated. The simulated operator waited for ever.
+#[test]
+fn a_frozen_primary_that_all_have_left_is_demoted() {
+    with_clients(5_863);
+    with_clients(798_000_000_184);
+    with_clients(798_000_000_430);
+    with_clients(856_300_000_107);
+    with_clients(856_300_000_167);
+    with_clients(856_300_000_399);
+}
