@@ -77,3 +77,10 @@ fn a_frozen_primary_that_all_have_left_is_demoted() {
     with_clients(856_300_000_167);
     with_clients(856_300_000_399);
 }
+
+/// A frozen Primary that may give way met a follower of its successor, which had written nothing that was marked. That
+/// one refused, as there were two Primaries, and the frozen one, which had not begun the handshake, was not told why.
+#[test]
+fn a_frozen_primary_gives_way_to_a_successor_beyond_its_peer() {
+    with_clients(798_000_000_095);
+}
