@@ -8,7 +8,7 @@
 use alloc::collections::BTreeSet;
 use alloc::format;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::{DiskState, Role};
 
 use crate::command::ErrorCode;
@@ -54,8 +54,8 @@ impl Resource {
     }
 
     /// The comparison asks for it: this Primary's data would become older under its users, or the
-    /// peer is Primary of a newer generation. Two Primaries cannot connect, though nothing may have
-    /// been written since.
+    /// peer is Primary of a newer generation, or connected to one. Two Primaries cannot connect, though
+    /// nothing may have been written since.
     pub(crate) fn has_to_give_way(
         &self,
         peer: NodeId,
@@ -63,11 +63,22 @@ impl Resource {
         strategy: Strategy,
         peer_role: Role,
     ) -> bool {
-        let to_primary = peer_role == Role::Primary
-            && !self.may_both_be_primary(peer)
+        let mut primaries = self.primaries_beside(volume, peer);
+        if peer_role == Role::Primary {
+            primaries.insert(peer);
+        }
+        let to_primary = !primaries.iter().all(|p| self.may_both_be_primary(p))
             && strategy.direction() == Some(Direction::Target)
             && !self.same_current(volume, peer);
         self.would_give_way() && (outdates_primary(strategy) || to_primary)
+    }
+
+    /// Who is connected to a Primary names it in its UUIDs (semantics.md, 14.2).
+    fn primaries_beside(&self, volume: VolumeNr, peer: NodeId) -> NodeMask {
+        let named = (self.peer_uuids(volume, peer))
+            .filter(|set| !self.is_stable_set(set) && !planted!(self, WaysToPeersOnly))
+            .map_or(NodeMask::EMPTY, |set| set.node_mask);
+        named.without(self.node_id)
     }
 
     /// What a connect that was refused has taught all the same (semantics.md, 9.2). To be called before

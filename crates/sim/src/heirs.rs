@@ -1,5 +1,6 @@
 //! Whether a node may be promoted without losing what others have, and who would be left then.
 
+use lockstep_core::command::Command;
 use lockstep_core::options::Protocol;
 use lockstep_core::report::ConnectionReport;
 use lockstep_core::state::{ConnState, DiskState};
@@ -96,11 +97,24 @@ impl Operator {
                 met && disks.any(|disk| disk == DiskState::Outdated)
             })
         };
-        let old = self.settings.resource.protocol_max <= DIALECT_84;
-        let stays = old && w.storage().all(outdated);
+        if self.settings.resource.protocol_max > DIALECT_84 {
+            return false;
+        }
+        let stays = w.storage().all(outdated);
         let before = self.refusing.filter(|_| stays);
         self.refusing = before.or(stays.then_some((heir, w.now)));
         before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now)
+    }
+
+    /// Nobody took over from a frozen Primary, or who did has left its role, and for long it has not gone on either: the
+    /// others have newer data, which it does not take as a Primary, and nobody is promoted beside it.
+    pub(crate) fn demote_abandoned(&mut self, w: &mut World, frozen: usize) {
+        let before = self.refusing.filter(|(node, _)| *node == frozen);
+        let since = before.map_or(w.now, |(_, since)| since);
+        self.refusing = Some((frozen, since));
+        if since + LONG_ENOUGH < w.now && w.nodes[frozen].commands.is_empty() {
+            w.command(frozen, Command::Secondary { force: true });
+        }
     }
 
     /// The Primary has no whole disk, and has waited long for one that has what applications hold for written: whoever

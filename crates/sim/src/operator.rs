@@ -117,7 +117,7 @@ pub struct Operator {
     /// No promotion from now on.
     pub calm: bool,
     takeover: Option<Takeover>,
-    /// A Primary that takes none of the disks which came back, and since when.
+    /// A Primary that takes none of the disks which came back, or is frozen without a successor, and since when.
     pub(crate) refusing: Option<(usize, u64)>,
     /// A Primary that stood still when another node took over.
     pub(crate) frozen: Option<usize>,
@@ -268,7 +268,9 @@ impl Operator {
     fn demote_frozen(&mut self, w: &mut World) {
         let by_hand = self.settings.resource.on_suspended_primary_outdated
             == OnSuspendedPrimaryOutdated::Disconnect;
-        if let Some(frozen) = self.frozen
+        if let Some(frozen) = self.frozen.filter(|_| self.primary.is_none()) {
+            self.demote_abandoned(w, frozen);
+        } else if let Some(frozen) = self.frozen
             && let Some(successor) = self.primary
             && (by_hand || are_of_one_generation(w, frozen, successor))
             && w.nodes[frozen].commands.is_empty()

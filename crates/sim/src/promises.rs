@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use lockstep_core::command::Answer;
 use lockstep_core::options::{Protocol, Quorum, ResourceOptions};
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
@@ -136,10 +137,10 @@ impl Seen {
     }
 }
 
-/// A command went well. Whoever became Primary, and was not forced to, has quorum.
-pub(crate) fn answered(w: &mut World, node: usize, asked: &Commanded, went_well: bool) {
+/// A command was answered. Whoever became Primary, and was not forced to, has quorum; a frozen Primary stays one.
+pub(crate) fn answered(w: &mut World, node: usize, asked: &Commanded, became: Option<&Answer>) {
     let promotes = asked.text.starts_with("Primary { force: false");
-    if !promotes || !went_well || !w.wants_majority {
+    if !promotes || became != Some(&Answer::Done) || !w.wants_majority {
         return;
     }
     let lacks = |s: Snapshot| s.role == Role::Primary && s.devices.iter().any(|d| !d.quorum);

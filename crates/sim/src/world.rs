@@ -906,7 +906,7 @@ impl World {
                     self.fail(format!("command {} was answered twice", id.0));
                     return;
                 };
-                crate::promises::answered(self, node, &asked, result.is_ok());
+                crate::promises::answered(self, node, &asked, result.as_ref().ok());
                 self.nodes[node].answers.insert(id.0, result);
             }
             Output::Digest {

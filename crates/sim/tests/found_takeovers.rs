@@ -52,3 +52,35 @@ fn a_frozen_primary_waits_for_its_operator() {
     holds(648_844_001_711, "0,16", "8");
     holds(648_844_001_711, "0-99", "0-999");
 }
+
+#[track_caller]
+fn with_clients(seed: u64) {
+    let kinds = Some("diskless,crash,partition,reset,takeover");
+    planned_holds(Some(3), seed, (kinds, Vec::new()), "0-99", "0-999");
+}
+
+/// A frozen Primary was told to become Primary, which it was: the simulator wanted it to have quorum for that.
+#[test]
+fn a_frozen_primary_stays_one_when_it_is_promoted() {
+    with_clients(856_300_000_250);
+}
+
+/// A Primary was frozen and others went on without it, until the last one of them was demoted. They have newer data,
+/// which it does not take under its users, and as long as it has the role nobody is promoted, or the neighbour of a
+/// node that has met it is Outdated. The simulated operator waited for ever.
+#[test]
+fn a_frozen_primary_that_all_have_left_is_demoted() {
+    with_clients(5_863);
+    with_clients(798_000_000_184);
+    with_clients(798_000_000_430);
+    with_clients(856_300_000_107);
+    with_clients(856_300_000_167);
+    with_clients(856_300_000_399);
+}
+
+/// A frozen Primary that may give way met a follower of its successor, which had written nothing that was marked. That
+/// one refused, as there were two Primaries, and the frozen one, which had not begun the handshake, was not told why.
+#[test]
+fn a_frozen_primary_gives_way_to_a_successor_beyond_its_peer() {
+    with_clients(798_000_000_095);
+}
