@@ -323,6 +323,8 @@ pub struct PeerDevice {
     pub target_may_end: bool,
     /// The last thing that happened between the two is a resync, to its end.
     pub was_copied: bool,
+    /// It was copied from here since the connection was made, and has begun no verify since.
+    pub served: bool,
     /// Who pauses the resync has changed since it was about to start, when an 8.4 is told nothing.
     pub pause_untold: bool,
     /// Comparisons that hit a running resync.
@@ -469,6 +471,7 @@ impl PeerDevice {
             unstable_resync: false,
             target_may_end: false,
             was_copied: false,
+            served: false,
             pause_untold: false,
             resync_again: 0,
             left_whole: false,
