@@ -327,6 +327,8 @@ pub struct PeerDevice {
     pub behind_unheard: bool,
     /// It has refused writes of this node, which went on without it and knew it as UpToDate.
     pub refuses: bool,
+    /// It was copied from here since the connection was made, and has begun no verify since.
+    pub served: bool,
     /// Who pauses the resync has changed since it was about to start, when an 8.4 is told nothing.
     pub pause_untold: bool,
     /// Comparisons that hit a running resync.
@@ -475,6 +477,7 @@ impl PeerDevice {
             was_copied: false,
             refuses: false,
             behind_unheard: false,
+            served: false,
             pause_untold: false,
             resync_again: 0,
             left_whole: false,

@@ -6,7 +6,8 @@ use alloc::format;
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::{TwopcOutcome, TwopcReply};
 use lockstep_format::wire::{
-    ConnState, DiskNumbering, DiskState, Packet, Role, StateChange, StateWord, TwopcFlags,
+    ConnState, DiskNumbering, DiskState, Packet, ReplState, Role, StateChange, StateWord,
+    TwopcFlags,
 };
 
 use crate::command::ErrorCode;
@@ -15,6 +16,7 @@ use crate::event::Stream;
 use crate::report::Level;
 use crate::resize::PhaseOne;
 use crate::resource::Resource;
+use crate::state::ReplSets;
 use crate::time::Duration;
 use crate::timers::Timer;
 use crate::transition::Change;
@@ -126,6 +128,7 @@ impl Resource {
                 return;
             }
         }
+        self.note_verify(volume, &prepare);
         let asks = prepare.change == StateChange::default() && volume.is_none();
         let initiator = head.initiator_node_id;
         let stays = prepare.change.mask.has(StateWord::CONN)
@@ -136,6 +139,17 @@ impl Resource {
             self.accept(peer, volume, prepare, is_connect);
         }
         self.resume_yielded();
+    }
+
+    /// Others begin a verify, perhaps with this node.
+    fn note_verify(&mut self, volume: VolumeNr, prepare: &PhaseOne) {
+        let StateChange { mask, val } = prepare.change;
+        let one_volume = !volume.is_none() && mask.has(StateWord::CONN);
+        if one_volume && val.repl().is_some_and(ReplState::is_verify) {
+            let target = prepare.head.target_node_id;
+            let ends = target.map_or(NodeMask::EMPTY, NodeMask::of);
+            self.verify_begins(volume, ends.with(prepare.head.initiator_node_id));
+        }
     }
 
     /// An initiator asks its neighbours itself, and others only through them (semantics.md, 10.3). One

@@ -34,40 +34,40 @@ fn a_verify_among_three_marks_who_differs() -> Result<()> {
     if !can_join_drbd9() {
         return Ok(());
     }
-    // Two kernels beside a node of this project forget what they found (docs/compatibility.md).
-    let [kinds, _] = MIXTURES;
-    let setup = NineSetup::new(&kinds, 9800).net("verify-alg crc32c;");
-    let cluster = Nine::start_equal(setup)?;
-    for starter in [0, 1, 2] {
-        let rotten = (starter + 1) % 3;
-        cluster.make_primary(starter)?;
-        cluster.scribble(starter, 0)?;
-        cluster.adm(starter, "verify r0/0")?;
-        wait_verified(&cluster, |_, _| 0)?;
-        rot(&cluster.image(rotten, 0))?;
-        // All of a node's peers at once.
-        cluster.adm(starter, "verify r0/0")?;
-        let between = [starter, rotten];
-        wait_verified(&cluster, |a, b| {
-            let differ = between.contains(&a) && between.contains(&b);
-            if differ { ROT_KIB } else { 0 }
-        })?;
-        // All blocks of a kernel's disk may stay marked towards the node that it is not copied from
-        // (docs/compatibility.md), so that only the marked ones are copied.
-        let words =
-            format!("-- --sync-from-peer-node-id={starter} --reset-bitmap=no invalidate r0/0");
-        cluster.adm(rotten, &words)?;
-        cluster.wait_in_sync()?;
-        cluster.adm(starter, "verify r0/0")?;
-        wait_verified(&cluster, |_, _| 0)?;
-        cluster.adm(starter, "secondary r0")?;
+    for (n, kinds) in MIXTURES.into_iter().enumerate() {
+        let setup = NineSetup::new(&kinds, 9800 + n as u32).net("verify-alg crc32c;");
+        let cluster = Nine::start_equal(setup)?;
+        for starter in [0, 1, 2] {
+            let rotten = (starter + 1) % 3;
+            cluster.make_primary(starter)?;
+            cluster.scribble(starter, 0)?;
+            cluster.adm(starter, "verify r0/0")?;
+            wait_verified(&cluster, |_, _| 0)?;
+            rot(&cluster.image(rotten, 0))?;
+            // All of a node's peers at once.
+            cluster.adm(starter, "verify r0/0")?;
+            let between = [starter, rotten];
+            wait_verified(&cluster, |a, b| {
+                let differ = between.contains(&a) && between.contains(&b);
+                if differ { ROT_KIB } else { 0 }
+            })?;
+            // All blocks of a kernel's disk may stay marked towards the node that it is not copied from
+            // (docs/compatibility.md), so that only the marked ones are copied.
+            let words =
+                format!("-- --sync-from-peer-node-id={starter} --reset-bitmap=no invalidate r0/0");
+            cluster.adm(rotten, &words)?;
+            cluster.wait_in_sync()?;
+            cluster.adm(starter, "verify r0/0")?;
+            wait_verified(&cluster, |_, _| 0)?;
+            cluster.adm(starter, "secondary r0")?;
+        }
+        cluster.check_end(&[
+            "Out of sync: start=",
+            "Online verify found 3",
+            "12 KiB out of sync",
+            "bitmap locked for 'set_n_write sync_handshake'",
+        ])?;
     }
-    cluster.check_end(&[
-        "Out of sync: start=",
-        "Online verify found 3",
-        "12 KiB out of sync",
-        "bitmap locked for 'set_n_write sync_handshake'",
-    ])?;
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 
-use super::in_sync::Part;
+use super::in_sync::{Cause, Part};
 use crate::resource::Resource;
 
 /// Most ranges that are held; the rest is asked about later.
@@ -19,8 +19,8 @@ const HELD_PARTS: usize = 1024;
 #[derive(Debug, Default)]
 pub(crate) struct Doubt {
     stage: Stage,
-    /// What was to be said, and because of whose word.
-    held: Vec<(VolumeNr, Part, Option<NodeId>)>,
+    /// What was to be said, and why.
+    held: Vec<(VolumeNr, Part, Cause)>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,14 +72,14 @@ impl Resource {
         peer: NodeId,
         volume: VolumeNr,
         (sector, size_bytes): Part,
-        from: Option<NodeId>,
+        cause: Cause,
     ) {
         let link = self.connections.get_mut(&peer);
         let Some(link) = link.and_then(|c| c.link.as_mut()) else {
             return;
         };
         let held = &mut link.doubt.held;
-        let word = (volume, (sector, size_bytes), from);
+        let word = (volume, (sector, size_bytes), cause);
         if held.contains(&word) {
             return;
         }
@@ -101,11 +101,11 @@ impl Resource {
             Stage::PingWanted => self.ping_in_doubt(peer),
             Stage::Pinged => {
                 let doubt = core::mem::take(&mut link.doubt);
-                for (volume, part, from) in doubt.held {
+                for (volume, part, cause) in doubt.held {
                     if planted!(self, DoubtsForgotten) {
                         continue;
                     }
-                    self.tell_in_sync(volume, &[part], NodeMask::EMPTY, from);
+                    self.tell_in_sync(volume, &[part], NodeMask::EMPTY, cause);
                 }
             }
         }

@@ -21,6 +21,7 @@ use crate::al::Extents;
 use crate::event::Stream;
 use crate::interval::Origin;
 use crate::resource::Resource;
+use crate::state::ReplSets;
 use crate::time::Duration;
 use crate::timers::Timer;
 
@@ -37,16 +38,38 @@ const AT_END_EXTENTS: usize = 16 << 10;
 /// A range of a volume, as packets name it.
 pub(crate) type Part = (Sector, u32);
 
+/// Why it is said who is in sync.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// Marks have gone here: in a resync, or by what a node has said.
+    Cleared(Option<NodeId>),
+    /// Nothing is new: who knows that others are equal there is to say so.
+    Asked,
+    /// This node has said something that is no news here, and may know less.
+    Answers(NodeId),
+}
+
+impl Cause {
+    /// Whose word it is about.
+    fn speaker(self) -> Option<NodeId> {
+        match self {
+            Cause::Cleared(from) => from,
+            Cause::Asked => None,
+            Cause::Answers(from) => Some(from),
+        }
+    }
+}
+
 impl Resource {
     /// Tells the peers who is in sync with this node there. With `known` ones it is an answer to who
     /// said that these are equal, and given only by a node that knows all of them and more as equal: so
-    /// answers to answers end, whoever is connected. `from`: who said that.
+    /// answers to answers end, whoever is connected.
     pub(crate) fn tell_in_sync(
         &mut self,
         volume: VolumeNr,
         parts: &[Part],
         known: NodeMask,
-        from: Option<NodeId>,
+        cause: Cause,
     ) {
         if self.connections.len() < 2 {
             // Nobody is left whose relation the packet could settle.
@@ -62,7 +85,7 @@ impl Resource {
                 false => self.free_parts(volume, part, is_write),
             };
             for part in free {
-                self.say_in_sync(volume, part, known, (hot, from));
+                self.say_in_sync(volume, part, known, (hot, cause));
             }
         }
     }
@@ -71,7 +94,7 @@ impl Resource {
     pub(super) fn tell_settled(&mut self, volume: VolumeNr, copied: &[Part]) {
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let extents = whole_extents(copied, size);
-        self.tell_in_sync(volume, &extents, NodeMask::EMPTY, None);
+        self.tell_in_sync(volume, &extents, NodeMask::EMPTY, Cause::Cleared(None));
     }
 
     /// A resync from a kernel ends. What it copied before the source knew of it, or before a third node came back, is
@@ -102,7 +125,7 @@ impl Resource {
         }
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let parts: Vec<Part> = extents.iter().map(|e| whole_extent(*e, size)).collect();
-        self.tell_in_sync(volume, &parts, NodeMask::EMPTY, None);
+        self.tell_in_sync(volume, &parts, NodeMask::EMPTY, Cause::Cleared(None));
     }
 
     /// One word; kernels are told of no extent that is being written.
@@ -111,11 +134,12 @@ impl Resource {
         volume: VolumeNr,
         (sector, size_bytes): Part,
         known: NodeMask,
-        (hot, from): (bool, Option<NodeId>),
+        (hot, cause): (bool, Cause),
     ) {
+        let from = cause.speaker();
         for peer in self.established() {
             if self.is_in_doubt(peer) {
-                self.hold_word(peer, volume, (sector, size_bytes), from);
+                self.hold_word(peer, volume, (sector, size_bytes), cause);
             }
         }
         let equal = |peer: &NodeId| {
@@ -137,15 +161,51 @@ impl Resource {
         let unseen = |node: &NodeId| self.changes_unseen(volume, *node, self.node_id);
         let unseen: NodeMask = mask.iter().filter(unseen).collect();
         for peer in mask.iter() {
-            if !hot || self.is_lockstep(peer) {
+            let lockstep = self.is_lockstep(peer);
+            let heard = match lockstep {
+                true => mask,
+                false => mask.intersection(self.heard_by_kernel(volume, peer, cause)),
+            };
+            if lockstep || !hot && !heard.is_empty() {
                 // Of itself the peer knows what this node cannot know.
-                let mask = mask.difference(unseen).with(peer);
+                let mask = heard.difference(unseen).with(peer);
                 let packet = Packet::PeersInSync(PeersInSync {
                     sector,
                     mask,
                     size_bytes,
                 });
                 self.send(peer, Stream::Control, volume, packet);
+            }
+        }
+    }
+
+    /// Of whom a kernel is told. It believes each word, also about what a verify with that node has found, which others
+    /// know nothing of. So where nothing is new here it is told as a kernel would: if this node is the source of who
+    /// spoke, whose last word may come behind the end. A node of this project has said about which marks of its own it
+    /// asks, and they are none that a verify has found.
+    fn heard_by_kernel(&self, volume: VolumeNr, peer: NodeId, cause: Cause) -> NodeMask {
+        let all = NodeMask::EMPTY.complement();
+        match cause {
+            Cause::Cleared(_) => all,
+            Cause::Asked => NodeMask::EMPTY,
+            Cause::Answers(from) if self.is_lockstep(from) => NodeMask::of(from).with(peer),
+            Cause::Answers(from) if self.has_served(volume, from) => all,
+            Cause::Answers(_) => NodeMask::EMPTY,
+        }
+    }
+
+    /// The peer is, or was last, copied from this node.
+    fn has_served(&self, volume: VolumeNr, peer: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let served = device.and_then(|d| d.peers.get(&peer)).map(|pd| pd.served);
+        self.state.peer_device(volume, peer).repl.is_sync_source() || served == Some(true)
+    }
+
+    /// A verify begins at these nodes: what they say from now on is of no resync before it.
+    pub(crate) fn verify_begins(&mut self, volume: VolumeNr, ends: NodeMask) {
+        for peer in ends.iter() {
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.served = false;
             }
         }
     }
@@ -297,11 +357,11 @@ impl Resource {
         // meanwhile: its last packet crosses the state change on the other stream. Without news
         // there is no answer, so two nodes do not answer each other for ever. What the sender knows is what it
         // said, also where that does not count here.
-        let known = match cleared {
-            true => NodeMask::EMPTY,
-            false => said.with(peer),
+        let (known, cause) = match cleared {
+            true => (NodeMask::EMPTY, Cause::Cleared(Some(peer))),
+            false => (said.with(peer), Cause::Answers(peer)),
         };
-        self.tell_in_sync(volume, &[(sector, size_bytes)], known, Some(peer));
+        self.tell_in_sync(volume, &[(sector, size_bytes)], known, cause);
     }
 
     /// Two nodes are equal as far as the states say: marks between them go soon, or it is asked.
@@ -422,7 +482,7 @@ impl Resource {
         };
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
         let parts: Vec<Part> = extents.iter().map(|e| whole_extent(*e, size)).collect();
-        self.tell_in_sync(volume, &parts, NodeMask::EMPTY, None);
+        self.tell_in_sync(volume, &parts, NodeMask::EMPTY, Cause::Asked);
         self.watch_left_marks(volume);
         if !asks_only {
             self.compare_unsettled(volume);

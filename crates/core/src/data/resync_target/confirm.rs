@@ -8,6 +8,7 @@ use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::ReplState;
 
 use crate::resource::Resource;
+use crate::state::ReplSets;
 
 /// What a target knows of its last acks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,6 +97,11 @@ impl Resource {
             && let Some(pd) = self.peer_device_mut(volume, peer)
         {
             pd.target_may_end = false;
+        }
+        if before != after
+            && let Some(pd) = self.peer_device_mut(volume, peer)
+        {
+            pd.served = before.is_sync_source() && after == ReplState::Established;
         }
     }
 }

@@ -2,6 +2,9 @@
 
 use alloc::format;
 
+use lockstep_format::units::NodeMask;
+use lockstep_format::wire::packet::PeersInSync;
+
 use super::*;
 
 const BLOCKS: u64 = SIZE / 4096;
@@ -100,6 +103,76 @@ fn a_third_node_is_not_asked_about_what_a_verify_marked() {
     w.pass(Duration::from_secs(10));
     assert_eq!(w.packets.get("peers in sync"), None, "{:?}", w.packets);
     assert_eq!((w.bits(0, 1), w.bits(1, 0)), (3, 3));
+}
+
+/// What the nodes of a world hear of who is in sync, said by one of them.
+fn say_in_sync(w: &mut World, from: usize, to: usize, mask: NodeMask) {
+    let link = w.links.iter().find(|(_, ends)| {
+        let ends = (ends.0.min(ends.1), ends.0.max(ends.1));
+        ends == (from.min(to), from.max(to))
+    });
+    let link = LinkId(*link.expect("a link").0);
+    let word = PeersInSync {
+        sector: Sector(0),
+        mask,
+        size_bytes: 4 << 20,
+    };
+    let packet = Input::Packet {
+        peer: node_id(from),
+        link,
+        stream: Stream::Control,
+        volume: VOLUME,
+        packet: Packet::PeersInSync(word),
+        payload: None,
+    };
+    w.input(to, packet);
+    w.pass(Duration::from_millis(50));
+}
+
+/// A kernel says at the end of a verify with a third node that this one is equal to it. The third node has no mark
+/// towards either of those between which another verify has found differences, and a kernel that hears so clears them.
+#[test]
+fn a_kernel_is_not_answered_after_a_verify() {
+    let mut setup = setup();
+    setup.options.kernel_rules = true;
+    let mut w = clean(23, 3, setup);
+    // The last thing before is a resync from the node that is to be silent.
+    w.invalidate_from(2, 1);
+    w.pass_until("the resync", 60, World::in_sync);
+    w.pass(Duration::from_secs(2));
+    spoil(&mut w, 0, 77);
+    for peer in [0, 1] {
+        verify(&mut w, 2, peer, None, None);
+    }
+    w.pass_until("marks on both", 60, |w| {
+        let idle = [(2, 0), (2, 1)].map(|(a, b)| w.repl(a, b)) == [ReplState::Established; 2];
+        idle && (w.bits(0, 2), w.bits(2, 0)) == (1, 1)
+    });
+    w.pass(Duration::from_secs(1));
+    w.packets.clear();
+    say_in_sync(&mut w, 2, 1, NodeMask::of(node_id(1)));
+    assert_eq!(w.packets.get("peers in sync"), None, "{:?}", w.packets);
+}
+
+/// The last word of a kernel's resync may come behind its end, and marks of third nodes would stay without an answer.
+#[test]
+fn a_kernel_that_was_copied_is_answered_behind_the_end() {
+    let mut setup = setup();
+    setup.options.kernel_rules = true;
+    let mut w = clean(24, 3, setup);
+    w.invalidate_from(2, 1);
+    w.pass_until("the resync", 60, World::in_sync);
+    w.pass(Duration::from_secs(2));
+    w.packets.clear();
+    say_in_sync(&mut w, 2, 1, NodeMask::of(node_id(1)));
+    assert_eq!(w.packets.get("peers in sync"), Some(&2), "{:?}", w.packets);
+    // The other one begins a verify, of which this node hears.
+    verify(&mut w, 2, 0, None, None);
+    w.pass(Duration::from_secs(20));
+    assert_eq!(w.repl(2, 0), ReplState::Established);
+    w.packets.clear();
+    say_in_sync(&mut w, 2, 1, NodeMask::of(node_id(1)));
+    assert_eq!(w.packets.get("peers in sync"), None, "{:?}", w.packets);
 }
 
 /// As in a kernel: equal generations need no resync, but what is known to differ stays known, over
