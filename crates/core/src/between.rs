@@ -69,6 +69,20 @@ impl Resource {
             && writes.any(|req| req.volume == volume && settled(req))
     }
 
+    /// The same, seen from that peer: a Primary without a disk and without quorum calls it Outdated, or has not said yet
+    /// what it calls it. Whoever has that write is not to be copied from this node.
+    pub(crate) fn may_lack_held(&self, volume: VolumeNr, primary: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let said = device.and_then(|d| d.peers.get(&primary)?.last_state);
+        said.is_some_and(|theirs| {
+            theirs.disk < DiskState::Inconsistent
+                && !theirs.quorum
+                && (theirs.repl == ReplState::Off || theirs.pdsk == DiskState::Outdated)
+                && self.is_lockstep(primary)
+                && !planted!(self, HeldWritesForgotten)
+        })
+    }
+
     /// This node has no disk, and of two peers with whole ones the one knows the other's generation as an
     /// ancestor of its own. Those two may not be connected, and there is no Primary that would tell the older
     /// one: it learns that it is Outdated from here, and nothing is read from it.

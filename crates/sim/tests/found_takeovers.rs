@@ -84,3 +84,10 @@ fn a_frozen_primary_that_all_have_left_is_demoted() {
 fn a_frozen_primary_gives_way_to_a_successor_beyond_its_peer() {
     with_clients(798_000_000_095);
 }
+
+/// A frozen client had a write on one disk. The other one, which it took for Outdated because of that, met it and then
+/// the first: as somebody who follows a Primary it was the source, and the write, which the client counted on, was gone.
+#[test]
+fn a_follower_that_lacks_a_frozen_write_is_not_the_source_of_one_that_has_it() {
+    with_clients(5_212);
+}
