@@ -143,6 +143,22 @@ impl Resource {
         }
     }
 
+    /// A neighbour is Primary, with a whole disk, and tells this node without one which generation is served. A follower
+    /// may have one already that the Primary has announced, and will not make.
+    pub(crate) fn is_told_by_primary(&self, volume: VolumeNr, follower: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let mut primaries = self.state.primaries();
+        device.is_some_and(|d| !d.exposed_uuid.is_zero())
+            && self.state.role == Role::Secondary
+            && self.peer_role(follower) != Role::Primary
+            && primaries.any(|primary| {
+                let p = self.state.peer_device(volume, primary);
+                p.repl >= ReplState::Established
+                    && p.disk == DiskState::UpToDate
+                    && self.is_lockstep(primary)
+            })
+    }
+
     /// Two peers have whole disks of which neither knows the other's generation: they have parted, and a node
     /// without a disk would read now from the one and now from the other.
     fn has_parted_from_another(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {

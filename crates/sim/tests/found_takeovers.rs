@@ -2,6 +2,8 @@
 
 mod common;
 
+use lockstep_sim::extras::Extra;
+
 use common::planned_holds;
 
 #[track_caller]
@@ -90,4 +92,13 @@ fn a_frozen_primary_gives_way_to_a_successor_beyond_its_peer() {
 #[test]
 fn a_follower_that_lacks_a_frozen_write_is_not_the_source_of_one_that_has_it() {
     with_clients(5_212);
+}
+
+/// A Primary announced a generation, lost those that had taken it, and gave it up. A node without a disk had heard of it
+/// from them, and took everybody who came to the Primary later for Outdated, and the Primary itself.
+#[test]
+fn a_client_exposes_what_the_primary_serves() {
+    let kinds = Some("diskless,quorum,crash,partition,reset");
+    let extras = vec![Extra::Every];
+    planned_holds(Some(5), 820_000_017_386, (kinds, extras), "0-99", "0-999");
 }
