@@ -69,6 +69,20 @@ impl Resource {
             && writes.any(|req| req.volume == volume && settled(req))
     }
 
+    /// The same, seen from that peer: a Primary without a disk and without quorum calls it Outdated, or has not said yet
+    /// what it calls it. Whoever has that write is not to be copied from this node.
+    pub(crate) fn may_lack_held(&self, volume: VolumeNr, primary: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let said = device.and_then(|d| d.peers.get(&primary)?.last_state);
+        said.is_some_and(|theirs| {
+            theirs.disk < DiskState::Inconsistent
+                && !theirs.quorum
+                && (theirs.repl == ReplState::Off || theirs.pdsk == DiskState::Outdated)
+                && self.is_lockstep(primary)
+                && !planted!(self, HeldWritesForgotten)
+        })
+    }
+
     /// This node has no disk, and of two peers with whole ones the one knows the other's generation as an
     /// ancestor of its own. Those two may not be connected, and there is no Primary that would tell the older
     /// one: it learns that it is Outdated from here, and nothing is read from it.
@@ -127,6 +141,22 @@ impl Resource {
             let state = self.state.clone();
             self.send_state(*peer, volume, &state);
         }
+    }
+
+    /// A neighbour is Primary, with a whole disk, and tells this node without one which generation is served. A follower
+    /// may have one already that the Primary has announced, and will not make.
+    pub(crate) fn is_told_by_primary(&self, volume: VolumeNr, follower: NodeId) -> bool {
+        let device = self.devices.get(&volume);
+        let mut primaries = self.state.primaries();
+        device.is_some_and(|d| !d.exposed_uuid.is_zero())
+            && self.state.role == Role::Secondary
+            && self.peer_role(follower) != Role::Primary
+            && primaries.any(|primary| {
+                let p = self.state.peer_device(volume, primary);
+                p.repl >= ReplState::Established
+                    && p.disk == DiskState::UpToDate
+                    && self.is_lockstep(primary)
+            })
     }
 
     /// Two peers have whole disks of which neither knows the other's generation: they have parted, and a node

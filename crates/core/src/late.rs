@@ -554,10 +554,11 @@ impl Resource {
         verdict: &ConnectVerdict,
     ) {
         let own = self.state.disk(volume);
+        let told = self.is_told_by_primary(volume, peer);
         let Some(device) = self.devices.get_mut(&volume) else {
             return;
         };
-        if own >= DiskState::Inconsistent || verdict.peer_disk != DiskState::UpToDate {
+        if own >= DiskState::Inconsistent || verdict.peer_disk != DiskState::UpToDate || told {
             return;
         }
         let current = device

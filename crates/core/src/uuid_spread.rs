@@ -1117,9 +1117,11 @@ impl Resource {
         let secondary = self.state.role == Role::Secondary;
         // An 8.4 node with a disk labels the data of a Primary without one.
         let legacy = self.is_legacy(peer);
+        let told = self.is_told_by_primary(volume, peer);
         if let Some(device) = self.devices.get_mut(&volume) {
             let follows = p.repl >= ReplState::Established && p.disk == DiskState::UpToDate;
             if follows
+                && !told
                 && (secondary
                     || legacy
                     || device.exposed_uuid.is_zero()

@@ -525,6 +525,7 @@ impl Resource {
                 .iter()
                 .filter(|(_, c)| c.peer_role == Role::Primary)
                 .map(|(n, _)| *n)
+                .filter(|n| !self.may_lack_held(volume, *n))
                 .collect()
         };
         let target_of = state

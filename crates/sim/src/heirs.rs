@@ -1,6 +1,5 @@
 //! Whether a node may be promoted without losing what others have, and who would be left then.
 
-use lockstep_core::command::Command;
 use lockstep_core::options::Protocol;
 use lockstep_core::report::ConnectionReport;
 use lockstep_core::state::{ConnState, DiskState};
@@ -106,17 +105,6 @@ impl Operator {
         before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now)
     }
 
-    /// Nobody took over from a frozen Primary, or who did has left its role, and for long it has not gone on either: the
-    /// others have newer data, which it does not take as a Primary, and nobody is promoted beside it.
-    pub(crate) fn demote_abandoned(&mut self, w: &mut World, frozen: usize) {
-        let before = self.refusing.filter(|(node, _)| *node == frozen);
-        let since = before.map_or(w.now, |(_, since)| since);
-        self.refusing = Some((frozen, since));
-        if since + LONG_ENOUGH < w.now && w.nodes[frozen].commands.is_empty() {
-            w.command(frozen, Command::Secondary { force: true });
-        }
-    }
-
     /// The Primary has no whole disk, and has waited long for one that has what applications hold for written: whoever
     /// came back may have lost that. Somebody decides to go on with what there is.
     pub(crate) fn nobody_has_all(&mut self, w: &World, primary: usize) -> bool {
@@ -138,4 +126,4 @@ impl Operator {
 }
 
 /// How long somebody waits for disks that have everything, in nanoseconds.
-const LONG_ENOUGH: u64 = 20 * SECOND;
+pub(crate) const LONG_ENOUGH: u64 = 20 * SECOND;

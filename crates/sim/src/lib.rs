@@ -50,6 +50,7 @@ pub mod soak;
 pub mod stories;
 pub mod story;
 pub mod swarm;
+mod takeover;
 pub mod themes;
 pub mod turns;
 pub mod variety;

@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_core::command::{Command, MetaIndex};
 use lockstep_core::options::{
-    DiskOptions, NetOptions, OnLoss, OnSuspendedPrimaryOutdated, PeerDeviceOptions, Protocol,
-    Quorum, ReadBalancing, ResourceOptions,
+    DiskOptions, NetOptions, PeerDeviceOptions, Protocol, ReadBalancing, ResourceOptions,
 };
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::{ConnState, DiskState, ReplState, Role};
@@ -17,6 +16,7 @@ use crate::limits::Limits;
 use crate::openers::Drivers;
 use crate::rng::Rng;
 use crate::sometimes;
+use crate::takeover::Takeover;
 use crate::turns::Turns;
 use crate::world::{Config, MAX_VOLUMES, SECOND, Weather, World, name};
 
@@ -116,9 +116,11 @@ pub struct Operator {
     pub ready: bool,
     /// No promotion from now on.
     pub calm: bool,
-    takeover: Option<Takeover>,
-    /// A Primary that takes none of the disks which came back, or is frozen without a successor, and since when.
+    pub(crate) takeover: Option<Takeover>,
+    /// A Primary that takes none of the disks which came back, and since when.
     pub(crate) refusing: Option<(usize, u64)>,
+    /// A Primary that stays frozen and apart from others, and since when.
+    pub(crate) stuck: Option<(usize, u64)>,
     /// A Primary that stood still when another node took over.
     pub(crate) frozen: Option<usize>,
     /// Promotions since a node had a follower.
@@ -126,16 +128,6 @@ pub struct Operator {
     pub(crate) drivers: Drivers,
     /// The other one of two Primaries that take turns.
     pub(crate) guest: Option<crate::migrate::Guest>,
-}
-
-/// Another node is to become Primary as soon as this one is frozen.
-#[derive(Clone, Debug)]
-struct Takeover {
-    primary: usize,
-    /// Of each volume the nodes that have everything that was acknowledged.
-    heirs: Vec<u32>,
-    /// Lives of all nodes: who died meanwhile may lack something.
-    lives: Vec<u32>,
 }
 
 pub(crate) fn peer_id(n: usize) -> NodeId {
@@ -168,73 +160,11 @@ impl Operator {
             calm: false,
             takeover: None,
             refusing: None,
+            stuck: None,
             frozen: None,
             lonely_promotions: 0,
             drivers: Drivers::default(),
             guest: None,
-        }
-    }
-
-    /// The Primary is about to be cut off: once it is frozen, one of those who have all its data
-    /// takes over. None where nobody could know who has them.
-    pub fn take_over_soon(&mut self, w: &mut World) -> Option<usize> {
-        let primary = self.primary?;
-        let possible = w.config.protocol == Protocol::C
-            && self.settings.resource.quorum != Quorum::Off
-            && self.settings.resource.on_no_quorum == OnLoss::SuspendIo
-            && self.frozen.is_none()
-            && !self.is_changing()
-            && self.is_up(primary);
-        let view = w.view(primary).filter(|v| possible && v.quorate)?;
-        let shares = |peer: &usize| *peer != primary && w.shares_link(primary, *peer);
-        let heirs = (0..self.heirs.len()).map(|volume| {
-            let holders = members(view.holders[volume]).into_iter().filter(shares);
-            holders.fold(0, |all, peer| all | 1 << peer)
-        });
-        self.takeover = Some(Takeover {
-            primary,
-            heirs: heirs.collect(),
-            lives: w.nodes.iter().map(|n| n.life).collect(),
-        });
-        Some(primary)
-    }
-
-    /// Lets others take over from a Primary that is frozen now, and forgets one that is none.
-    fn look_at_frozen(&mut self, w: &mut World) {
-        if let Some(takeover) = self.takeover.clone() {
-            let view = w.view(takeover.primary);
-            let lives: Vec<u32> = w.nodes.iter().map(|n| n.life).collect();
-            let same = |n: usize| lives[n] == takeover.lives[n];
-            if self.primary != Some(takeover.primary) || !same(takeover.primary) || self.calm {
-                self.takeover = None;
-            } else if view.is_some_and(|v| v.role == Role::Primary && !v.quorate)
-                && self.demoting.is_none()
-            {
-                let alive = (0..lives.len()).filter(|n| same(*n));
-                let alive = alive.fold(0, |all, n| all | 1 << n);
-                let heirs: Vec<u32> = takeover.heirs.iter().map(|h| h & alive).collect();
-                if heirs.iter().fold(u32::MAX, |all, of| all & of) != 0 {
-                    self.heirs = heirs;
-                    self.frozen = Some(takeover.primary);
-                    self.primary = None;
-                    w.trace(takeover.primary, || {
-                        "== is frozen; another takes over".into()
-                    });
-                }
-                self.takeover = None;
-            }
-        }
-        let Some(frozen) = self.frozen else { return };
-        let view = w.view(frozen).filter(|v| v.role == Role::Primary);
-        sometimes!(w.marks, view.is_none() && w.is_up(frozen), "gave-way");
-        match view {
-            None => self.frozen = None,
-            // It goes on: nobody was promoted in time.
-            Some(view) if view.quorate && !self.is_changing() && self.primary.is_none() => {
-                self.primary = Some(frozen);
-                self.frozen = None;
-            }
-            Some(_) => {}
         }
     }
 
@@ -253,29 +183,15 @@ impl Operator {
             refuses("sync-target-primary-disconnect"),
             refuses("sync-target-primary-reconnect"),
         );
-        if ends {
+        let frozen = w.view(primary).is_some_and(|view| !view.quorate);
+        if frozen && (ends || retries) || self.is_stuck(w, primary) {
+            // The others have newer data together. A demotion that has begun waits for the frozen requests.
+            self.demoting = None;
+            self.demote_with(w, true);
+        } else if ends {
             self.demote(w);
         } else if self.nobody_has_all(w, primary) && self.demote_with(w, true) {
             w.history.unflushed_may_be_lost(w.now);
-        } else if retries && w.view(primary).is_some_and(|view| !view.quorate) {
-            // Frozen, and the others have newer data together.
-            self.demote_with(w, true);
-        }
-    }
-
-    /// A Primary that stays frozen beside its successor is demoted by hand. It gives way by itself,
-    /// if it may, to newer data only: a successor that has written nothing is refused.
-    fn demote_frozen(&mut self, w: &mut World) {
-        let by_hand = self.settings.resource.on_suspended_primary_outdated
-            == OnSuspendedPrimaryOutdated::Disconnect;
-        if let Some(frozen) = self.frozen.filter(|_| self.primary.is_none()) {
-            self.demote_abandoned(w, frozen);
-        } else if let Some(frozen) = self.frozen
-            && let Some(successor) = self.primary
-            && (by_hand || are_of_one_generation(w, frozen, successor))
-            && w.nodes[frozen].commands.is_empty()
-        {
-            w.command(frozen, Command::Secondary { force: true });
         }
     }
 
@@ -416,7 +332,8 @@ impl Operator {
         if succeeded {
             self.frozen = None;
         }
-        if (view.role == Role::Primary && !succeeded) || self.primary == Some(node) {
+        let guest = self.is_early_guest(w, node, &view);
+        if (view.role == Role::Primary && !succeeded && !guest) || self.primary == Some(node) {
             for volume in 0..self.heirs.len() {
                 self.heirs[volume] = self.heirs_of(w, node, view.holders[volume], volume);
             }
@@ -1070,12 +987,6 @@ impl Operator {
             }
         }
     }
-}
-
-/// Both are up, and all their volumes are of one generation.
-fn are_of_one_generation(w: &World, a: usize, b: usize) -> bool {
-    let of_a = generations(w, a);
-    of_a.is_some() && of_a == generations(w, b)
 }
 
 /// Both are up, and this volume is of one generation on both.

@@ -2,6 +2,8 @@
 
 mod common;
 
+use lockstep_sim::extras::Extra;
+
 use common::planned_holds;
 
 #[track_caller]
@@ -83,4 +85,67 @@ fn a_frozen_primary_that_all_have_left_is_demoted() {
 #[test]
 fn a_frozen_primary_gives_way_to_a_successor_beyond_its_peer() {
     with_clients(798_000_000_095);
+}
+
+/// A frozen client had a write on one disk. The other one, which it took for Outdated because of that, met it and then
+/// the first: as somebody who follows a Primary it was the source, and the write, which the client counted on, was gone.
+#[test]
+fn a_follower_that_lacks_a_frozen_write_is_not_the_source_of_one_that_has_it() {
+    with_clients(5_212);
+}
+
+/// A migration's target had taken over from a Primary that it had lost, and which had not noticed that yet. The simulated
+/// operator took its death for that of the Primary, which nobody demoted any more.
+#[test]
+fn a_primary_whose_guest_dies_early_is_still_one() {
+    migrations(64);
+}
+
+/// Another node had taken over, had nothing to do, and was left by most; the frozen Primary met them and went on. The
+/// simulated operator still took the successor for the Primary.
+#[test]
+fn a_frozen_primary_goes_on_when_its_successor_is_left() {
+    holds(795_000_000_172, "0-99", "0-999");
+    holds(874_000_005_274, "0-99", "0-999");
+}
+
+/// A demotion waited for the requests of a frozen Primary, and the simulated operator for the demotion, while the others
+/// had newer data.
+#[test]
+fn a_demotion_that_waits_for_frozen_requests_is_forced() {
+    migrations(227);
+    migrations(874_000_003_282);
+    let quorum = Some("diskless,quorum,crash,partition,reset");
+    planned_holds(
+        Some(3),
+        773_000_000_879,
+        (quorum, Vec::new()),
+        "0-99",
+        "0-999",
+    );
+    let handovers = Some("handover,handover,handover,stall,reset,partition,crash,powercut");
+    let hot = || vec![Extra::Migrations, Extra::Every, Extra::Hot];
+    for (nodes, seed) in [
+        (2, 773_000_010_047),
+        (2, 778_000_004_655),
+        (3, 830_000_002_158),
+    ] {
+        planned_holds(Some(nodes), seed, (handovers, hot()), "0-99", "0-999");
+    }
+}
+
+#[track_caller]
+fn migrations(seed: u64) {
+    let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
+    let extras = vec![Extra::Migrations, Extra::Every];
+    planned_holds(Some(3), seed, (kinds, extras), "0-99", "0-999");
+}
+
+/// A Primary announced a generation, lost those that had taken it, and gave it up. A node without a disk had heard of it
+/// from them, and took everybody who came to the Primary later for Outdated, and the Primary itself.
+#[test]
+fn a_client_exposes_what_the_primary_serves() {
+    let kinds = Some("diskless,quorum,crash,partition,reset");
+    let extras = vec![Extra::Every];
+    planned_holds(Some(5), 820_000_017_386, (kinds, extras), "0-99", "0-999");
 }

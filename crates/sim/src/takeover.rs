@@ -1,0 +1,163 @@
+//! Who takes over from a Primary that is frozen, and what becomes of that one.
+
+use lockstep_core::command::Command;
+use lockstep_core::options::{OnLoss, OnSuspendedPrimaryOutdated, Protocol, Quorum};
+use lockstep_core::state::{ConnState, Role};
+
+use crate::heirs::LONG_ENOUGH;
+use crate::operator::{Operator, generations, members};
+use crate::promises::View;
+use crate::sometimes;
+use crate::world::World;
+
+/// Another node is to become Primary as soon as this one is frozen.
+#[derive(Clone, Debug)]
+pub(crate) struct Takeover {
+    primary: usize,
+    /// Of each volume the nodes that have everything that was acknowledged.
+    heirs: Vec<u32>,
+    /// Lives of all nodes: who died meanwhile may lack something.
+    lives: Vec<u32>,
+}
+
+impl Operator {
+    /// The Primary is about to be cut off: once it is frozen, one of those who have all its data
+    /// takes over. None where nobody could know who has them.
+    pub fn take_over_soon(&mut self, w: &mut World) -> Option<usize> {
+        let primary = self.primary?;
+        let possible = w.config.protocol == Protocol::C
+            && self.settings.resource.quorum != Quorum::Off
+            && self.settings.resource.on_no_quorum == OnLoss::SuspendIo
+            && self.frozen.is_none()
+            && !self.is_changing()
+            && self.is_up(primary);
+        let view = w.view(primary).filter(|v| possible && v.quorate)?;
+        let shares = |peer: &usize| *peer != primary && w.shares_link(primary, *peer);
+        let heirs = (0..self.heirs.len()).map(|volume| {
+            let holders = members(view.holders[volume]).into_iter().filter(shares);
+            holders.fold(0, |all, peer| all | 1 << peer)
+        });
+        self.takeover = Some(Takeover {
+            primary,
+            heirs: heirs.collect(),
+            lives: w.nodes.iter().map(|n| n.life).collect(),
+        });
+        Some(primary)
+    }
+
+    /// Lets others take over from a Primary that is frozen now, and forgets one that is none.
+    pub(crate) fn look_at_frozen(&mut self, w: &mut World) {
+        if let Some(takeover) = self.takeover.clone() {
+            let view = w.view(takeover.primary);
+            let lives: Vec<u32> = w.nodes.iter().map(|n| n.life).collect();
+            let same = |n: usize| lives[n] == takeover.lives[n];
+            if self.primary != Some(takeover.primary) || !same(takeover.primary) || self.calm {
+                self.takeover = None;
+            } else if view.is_some_and(|v| v.role == Role::Primary && !v.quorate)
+                && self.demoting.is_none()
+            {
+                let alive = (0..lives.len()).filter(|n| same(*n));
+                let alive = alive.fold(0, |all, n| all | 1 << n);
+                let heirs: Vec<u32> = takeover.heirs.iter().map(|h| h & alive).collect();
+                if heirs.iter().fold(u32::MAX, |all, of| all & of) != 0 {
+                    self.heirs = heirs;
+                    self.frozen = Some(takeover.primary);
+                    self.primary = None;
+                    w.trace(takeover.primary, || {
+                        "== is frozen; another takes over".into()
+                    });
+                }
+                self.takeover = None;
+            }
+        }
+        let Some(frozen) = self.frozen else { return };
+        let view = w.view(frozen).filter(|v| v.role == Role::Primary);
+        sometimes!(w.marks, view.is_none() && w.is_up(frozen), "gave-way");
+        let goes_on =
+            view.as_ref().is_some_and(|v| v.quorate && !v.suspended) && !self.is_changing();
+        match (view, self.primary) {
+            (None, _) => self.frozen = None,
+            // Nobody was promoted in time, or who was had nothing to do before most others left it again.
+            (Some(_), None) if goes_on => {
+                self.primary = Some(frozen);
+                self.frozen = None;
+            }
+            (Some(_), Some(successor)) if goes_on && self.is_up(successor) => {
+                let view = w.view(successor);
+                if view
+                    .as_ref()
+                    .is_some_and(|v| v.role != Role::Primary || !v.quorate)
+                {
+                    self.frozen = view.and_then(|v| (v.role == Role::Primary).then_some(successor));
+                    self.primary = Some(frozen);
+                }
+            }
+            (Some(_), _) => {}
+        }
+    }
+
+    /// A node that dies took over as a guest from a Primary that it had lost, and which has not noticed that yet, so that
+    /// the guest's users still wait. Others have what it has.
+    pub(crate) fn is_early_guest(&mut self, w: &mut World, node: usize, guest: &View) -> bool {
+        let Some(primary) = self.primary.filter(|primary| *primary != node) else {
+            return false;
+        };
+        let is_one = guest.role == Role::Primary
+            && self.guest.is_some_and(|guest| guest.node == node)
+            && w.view(primary)
+                .is_some_and(|view| view.role == Role::Primary);
+        if is_one {
+            let heirs = (0..self.heirs.len()).map(|volume| guest.holders[volume] & !(1 << node));
+            self.takeover = Some(Takeover {
+                primary,
+                heirs: heirs.collect(),
+                lives: w.nodes.iter().map(|n| n.life).collect(),
+            });
+        }
+        is_one
+    }
+
+    /// A Primary that stays frozen beside its successor is demoted by hand. It gives way by itself,
+    /// if it may, to newer data only: a successor that has written nothing is refused.
+    pub(crate) fn demote_frozen(&mut self, w: &mut World) {
+        let by_hand = self.settings.resource.on_suspended_primary_outdated
+            == OnSuspendedPrimaryOutdated::Disconnect;
+        if let Some(frozen) = self.frozen.filter(|_| self.primary.is_none()) {
+            self.demote_abandoned(w, frozen);
+        } else if let Some(frozen) = self.frozen
+            && let Some(successor) = self.primary
+            && (by_hand || are_of_one_generation(w, frozen, successor))
+            && w.nodes[frozen].commands.is_empty()
+        {
+            w.command(frozen, Command::Secondary { force: true });
+        }
+    }
+
+    /// Nobody took over from a frozen Primary, or who did has left its role, and for long it has not gone on either: the
+    /// others have newer data, which it does not take as a Primary, and nobody is promoted beside it.
+    fn demote_abandoned(&mut self, w: &mut World, frozen: usize) {
+        if self.is_stuck(w, frozen) && w.nodes[frozen].commands.is_empty() {
+            w.command(frozen, Command::Secondary { force: true });
+        }
+    }
+
+    /// The node is a frozen Primary, and for long has not been connected to somebody. Nothing goes wrong any more.
+    pub(crate) fn is_stuck(&mut self, w: &World, node: usize) -> bool {
+        let stuck = w.snapshot(node).is_some_and(|s| {
+            s.role == Role::Primary
+                && !s.suspended.is_empty()
+                && s.connections
+                    .iter()
+                    .any(|c| c.state != ConnState::Connected)
+        });
+        let before = self.stuck.filter(|(of, _)| stuck && *of == node);
+        self.stuck = before.or(stuck.then_some((node, w.now)));
+        before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now)
+    }
+}
+
+/// Both are up, and all their volumes are of one generation.
+fn are_of_one_generation(w: &World, a: usize, b: usize) -> bool {
+    let of_a = generations(w, a);
+    of_a.is_some() && of_a == generations(w, b)
+}
