@@ -17,7 +17,7 @@ pub const CLOSE_UNUSED: &str = "close-unused";
 
 /// How long a demotion has time, once the driver has looked.
 const DEMOTION: Duration = Duration::from_secs(1);
-/// How long a look counts.
+/// How long a look counts for the peer that it was made for.
 const FRESH: Duration = Duration::from_secs(3);
 
 /// What is known of the users of an automatic Primary.
@@ -25,10 +25,10 @@ const FRESH: Duration = Duration::from_secs(3);
 pub(crate) enum Look {
     #[default]
     None,
-    /// The driver looks.
-    Runs,
-    /// It had looked at this moment.
-    Done(Instant),
+    /// The driver looks, for this peer.
+    Runs(NodeId),
+    /// It had looked at this moment, for this peer.
+    Done(Instant, NodeId),
 }
 
 impl Resource {
@@ -41,18 +41,25 @@ impl Resource {
             .filter_map(|d| d.peers.get(&peer));
         let loses = disks.any(|p| p.disk > DiskState::Outdated);
         let looks = self.options.handlers.iter().any(|h| h == CLOSE_UNUSED);
+        if let Look::Runs(_) = self.leaving {
+            return true;
+        }
+        // A look counts once: the device may be used and closed again before the next one.
+        let look = core::mem::take(&mut self.leaving);
         if self.state.role != Role::Primary || self.explicit_primary || !loses || !looks {
             return false;
         }
-        match self.leaving {
-            Look::Runs => return true,
-            Look::Done(at) if self.now < at + DEMOTION => {
-                return self.opens.demote_at.is_some() || self.is_demoting();
+        if let Look::Done(at, asked) = look {
+            let demotes = self.opens.demote_at.is_some() || self.is_demoting();
+            if demotes && self.now < at + DEMOTION {
+                self.leaving = look;
+                return true;
             }
-            Look::Done(at) if self.now < at + FRESH => return false,
-            Look::Done(_) | Look::None => {}
+            if asked == peer && self.now < at + FRESH {
+                return false;
+            }
         }
-        self.leaving = Look::Runs;
+        self.leaving = Look::Runs(peer);
         let tag = self.tags.insert(Pending::CloseUnused);
         self.output(Output::Handler {
             tag,
@@ -65,6 +72,8 @@ impl Resource {
 
     /// Volumes that nobody used are closed.
     pub(crate) fn unused_closed(&mut self) {
-        self.leaving = Look::Done(self.now);
+        if let Look::Runs(peer) = self.leaving {
+            self.leaving = Look::Done(self.now, peer);
+        }
     }
 }

@@ -72,7 +72,7 @@ fn a_peer_that_leaves_behind_the_last_close_is_not_outdated() {
                 peer: node_id(0),
                 force: false,
             };
-            let left = w.command(1, leave);
+            let left = w.command(1, leave.clone());
             w.pass(Duration::from_millis(20));
             assert!(
                 !w.answers.contains_key(&left),
@@ -90,6 +90,22 @@ fn a_peer_that_leaves_behind_the_last_close_is_not_outdated() {
                 false => (Role::Secondary, DiskState::UpToDate),
             };
             assert_eq!((role(&w, 0), disk), expected, "{:#?}", w.log);
+            // The next time it is looked at anew.
+            let connect = Command::Connect {
+                peer: node_id(0),
+                discard_my_data: false,
+                tentative: false,
+            };
+            w.command(1, connect);
+            w.pass_until("in sync", 10, World::in_sync);
+            open(&mut w, 0, true);
+            w.run();
+            assert_eq!(role(&w, 0), Role::Primary);
+            let left = w.command(1, leave);
+            w.pass(Duration::from_millis(500));
+            assert!(!w.answers.contains_key(&left));
+            assert_eq!(looked(&mut w), 1);
+            w.pass_until("the disconnect", 10, |w| w.answers.contains_key(&left));
         }
     }
 }
