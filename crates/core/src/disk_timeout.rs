@@ -118,6 +118,7 @@ impl Resource {
             | Pending::Probe(..)
             | Pending::Handler
             | Pending::Fence(_)
+            | Pending::CloseUnused
             | Pending::BeforeResync(..) => false,
         };
         self.tags

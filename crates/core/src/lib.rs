@@ -43,6 +43,7 @@ pub mod handshake;
 pub mod integrity;
 pub mod interval;
 mod late;
+pub mod leaving;
 mod legacy;
 pub mod look_again;
 mod lost_cache;

@@ -74,6 +74,8 @@ pub struct Resource {
     /// The promotion was explicit: closing the last opener does not demote.
     pub(crate) explicit_primary: bool,
     pub(crate) opens: crate::open::Opens,
+    /// Whether users were looked for, for a peer that leaves.
+    pub(crate) leaving: crate::leaving::Look,
     pub(crate) turns: crate::turns::Turns,
     pub(crate) gives_way: crate::frozen::GivesWay,
     /// Some peer's disk may lack what was in its cache (`lost_cache`).
@@ -107,6 +109,8 @@ pub(crate) enum Pending {
     Handler,
     /// The `fence-peer` handler for a peer.
     Fence(NodeId),
+    /// The driver closes volumes that nobody uses.
+    CloseUnused,
     /// A handler that decides whether a resync starts.
     BeforeResync(VolumeNr, NodeId, LinkId),
     /// The data path's.
@@ -142,6 +146,7 @@ impl Resource {
             new_uuid_wanted: false,
             explicit_primary: false,
             opens: crate::open::Opens::default(),
+            leaving: crate::leaving::Look::default(),
             turns: crate::turns::Turns::default(),
             gives_way: crate::frozen::GivesWay::default(),
             caches_in_doubt: false,
@@ -235,6 +240,7 @@ impl Resource {
                     | Pending::Probe(..)
                     | Pending::Handler
                     | Pending::Fence(_)
+                    | Pending::CloseUnused
                     | Pending::BeforeResync(..),
                 )
                 | None => {}
@@ -246,6 +252,7 @@ impl Resource {
             }
             Input::HandlerDone { tag, exit_code } => match self.tags.take(tag) {
                 Some(Pending::Fence(peer)) => self.fence_ended(peer, exit_code),
+                Some(Pending::CloseUnused) => self.unused_closed(),
                 Some(Pending::BeforeResync(volume, peer, link)) => {
                     self.before_resync_ended(volume, peer, (link, tag), exit_code);
                 }

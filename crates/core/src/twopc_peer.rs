@@ -252,6 +252,16 @@ impl Resource {
         let disconnects = prepare.change.mask.has(StateWord::CONN)
             && prepare.change.val.conn() == Some(ConnState::Disconnecting);
         if disconnects {
+            if targeted && direct && self.puts_leaving_off(peer) {
+                self.reply(
+                    peer,
+                    head.tid,
+                    head.initiator_node_id,
+                    ReplyKind::Retry,
+                    None,
+                );
+                return;
+            }
             reachable.remove(head.initiator_node_id);
         }
         let mut t = Transaction {

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use lockstep_core::leaving::CLOSE_UNUSED;
 use lockstep_core::report::Snapshot;
 use lockstep_core::state::DiskState;
 use lockstep_format::units::VolumeNr;
@@ -63,10 +64,11 @@ pub enum HandlerEntry {
 /// Looks a handler up: directory of the node, configuration, resource, handler.
 pub type FindHandler = fn(&Path, &Path, &str, &str) -> HandlerEntry;
 
-/// The handlers that the core may call; none where the operator has switched them off.
+/// The handlers that the core may call; none of the configuration where the operator has switched them off.
 pub(crate) fn names() -> Vec<String> {
     let names = if are_disabled() { &[] } else { NAMES };
-    names.iter().map(|name| (*name).to_owned()).collect()
+    let all = names.iter().chain(&[CLOSE_UNUSED]);
+    all.map(|name| (*name).to_owned()).collect()
 }
 
 fn are_disabled() -> bool {
@@ -81,6 +83,7 @@ pub(crate) struct Handlers {
     running: Arc<AtomicUsize>,
     open: Arc<Open>,
     refresh: Arc<OnceLock<Refresh>>,
+    close_unused: Arc<OnceLock<CloseUnused>>,
 }
 
 /// Calls by resource whose end watchers have not been told of yet.
@@ -111,6 +114,9 @@ impl Open {
     }
 }
 
+/// Closes the volumes of a resource that nobody uses any more, and waits for what follows.
+pub(crate) type CloseUnused = Box<dyn Fn(&str) + Send + Sync>;
+
 /// Publishes a resource as it is now.
 pub(crate) type Refresh = Box<dyn Fn(&str) + Send + Sync>;
 
@@ -123,6 +129,29 @@ impl Handlers {
             running: Arc::default(),
             open: Arc::default(),
             refresh: Arc::default(),
+            close_unused: Arc::default(),
+        }
+    }
+
+    /// Who closes volumes for [`CLOSE_UNUSED`].
+    pub(crate) fn close_by(&self, close_unused: CloseUnused) {
+        // A node says it once.
+        let _ = self.close_unused.set(close_unused);
+    }
+
+    /// Closes on a thread of its own: users are looked for in all processes.
+    fn close(&self, call: HandlerCall, done: HandlerDone) {
+        let close_unused = self.close_unused.clone();
+        let thread = std::thread::Builder::new().name("closer".into());
+        let spawned = thread.spawn(move || {
+            if let Some(close_unused) = close_unused.get() {
+                close_unused(&call.resource);
+            }
+            done.finish(0);
+        });
+        if let Err(error) = spawned {
+            // The core hears of the end by the closure that is gone.
+            tracing::warn!(%error, "nobody looks for the users of a device");
         }
     }
 
@@ -145,6 +174,9 @@ impl Handlers {
 
 impl HandlerExecutor for Handlers {
     fn run(&self, call: HandlerCall, done: HandlerDone) {
+        if call.handler == CLOSE_UNUSED {
+            return self.close(call, done);
+        }
         let helper = std::env::var_os(HELPER_VARIABLE);
         if are_disabled() {
             return done.finish(0);

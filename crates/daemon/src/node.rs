@@ -191,6 +191,12 @@ impl Node {
             )?;
         }
         let weak = Arc::downgrade(&node);
+        handlers.close_by(Box::new(move |name| {
+            if let Some(node) = weak.upgrade() {
+                node.settle_closed(name);
+            }
+        }));
+        let weak = Arc::downgrade(&node);
         handlers.after(Box::new(move |name| {
             if let Some(node) = weak.upgrade() {
                 node.refresh(name);

@@ -58,6 +58,20 @@ pub fn can_balance_with_drbd9() -> bool {
     present
 }
 
+/// Whether the tools of the kernel's nodes make metadata with other bitmap blocks than 4 KiB.
+pub fn can_enlarge_drbd9_blocks() -> bool {
+    if !can_join_drbd9() {
+        return false;
+    }
+    let tool = fs::read("/usr/sbin/drbdadm").unwrap_or_default();
+    let known = b"bitmap-block-size";
+    let present = tool.windows(known.len()).any(|words| words == known);
+    if !present {
+        eprintln!("skipped: this machine lacks: drbd-utils that know --bitmap-block-size");
+    }
+    present
+}
+
 /// What a node runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -92,6 +106,8 @@ pub struct NineSetup {
     pub handlers: &'static [(&'static str, u8)],
     /// Further words of `drbdadm create-md` of Lockstep nodes; the tools of the kernel's nodes may not know them.
     pub create_md: &'static str,
+    /// The same of the kernel's nodes.
+    pub kernels_create_md: &'static str,
 }
 
 impl NineSetup {
@@ -109,6 +125,7 @@ impl NineSetup {
             two_paths: false,
             handlers: &[],
             create_md: "",
+            kernels_create_md: "",
         }
     }
 
@@ -347,7 +364,7 @@ impl Nine {
     pub fn create_md(&self, node: usize) -> Result<()> {
         let words = match self.setup.nodes[node] {
             Kind::Lockstep => self.setup.create_md,
-            Kind::Kernel => "",
+            Kind::Kernel => self.setup.kernels_create_md,
         };
         for volume in 0..self.setup.volumes {
             self.adm(node, &format!("create-md --force {words} r0/{volume}"))?;

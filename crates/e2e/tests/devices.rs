@@ -96,6 +96,28 @@ fn a_mount_promotes_its_node_and_the_unmount_demotes_it() -> Result<()> {
     cluster.check_same_data(0, 46)
 }
 
+/// Who disconnects from a Primary is Outdated, and with a kernel who unmounts is none any more.
+#[test]
+fn a_peer_that_disconnects_behind_an_unmount_is_not_outdated() -> Result<()> {
+    if !can_mount() || !has_program("mkfs.ext4") {
+        return Ok(());
+    }
+    let mut cluster = secondaries(249, "")?;
+    let device = cluster.device(0, 249, 0)?;
+    run(Command::new("mkfs.ext4").arg("-q").arg(&device))?;
+    for round in 0..5 {
+        let point = cluster.mount(&device)?;
+        fs::write(point.join(round.to_string()), "text")?;
+        cluster.unmount(&point)?;
+        cluster.adm(1, &["disconnect", "r0"])?;
+        let disk = cluster.status(1)?["devices"][0]["disk-state"].clone();
+        ensure!(disk == "UpToDate", "round {round}: {disk}");
+        cluster.adm(1, &["connect", "r0"])?;
+        cluster.wait_in_sync()?;
+    }
+    Ok(())
+}
+
 /// With a kernel the unmount demotes before it returns, so a promotion by command after it is one that
 /// others see, however soon it comes.
 #[test]

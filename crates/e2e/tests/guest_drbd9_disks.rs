@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lockstep_e2e::guest_drbd9::{
-    Kind, Nine, NineSetup, can_balance_with_drbd9, can_join_drbd9, scribble_words,
+    Kind, Nine, NineSetup, can_balance_with_drbd9, can_enlarge_drbd9_blocks, can_join_drbd9,
+    scribble_words,
 };
+use lockstep_e2e::guest_writes::{ROT_KIB, rot};
 
 use Kind::{Kernel, Lockstep};
 
@@ -174,6 +176,70 @@ fn trimmed_blocks_are_resynced_thin_and_bitmap_blocks_may_be_larger() -> Result<
             cluster.adm(source, "secondary r0")?;
         }
         cluster.check_end(&[])?;
+    }
+    Ok(())
+}
+
+/// A verify to its end; what was changed behind a node's back is marked in whole bitmap blocks.
+fn verify(cluster: &Nine, starter: usize, rotten: bool) -> Result<()> {
+    cluster.adm(starter, "verify r0/0")?;
+    cluster.wait("the end of a verify", |cluster| {
+        for (node, peer) in ROLES {
+            let kib = cluster.out_of_sync_kib(node, peer, 0)?;
+            let expected = if rotten { kib >= ROT_KIB } else { kib == 0 };
+            if cluster.replication(node, peer, 0)? != "Established" || !expected {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    })
+}
+
+#[test]
+fn bitmap_blocks_of_the_kernel_may_be_larger() -> Result<()> {
+    if !can_enlarge_drbd9_blocks() {
+        return Ok(());
+    }
+    const BLOCKS: [&str; 4] = [
+        "",
+        "--bitmap-block-size=16k",
+        "--bitmap-block-size=64k",
+        "--bitmap-block-size=1M",
+    ];
+    for (n, (own, kernels)) in [(0, 2), (1, 3), (2, 2), (3, 1)].into_iter().enumerate() {
+        let net = "csums-alg sha1; verify-alg crc32c;";
+        let mut setup = NineSetup::new(&PAIR, 9580 + n as u32).net(net);
+        setup.create_md = BLOCKS[own];
+        setup.kernels_create_md = BLOCKS[kernels];
+        let cluster = Nine::start(setup)?;
+        cluster.wait_connected()?;
+        // A first sync of everything.
+        cluster.adm(0, "primary --force r0")?;
+        cluster.wait_in_sync()?;
+        cluster.adm(0, "secondary r0")?;
+        for (source, target) in ROLES {
+            cluster.make_primary(source)?;
+            cluster.scribble(source, 0)?;
+            cluster.adm(target, "disconnect r0")?;
+            cluster.scribble(source, 0)?;
+            cluster.sh(source, 0, "blkdiscard -o 4194304 -l 8388608 $D")?;
+            cluster.adm(target, "connect r0")?;
+            cluster.wait_in_sync()?;
+            for starter in [source, target] {
+                verify(&cluster, starter, false)?;
+                rot(&cluster.image(target, 0))?;
+                verify(&cluster, starter, true)?;
+                cluster.adm(target, "invalidate r0/0")?;
+                cluster.wait_in_sync()?;
+            }
+            cluster.scribble(source, 0)?;
+            cluster.adm(source, "secondary r0")?;
+        }
+        cluster.check_end(&[
+            "Out of sync: start=",
+            "Online verify found",
+            "KiB out of sync",
+        ])?;
     }
     Ok(())
 }

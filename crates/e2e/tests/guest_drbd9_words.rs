@@ -107,6 +107,31 @@ fn an_outdated_disk_of_three_is_made_the_good_one() -> Result<()> {
     Ok(())
 }
 
+/// Whoever unmounts is Secondary before the next command runs on the other node, which would be Outdated else.
+#[test]
+fn a_peer_that_leaves_behind_an_unmount_is_not_outdated() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let cluster = Nine::start_equal(NineSetup::new(&PAIR, 9830))?;
+    for (user, leaver) in [(0, 1), (1, 0)] {
+        cluster.sh(user, 0, "mkfs.ext4 -q $D")?;
+        for _ in 0..5 {
+            let script = "m=$(mktemp -d) && mount -t ext4 $D $m && date > $m/file && umount $m";
+            cluster.sh(user, 0, script)?;
+            cluster.adm(leaver, "disconnect r0")?;
+            ensure!(
+                cluster.disk_state(leaver, 0)? == "UpToDate",
+                "{}",
+                cluster.report()
+            );
+            cluster.adm(leaver, "connect r0")?;
+            cluster.wait_in_sync()?;
+        }
+    }
+    cluster.check_end(&["EXT4-fs"])
+}
+
 #[test]
 fn a_fenced_peer_does_not_hold_writes_and_is_released() -> Result<()> {
     if !can_join_drbd9() {

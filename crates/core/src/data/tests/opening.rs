@@ -43,6 +43,73 @@ fn code(w: &World, id: u64) -> Option<ErrorCode> {
     w.answers[&id].as_ref().err().map(|e| e.code)
 }
 
+/// The driver of node 0 has looked for users; it says so once for each time that it was asked.
+fn looked(w: &mut World) -> usize {
+    let asked = core::mem::take(&mut w.handlers);
+    for (node, name, tag) in &asked {
+        assert_eq!((*node, *name), (0, crate::leaving::CLOSE_UNUSED));
+        let tag = *tag;
+        w.input(0, Input::HandlerDone { tag, exit_code: 0 });
+    }
+    w.run();
+    asked.len()
+}
+
+/// An unmount is known some milliseconds later; a kernel is Secondary at once, and a peer that leaves then keeps good data.
+#[test]
+fn a_peer_that_leaves_behind_the_last_close_is_not_outdated() {
+    for in_use in [false, true] {
+        for seed in 0..5 {
+            let mut options = ResourceOptions::default();
+            options.handlers.push(crate::leaving::CLOSE_UNUSED.into());
+            let mut w = secondaries(2 + seed % 2, options);
+            open(&mut w, 0, true);
+            w.run();
+            let id = w.write(0, 0, 4096, 5);
+            w.run();
+            assert!(w.done(0, id), "{:#?}", w.log);
+            let leave = Command::Disconnect {
+                peer: node_id(0),
+                force: false,
+            };
+            let left = w.command(1, leave.clone());
+            w.pass(Duration::from_millis(20));
+            assert!(
+                !w.answers.contains_key(&left),
+                "not before that was looked at"
+            );
+            if !in_use {
+                close(&mut w, 0, true);
+            }
+            assert_eq!(looked(&mut w), 1);
+            w.pass_until("the disconnect", 10, |w| w.answers.contains_key(&left));
+            assert_eq!(w.answers[&left], Ok(Answer::Done));
+            let disk = w.nodes[1].resource.state.disk(VOLUME);
+            let expected = match in_use {
+                true => (Role::Primary, DiskState::Outdated),
+                false => (Role::Secondary, DiskState::UpToDate),
+            };
+            assert_eq!((role(&w, 0), disk), expected, "{:#?}", w.log);
+            // The next time it is looked at anew.
+            let connect = Command::Connect {
+                peer: node_id(0),
+                discard_my_data: false,
+                tentative: false,
+            };
+            w.command(1, connect);
+            w.pass_until("in sync", 10, World::in_sync);
+            open(&mut w, 0, true);
+            w.run();
+            assert_eq!(role(&w, 0), Role::Primary);
+            let left = w.command(1, leave);
+            w.pass(Duration::from_millis(500));
+            assert!(!w.answers.contains_key(&left));
+            assert_eq!(looked(&mut w), 1);
+            w.pass_until("the disconnect", 10, |w| w.answers.contains_key(&left));
+        }
+    }
+}
+
 #[test]
 fn an_open_for_writing_promotes_and_the_last_close_demotes() {
     let mut w = secondaries(3, ResourceOptions::default());
