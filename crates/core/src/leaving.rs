@@ -17,6 +17,8 @@ pub const CLOSE_UNUSED: &str = "close-unused";
 
 /// How long a demotion has time, once the driver has looked.
 const DEMOTION: Duration = Duration::from_secs(1);
+/// How long a look may take.
+const LONGEST: Duration = Duration::from_secs(5);
 /// How long a look counts for the peer that it was made for.
 const FRESH: Duration = Duration::from_secs(3);
 
@@ -25,8 +27,8 @@ const FRESH: Duration = Duration::from_secs(3);
 pub(crate) enum Look {
     #[default]
     None,
-    /// The driver looks, for this peer.
-    Runs(NodeId),
+    /// The driver looks since this moment, for this peer.
+    Runs(Instant, NodeId),
     /// It had looked at this moment, for this peer.
     Done(Instant, NodeId),
 }
@@ -41,8 +43,9 @@ impl Resource {
             .filter_map(|d| d.peers.get(&peer));
         let loses = disks.any(|p| p.disk > DiskState::Outdated);
         let looks = self.options.handlers.iter().any(|h| h == CLOSE_UNUSED);
-        if let Look::Runs(_) = self.leaving {
-            return true;
+        if let Look::Runs(since, _) = self.leaving {
+            // One that does not come to an end keeps nobody here.
+            return self.now < since + LONGEST;
         }
         // A look counts once: the device may be used and closed again before the next one.
         let look = core::mem::take(&mut self.leaving);
@@ -59,7 +62,7 @@ impl Resource {
                 return false;
             }
         }
-        self.leaving = Look::Runs(peer);
+        self.leaving = Look::Runs(self.now, peer);
         let tag = self.tags.insert(Pending::CloseUnused);
         self.output(Output::Handler {
             tag,
@@ -72,7 +75,7 @@ impl Resource {
 
     /// Volumes that nobody used are closed.
     pub(crate) fn unused_closed(&mut self) {
-        if let Look::Runs(peer) = self.leaving {
+        if let Look::Runs(_, peer) = self.leaving {
             self.leaving = Look::Done(self.now, peer);
         }
     }

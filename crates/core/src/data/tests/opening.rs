@@ -299,3 +299,20 @@ fn without_good_data_an_open_is_refused() {
         (false, 10_101)
     );
 }
+
+/// A driver that does not answer does not keep a peer that wants to leave.
+#[test]
+fn a_look_without_an_end_keeps_no_peer() {
+    let mut options = ResourceOptions::default();
+    options.handlers.push(crate::leaving::CLOSE_UNUSED.into());
+    let mut w = secondaries(2, options);
+    open(&mut w, 0, true);
+    w.run();
+    let leave = Command::Disconnect {
+        peer: node_id(0),
+        force: false,
+    };
+    let left = w.command(1, leave);
+    w.pass_until("the disconnect", 20, |w| w.answers.contains_key(&left));
+    assert_eq!(w.answers[&left], Ok(Answer::Done));
+}
