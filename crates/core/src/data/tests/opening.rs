@@ -300,7 +300,8 @@ fn without_good_data_an_open_is_refused() {
     );
 }
 
-/// A driver that does not answer does not keep a peer that wants to leave.
+/// A driver that does not answer keeps no peer that wants to leave until that one goes without being Outdated, beside a
+/// Primary that goes on.
 #[test]
 fn a_look_without_an_end_keeps_no_peer() {
     let mut options = ResourceOptions::default();
@@ -315,4 +316,5 @@ fn a_look_without_an_end_keeps_no_peer() {
     let left = w.command(1, leave);
     w.pass_until("the disconnect", 20, |w| w.answers.contains_key(&left));
     assert_eq!(w.answers[&left], Ok(Answer::Done));
+    assert_eq!(w.nodes[1].resource.state.disk(VOLUME), DiskState::Outdated);
 }
