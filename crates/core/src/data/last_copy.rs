@@ -172,12 +172,27 @@ impl Resource {
             .iter()
             .flat_map(|device| &device.peers)
             .filter(|(peer, pd)| pd.refuses && self.out_of_sync_blocks(volume, **peer) > 0)
-            .filter(|_| !planted!(self, RefusedIsTaken))
+            .filter(|_| !planted!(self, RefusedIsTaken) && !self.another_has_all(volume))
             .map(|(peer, _)| *peer)
             .collect();
         for peer in unsent.into_iter().chain(refused) {
             self.keep_alone(volume, peer);
         }
+    }
+
+    /// A connected peer with a whole disk has everything: the generation that is made with it leaves out who has not.
+    fn another_has_all(&self, volume: VolumeNr) -> bool {
+        let refuses = |peer: NodeId| {
+            let pd = self.devices.get(&volume).and_then(|d| d.peers.get(&peer));
+            pd.is_some_and(|pd| pd.refuses)
+        };
+        self.established_peers().iter().any(|peer| {
+            let p = self.state.peer_device(volume, peer);
+            p.repl == ReplState::Established
+                && p.disk == DiskState::UpToDate
+                && !refuses(peer)
+                && !self.lacks_writes(volume, peer)
+        })
     }
 
     /// The peer has no write that applications may take for done, and has not said yet what became of its disk.

@@ -462,3 +462,25 @@ fn an_idle_client_gives_way_to_a_disk_that_was_written_alone() {
     assert_eq!(w.read(2, 80, 4096), vec![2; 4096]);
     w.check_same_data();
 }
+
+/// A peer has refused writes when the Primary loses its disk. A third node has them all, and the Primary goes on with that.
+#[test]
+fn a_primary_whose_disk_goes_goes_on_with_the_peer_that_refused_nothing() {
+    let mut w = clean(9, 3, Setup::default());
+    let id = w.write(0, 0, 4096, 5);
+    w.run();
+    assert!(w.done(0, id), "{:#?}", w.log);
+    let resource = &mut w.nodes[0].resource;
+    resource.peer_refuses(VOLUME, node_id(1));
+    resource.mark_towards(VOLUME, node_id(1), Sector(0), 4096);
+    let detach = Command::Detach {
+        volume: VOLUME,
+        force: true,
+        diskless: false,
+    };
+    w.command(0, detach);
+    w.pass(Duration::from_secs(1));
+    let id = w.write(0, 4096, 4096, 6);
+    w.pass(Duration::from_secs(1));
+    assert!(w.done(0, id), "{:#?}", w.log);
+}
