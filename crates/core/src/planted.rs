@@ -831,6 +831,8 @@ registry! {
         "A node that is being resynced does not follow when its source pulls ahead.";
     AheadMarksUntold "ahead-marks-untold"
         "The end of Ahead does not tell the marks of what was not sent.";
+    ExchangeMarksUntold "exchange-marks-untold"
+        "The start of a resync does not tell the marks of what was not sent during the exchange of bitmaps.";
     AheadEndsEarly "ahead-ends-early"
         "A Primary ends Ahead while writes are on their way.";
     MaxBuffersIgnored "max-buffers-ignored"

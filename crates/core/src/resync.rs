@@ -46,6 +46,10 @@ impl Resource {
         };
         let mut change = Change::new().repl(volume, peer, repl);
         if repl == ReplState::SyncSource {
+            // What was not sent meanwhile has no mark before it is settled, and that may be behind the end.
+            if !planted!(self, ExchangeMarksUntold) {
+                self.tell_marks(volume, peer);
+            }
             // Also where the resync starts paused: writes go to the peer from now on.
             change = change.peer_disk(volume, peer, DiskState::Inconsistent);
         }

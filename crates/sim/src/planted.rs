@@ -177,6 +177,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
         | P::AheadMarksUntold
+        | P::ExchangeMarksUntold
         | P::NewMarksNotAwaited
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
@@ -901,6 +902,7 @@ const RARE: &[Planted] = &[
     Planted::NotesNotAdopted,
     Planted::RemainingCopyNotFlushed,
     Planted::AheadMarksUntold,
+    Planted::ExchangeMarksUntold,
     Planted::AheadEndsEarly,
     Planted::SuperblockInOneGo,
     Planted::LateWordsCount,

@@ -180,3 +180,11 @@ fn a_forced_promotion_beside_an_outdated_disk_ends_in_a_handshake() {
     planned_holds(Some(2), 856000000880, (None, vec![]), "2-3", "none");
     planned_holds(Some(2), 856000000880, (None, vec![]), "0-99", "0-9999");
 }
+
+/// A write waited for the activity log, went to the disk between the two bitmaps of a handshake, and was marked when
+/// that disk was through with it: behind the end of the resync, whose target counted as one that has it.
+#[test]
+fn what_was_not_sent_during_an_exchange_is_marked_before_the_resync() {
+    planned_holds(Some(2), 1890105440, (None, vec![]), "1-2,4", "32,34");
+    planned_holds(Some(2), 1890105440, (None, vec![]), "0-99", "0-9999");
+}

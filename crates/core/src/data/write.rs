@@ -849,8 +849,8 @@ impl Resource {
         self.settle_log();
     }
 
-    /// The end of Ahead: what is not settled yet is marked and told now, so that the resync that
-    /// follows cannot miss it.
+    /// The end of Ahead or of a bitmap exchange: what was not sent and is not settled is marked and told now,
+    /// so that the resync that follows cannot miss it.
     pub(crate) fn tell_marks(&mut self, volume: VolumeNr, peer: NodeId) {
         if planted!(self, AheadForgetsMarks) {
             return;
