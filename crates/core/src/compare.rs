@@ -699,6 +699,7 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
     let own_started = started_84(h, h.own, h.peer, peer);
     if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {
         return announced::came_back(h, own, peer)
+            .or_else(|| announced::unwritten(h))
             .unwrap_or_else(|| row(Strategy::SplitBrainDisconnect, Rule::Contradiction));
     }
     if let Some(row) = announced::announcer_lives_on(h, own, peer) {
@@ -773,6 +774,9 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
             Phase::Attach | Phase::AfterUnstable => Strategy::NoSync,
         };
         return row(strategy, Rule::TargetOfAnother);
+    }
+    if let Some(row) = announced::unwritten(h) {
+        return row;
     }
     let rule = if one_base {
         Rule::BitmapBoth

@@ -27,7 +27,7 @@ pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Op
             && !follower.is_primary()
             && primary.uuids.history_notes(to)
             && (slot.same_generation(base) || both_at_once)
-            && follower.uuids.dirty_bits == 0
+            && (follower.uuids.dirty_bits == 0 || follower.flag(UuidFlags::UNWRITTEN))
     };
     if !h.is_lockstep() {
         None
@@ -65,6 +65,41 @@ pub(super) fn came_back(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row>
     } else {
         None
     }
+}
+
+/// Between two Lockstep nodes, where else there would be a split brain: one of them has written nothing since the
+/// generation that it names for the other, which has gone on from there. The new name of its data means nothing.
+pub(super) fn unwritten(h: &Handshake<'_>) -> Option<Row> {
+    let one_base = is_real(h.own_slot()) && h.own_slot().same_generation(h.peer_slot());
+    let yields = |side: &Side, other: &Side| {
+        let base = side.uuids.base_for(other.node);
+        base.is_some_and(|base| other.uuids.knows(base))
+            && !side.is_primary()
+            && other.effective_disk() > DiskState::Inconsistent
+    };
+    if !h.is_lockstep() {
+        return None;
+    }
+    let direction = match (yields(h.own, h.peer), yields(h.peer, h.own)) {
+        (true, false) => Direction::Target,
+        (false, true) => Direction::Source,
+        (true, true) if one_base => {
+            let (own, peer) = (h.own.effective_disk(), h.peer.effective_disk());
+            match own > peer || own == peer && h.own.node < h.peer.node {
+                true => Direction::Source,
+                false => Direction::Target,
+            }
+        }
+        (true, true) | (false, false) => return None,
+    };
+    let rule = match direction {
+        Direction::Source => Rule::HistorySelf,
+        Direction::Target => Rule::HistoryPeer,
+    };
+    Some(match one_base {
+        true => row(direction.use_bitmap(), rule),
+        false => row(direction.set_bitmap(), rule),
+    })
 }
 
 /// It was demoted without that follower, and lived on: its disk lost nothing. Nor has it where both were

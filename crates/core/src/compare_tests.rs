@@ -7,6 +7,8 @@ use crate::rng::Rng;
 
 #[path = "compare_crashed_tests.rs"]
 mod crashed;
+#[path = "compare_unwritten_tests.rs"]
+mod unwritten;
 
 const A: NodeId = NodeId(0);
 const B: NodeId = NodeId(1);

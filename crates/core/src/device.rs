@@ -339,6 +339,9 @@ pub struct PeerDevice {
     pub behind: lockstep_format::units::NodeMask,
     /// `rs_start_uuid` of a running resync as target (semantics.md, 12.10).
     pub resync_start_uuid: Uuid,
+    /// The peer, which this disk is being copied from, has written nothing since this older generation, as far as is
+    /// known; else zero (`unwritten.rs`).
+    pub(crate) copied_since: Uuid,
     /// Old generation in this peer's slot, until it reports the new one.
     pub provisional: Option<Uuid>,
     /// A reconciliation resync runs or is owed (semantics.md, 18.5).
@@ -485,6 +488,7 @@ impl PeerDevice {
             resync_ready: false,
             behind: lockstep_format::units::NodeMask::EMPTY,
             resync_start_uuid: Uuid::ZERO,
+            copied_since: Uuid::ZERO,
             provisional: None,
             reconcile: Reconcile::No,
             finished_early: None,

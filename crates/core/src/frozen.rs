@@ -7,9 +7,10 @@
 
 use alloc::collections::BTreeSet;
 use alloc::format;
+use alloc::vec::Vec;
 
-use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
-use lockstep_format::wire::{DiskState, Role};
+use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
+use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
 
 use crate::command::ErrorCode;
 use crate::compare::{Direction, Strategy};
@@ -19,6 +20,7 @@ use crate::report::Level;
 use crate::resource::Resource;
 use crate::state::ReplSets;
 use crate::transition::Change;
+use crate::uuids::is_real;
 use crate::validity::Refusal;
 
 /// A demotion that is due because a peer has newer data.
@@ -117,6 +119,58 @@ impl Resource {
         Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("node {peer} has newer data of volume {volume} than this Primary"),
+        }
+    }
+
+    /// A peer that was not whole until now has gone on from what this Primary without a disk serves, with another
+    /// Primary, and nobody else has that any more. What this one still has to write would replace newer data.
+    pub(crate) fn has_gone_on(&self, volume: VolumeNr, peer: NodeId, role: Role) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let exposed = device.exposed_uuid;
+        let Some(set) = self.peer_uuids(volume, peer) else {
+            return false;
+        };
+        let named = |uuid: &Uuid| uuid.same_generation(set.current);
+        let planned = self.new_uuid.as_ref();
+        let own = device.announced.iter().any(named)
+            || planned.is_some_and(|new| new.plans.contains_key(&volume));
+        let state = self.state.devices.get(&volume);
+        role == Role::Primary
+            && is_real(exposed)
+            && !exposed.same_generation(set.current)
+            && set.knows(exposed)
+            && !own
+            && state.is_some_and(|state| !state.data_accessible())
+            && !planted!(self, GoneOnServes)
+    }
+
+    /// After every input: such a peer is met again, and refused as long as this node is Primary.
+    pub(crate) fn settle_gone_on(&mut self) {
+        if self.state.role != Role::Primary {
+            return;
+        }
+        let mut gone = Vec::new();
+        for (volume, state) in &self.state.devices {
+            for (peer, p) in &state.peers {
+                let device = self.devices.get(volume);
+                let pd = device.and_then(|d| d.peers.get(peer));
+                let said = pd.and_then(|pd| pd.last_state);
+                if state.disk <= DiskState::Failed
+                    && p.repl >= ReplState::Established
+                    && p.disk == DiskState::Outdated
+                    && said.is_some_and(|said| said.disk == DiskState::UpToDate)
+                    && self.has_gone_on(*volume, *peer, Role::Primary)
+                {
+                    gone.push((*volume, *peer));
+                }
+            }
+        }
+        for (volume, peer) in gone {
+            let refusal = self.older_than(peer, volume);
+            self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
+            self.drop_connection(peer, ConnState::NetworkFailure);
         }
     }
 

@@ -30,6 +30,8 @@ pub struct Generations {
     pub slots: [Peer; UUID_SLOTS],
     /// Flags of the device.
     pub flags: DeviceFlags,
+    /// The data had this older generation, and nothing was written here since (`unwritten.rs`); else zero.
+    pub unwritten_since: Uuid,
 }
 
 /// What a rotation has to know of a configured peer.
@@ -128,6 +130,7 @@ impl Generations {
             history: [Uuid::ZERO; UUID_SLOTS],
             slots: [Peer::default(); UUID_SLOTS],
             flags: DeviceFlags::empty(),
+            unwritten_since: Uuid::ZERO,
         }
     }
 
@@ -140,6 +143,7 @@ impl Generations {
             history: block.history,
             slots: block.peers,
             flags: block.flags,
+            unwritten_since: block.unwritten_since,
         }
     }
 
@@ -171,6 +175,7 @@ impl Generations {
         block.history = self.history;
         block.peers = self.slots;
         block.flags = self.flags;
+        block.unwritten_since = self.unwritten_since;
     }
 
     /// 12.3: retires a generation into the history.
@@ -361,6 +366,7 @@ impl Generations {
             }
         }
         let start = self.current;
+        self.unwritten_since = Uuid::ZERO;
         if is_real(start) && start != Uuid::JUST_CREATED {
             self.rotate(
                 start,
@@ -501,6 +507,9 @@ impl Generations {
     pub fn set_primary_bit(&mut self, role: Role) {
         if is_real(self.current) && self.current != Uuid::JUST_CREATED {
             self.current = with_role(self.current, role);
+        }
+        if role == Role::Primary {
+            self.unwritten_since = Uuid::ZERO;
         }
     }
 
@@ -671,6 +680,9 @@ impl Generations {
 
     /// Sets the current UUID and keeps it out of the history (invariant U5).
     fn set_current(&mut self, uuid: Uuid) {
+        if !uuid.same_generation(self.current) {
+            self.unwritten_since = Uuid::ZERO;
+        }
         self.current = uuid;
         let mut kept = [Uuid::ZERO; UUID_SLOTS];
         let others = self

@@ -81,6 +81,7 @@ mod two_primaries;
 pub mod twopc;
 pub mod twopc_peer;
 pub mod unasked;
+mod unwritten;
 pub mod uuid_spread;
 pub mod uuids;
 pub mod uuids_of;

@@ -833,6 +833,10 @@ registry! {
         "The end of Ahead does not tell the marks of what was not sent.";
     ExchangeMarksUntold "exchange-marks-untold"
         "The start of a resync does not tell the marks of what was not sent during the exchange of bitmaps.";
+    UnwrittenForEver "unwritten-for-ever"
+        "That nothing was written since a generation was taken is noted after a write as well.";
+    GoneOnServes "gone-on-serves"
+        "A frozen Primary without a disk goes on with a peer that another Primary has brought further.";
     AheadEndsEarly "ahead-ends-early"
         "A Primary ends Ahead while writes are on their way.";
     MaxBuffersIgnored "max-buffers-ignored"

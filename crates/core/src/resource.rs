@@ -424,6 +424,7 @@ impl Resource {
         self.run_steps();
         self.settle_fencing();
         self.settle_caches();
+        self.settle_gone_on();
         self.settle_new_uuid();
         self.settle_data();
         self.settle_moves();

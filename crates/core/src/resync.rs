@@ -98,6 +98,7 @@ impl Resource {
             pd.unstable_resync = unstable;
             pd.resync_ready = false;
         }
+        self.note_source_unwritten(volume, peer);
         self.after_superblock(volume, AfterMeta::ResyncStart(peer));
         if planted!(self, TargetStartsEarly) {
             self.resync_target_ready(volume, peer);
@@ -225,6 +226,7 @@ impl Resource {
         }
         disk.crashed_primary = false;
         self.copied_from_crashed(peer, volume);
+        self.copied_unwritten(volume, peer);
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.behind = behind;
             pd.resync_ready = false;

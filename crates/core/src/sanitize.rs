@@ -172,6 +172,7 @@ impl Resource {
             } else if own <= DiskState::Failed
                 && p.disk == DiskState::UpToDate
                 && (self.is_left_behind(volume, *peer)
+                    || before.disk < DiskState::UpToDate && self.has_gone_on(volume, *peer, role)
                     || before.disk == DiskState::Outdated
                         && (self.lacks_held(volume, *peer)
                             || self.lacks_exposed(volume, *peer, role)))

@@ -980,10 +980,14 @@ impl Resource {
             dagtag,
         };
         let before = disk.generations.slots;
+        let base = disk.generations.unwritten_since;
         disk.generations
             .receive_new_datagen(set.current, &rotation, own, role);
         if forgets {
             disk.generations.slots = before;
+        }
+        if lockstep && disk.notes_unwritten() {
+            disk.generations.note_unwritten(old, base, role);
         }
         if lockstep && !untold {
             disk.generations.push_history(set.history[0]);

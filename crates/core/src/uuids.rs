@@ -186,6 +186,17 @@ impl PeerUuids {
                 .any(|e| noted(e) && e.same_generation(uuid))
     }
 
+    /// The older generation since which nothing was written to the sender's disk, as it tells this receiver.
+    pub(crate) fn base_for(&self, receiver: NodeId) -> Option<Uuid> {
+        let slot = self.slot(receiver);
+        let base = match slot.is_zero() {
+            true => self.history[0],
+            false => slot,
+        };
+        let told = self.flags.contains(UuidFlags::UNWRITTEN);
+        (told && is_real(base)).then(|| base.without_primary_bit())
+    }
+
     /// Whether both histories have an entry in common.
     pub fn shares_history(&self, other: &PeerUuids) -> bool {
         self.history.iter().any(|entry| other.history_has(*entry))

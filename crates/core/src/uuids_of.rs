@@ -497,6 +497,8 @@ impl Resource {
         flags.set(UuidFlags::RECONNECT, stayed);
         let lost = disk.crashed_with.contains(peer) && self.is_lockstep(peer);
         flags.set(UuidFlags::CACHE_LOST, lost);
+        let unwritten = disk.generations.is_unwritten_for(peer) && self.is_lockstep(peer);
+        flags.set(UuidFlags::UNWRITTEN, unwritten);
         let inconsistent = state.disk == DiskState::Inconsistent
             || (state.disk == DiskState::Negotiating
                 && !disk

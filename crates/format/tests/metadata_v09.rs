@@ -8,7 +8,7 @@ use lockstep_format::disk::bitmap::Piece;
 use lockstep_format::disk::layout::{AlGeometry, BitmapBlock, Geometry, Layout};
 use lockstep_format::disk::pmem;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
-use lockstep_format::units::AlExtent;
+use lockstep_format::units::{AlExtent, Uuid};
 use metadata_vectors::{Image, Vector, all};
 
 fn v09() -> Vec<Vector> {
@@ -351,4 +351,28 @@ fn mark(image: &mut Image, layout: &Layout, superblock: &SuperBlock, active: &[A
         }
         image.write(at, &bytes);
     }
+}
+
+/// The note is of one generation: whoever changes that and leaves the reserved bytes alone makes it void.
+#[test]
+fn what_is_unwritten_is_noted_for_one_generation() {
+    let vector = v09().into_iter().find(has_superblock).expect("a vector");
+    let (_, image) = vector.images().remove(0);
+    let mut block = image.block(vector.number("md_offset") as u64);
+    let mut superblock = SuperBlock::decode(&block).expect("decodes");
+    assert_eq!(superblock.unwritten_since, Uuid::ZERO);
+    superblock.current_uuid = Uuid(0x5000);
+    superblock.unwritten_since = Uuid(0x4000);
+    superblock.encode(&mut block);
+    assert_eq!(SuperBlock::decode(&block), Ok(superblock.clone()));
+    // As Primary it is called the same.
+    block[15] |= 1;
+    let primary = SuperBlock::decode(&block).expect("decodes");
+    assert_eq!(primary.unwritten_since, Uuid(0x4000));
+    block[14] = 7;
+    let other = SuperBlock::decode(&block).expect("decodes");
+    assert_eq!(other.unwritten_since, Uuid::ZERO);
+    superblock.unwritten_since = Uuid::ZERO;
+    superblock.encode(&mut block);
+    assert_eq!(block[24..48], [0; 24]);
 }

@@ -177,6 +177,8 @@ fn shows(bug: Planted) -> Shows {
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
         | P::AheadMarksUntold
+        | P::GoneOnServes
+        | P::UnwrittenForEver
         | P::ExchangeMarksUntold
         | P::NewMarksNotAwaited
         | P::OldLogCounts => Shows::Data,
@@ -903,6 +905,7 @@ const RARE: &[Planted] = &[
     Planted::RemainingCopyNotFlushed,
     Planted::AheadMarksUntold,
     Planted::ExchangeMarksUntold,
+    Planted::GoneOnServes,
     Planted::AheadEndsEarly,
     Planted::SuperblockInOneGo,
     Planted::LateWordsCount,

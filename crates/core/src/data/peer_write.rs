@@ -456,6 +456,7 @@ impl Resource {
             true => size.div_ceil(2).next_multiple_of(4096),
             false => size,
         };
+        self.data_change(volume);
         let op = self.disk_write(volume, kind, sector, reach, payload);
         self.disk_op(volume, op, DataOp::PeerWrite(volume, peer, number));
     }

@@ -602,6 +602,7 @@ impl<'a> Parser<'a> {
             node_id: u8::try_from(node_id).ok().map(NodeId),
             peers: peers.map(Option::unwrap_or_default),
             history,
+            unwritten_since: Uuid::ZERO,
         };
         if let Err(reason) = superblock.check_slots() {
             let what = format!("consistent bitmap indices ({reason})");

@@ -275,6 +275,7 @@ impl SuperBlock {
             node_id: None,
             peers: [entry; super::PEERS_MAX],
             history: [Uuid::ZERO; super::HISTORY_UUIDS],
+            unwritten_since: Uuid::ZERO,
         };
         this.peers[0].flags = peer_flags;
         this.history[..2].copy_from_slice(&self.history);

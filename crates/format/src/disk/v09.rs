@@ -108,7 +108,14 @@ pub struct SuperBlock {
     pub peers: [Peer; PEERS_MAX],
     /// Retired generations, newest first.
     pub history: [Uuid; HISTORY_UUIDS],
+    /// Nothing was written here since the data were called by this older generation; zero if something was, or if
+    /// that is not known. Only Lockstep writes it, and kernels write zero. It is void where `current_uuid` is not the
+    /// one that was written with it.
+    pub unwritten_since: Uuid,
 }
+
+/// Reserved bytes of a superblock with [`SuperBlock::unwritten_since`]: "LKSTSAME".
+const UNWRITTEN: u64 = u64::from_be_bytes(*b"LKSTSAME");
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -167,6 +174,7 @@ impl SuperBlock {
             node_id: None,
             peers: [Peer::default(); PEERS_MAX],
             history: [Uuid::ZERO; HISTORY_UUIDS],
+            unwritten_since: Uuid::ZERO,
         }
     }
 
@@ -207,6 +215,7 @@ impl SuperBlock {
             node_id: raw.node_id()?,
             peers: [Peer::default(); PEERS_MAX],
             history: raw.history_uuids.each_ref().map(|uuid| Uuid(uuid.get())),
+            unwritten_since: raw.unwritten_since(),
         };
         if this.effective_size.0 > MAX_DEVICE_SECTORS {
             return Err(DiskError::EffectiveSize {
@@ -220,7 +229,7 @@ impl SuperBlock {
         Ok(this)
     }
 
-    /// Writes the whole 4 KiB. Reserved bytes become zero.
+    /// Writes the whole 4 KiB. Reserved bytes become zero, but for [`SuperBlock::unwritten_since`].
     ///
     /// # Panics
     /// If the slots of the peers contradict each other: such a superblock must not reach a disk.
@@ -233,6 +242,10 @@ impl SuperBlock {
         raw.current_uuid = self.current_uuid.0.into();
         raw.members = self.members.0.into();
         raw.device_uuid = self.device_uuid.into();
+        if self.unwritten_since != Uuid::ZERO {
+            let note = [UNWRITTEN, self.current_uuid.0, self.unwritten_since.0];
+            raw.reserved_u64 = note.map(U64::new);
+        }
         raw.flags = self.flags.bits().into();
         raw.magic = Magic::V09_VALUE.into();
         raw.md_size_sect = self.offsets.md_size_sectors.into();
@@ -386,6 +399,15 @@ impl Raw {
             bitmap_block,
             al,
         })
+    }
+
+    fn unwritten_since(&self) -> Uuid {
+        let [magic, generation, since] = self.reserved_u64.each_ref().map(|word| word.get());
+        let current = Uuid(self.current_uuid.get());
+        match magic == UNWRITTEN && current.same_generation(Uuid(generation)) {
+            true => Uuid(since),
+            false => Uuid::ZERO,
+        }
     }
 
     fn node_id(&self) -> Result<Option<NodeId>, DiskError> {

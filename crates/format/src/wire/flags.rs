@@ -92,6 +92,8 @@ bitflags::bitflags! {
         const HAS_UNALLOC = 1 << 12;
         /// Of Lockstep alone: the sender's disk was connected to the receiver when it crashed, and was not since then.
         const CACHE_LOST = 1 << 40;
+        /// Of Lockstep alone: nothing was written to the sender's disk since the generation in its slot for the receiver.
+        const UNWRITTEN = 1 << 41;
         const _ = !0;
     }
 

@@ -1,0 +1,54 @@
+//! Two sides went on from one generation, and one of them has written nothing since (13.5).
+
+use super::*;
+
+/// Both have left generation 0x10: A for 0x20, B for 0x30, with marks on both sides.
+fn parted() -> Case {
+    Case::new(0x20, 0x30).with(|c| {
+        c.features = Features::LOCKSTEP;
+        slot(&mut c.a, B, 0x10);
+        slot(&mut c.b, A, 0x10);
+        c.a.uuids.dirty_bits = 3;
+        c.b.uuids.dirty_bits = 5;
+    })
+}
+
+#[test]
+fn who_has_written_nothing_is_the_target() {
+    parted().expect(Strategy::SplitBrainDisconnect, Rule::BitmapBoth);
+    let unwritten = parted().with(|c| flag(&mut c.a, UuidFlags::UNWRITTEN));
+    unwritten.expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
+    // A kernel says nothing of the kind.
+    let mut kernel = unwritten.clone();
+    kernel.features = Features::empty();
+    kernel.expect(Strategy::SplitBrainDisconnect, Rule::BitmapBoth);
+    // Its applications write.
+    let mut primary = unwritten.clone();
+    primary.a.role = Role::Primary;
+    assert!(primary.decide().strategy.is_split_brain());
+    // The other one has nothing to give.
+    let mut copied = unwritten;
+    copied.b.disk = DiskState::Inconsistent;
+    assert_ne!(copied.decide().strategy, Strategy::TargetUseBitmap);
+}
+
+#[test]
+fn of_two_that_have_written_nothing_the_better_disk_is_the_source() {
+    let mut both = parted();
+    flag(&mut both.a, UuidFlags::UNWRITTEN);
+    flag(&mut both.b, UuidFlags::UNWRITTEN);
+    both.expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    both.a.disk = DiskState::Outdated;
+    both.expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
+}
+
+#[test]
+fn without_a_slot_the_newest_of_the_history_is_meant() {
+    let mut c = parted().with(|c| flag(&mut c.a, UuidFlags::UNWRITTEN));
+    slot(&mut c.a, B, 0);
+    c.a.uuids.history[0] = Uuid(0x10);
+    c.expect(Strategy::TargetSetBitmap, Rule::HistoryPeer);
+    c.a.uuids.history = Default::default();
+    c.a.uuids.history[0] = Uuid(0x50);
+    c.expect(Strategy::UnrelatedData, Rule::NoRelation);
+}

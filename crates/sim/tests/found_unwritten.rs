@@ -1,0 +1,48 @@
+//! Planned worlds in which somebody took a generation that its Primary had announced, and nothing was written under it.
+
+mod common;
+
+use lockstep_sim::extras::Extra;
+
+use common::planned_holds;
+
+#[track_caller]
+fn whole(nodes: usize, seed: u64, kinds: (Option<&str>, Vec<Extra>)) {
+    planned_holds(Some(nodes), seed, kinds, "0-99", "0-9999");
+}
+
+/// A Primary died before it made what it had announced, and the two survivors went on from different generations: one
+/// took the new name, the other one made its own from the one before.
+#[test]
+fn a_name_under_which_nothing_was_written_is_no_branch() {
+    whole(3, 3_200_008_281, (None, Vec::new()));
+    whole(4, 778_200_000_086, (None, Vec::new()));
+}
+
+/// The same, where a third node was copied from the one with the new name meanwhile, and has nothing else either.
+#[test]
+fn who_was_copied_from_there_has_written_nothing_either() {
+    whole(4, 3_200_002_470, (None, Vec::new()));
+    let kinds = Some("shuffle,shuffle,crash,handover");
+    whole(4, 855_000_009_131, (kinds, vec![Extra::Every, Extra::Hot]));
+}
+
+/// The same, where the one with the new name believes that the other one followed: its slot names nothing.
+#[test]
+fn who_was_thought_to_follow_knows_the_one_before_all_the_same() {
+    let kinds = Some("shuffle,shuffle,crash,handover");
+    whole(
+        3,
+        782_000_005_690,
+        (kinds, vec![Extra::Every, Extra::Bursts]),
+    );
+}
+
+/// A client was frozen, and others went on with another Primary, which lost its quorum later. The client met one of
+/// them before that one knew that it is whole, went on with it, and wrote its old requests over newer data.
+#[test]
+fn a_frozen_client_does_not_go_on_with_those_who_have_gone_on_without_it() {
+    let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
+    let extras = vec![Extra::Migrations, Extra::Every];
+    whole(3, 1_891_000_210, (kinds, extras));
+}
