@@ -172,6 +172,20 @@ impl Resource {
             self.state.peer_device(volume, *other).disk == DiskState::UpToDate
                 && self.peer_uuids(volume, *other).is_some_and(strange)
         })?;
+        let third = self.peer_uuids(volume, parted)?;
+        let yields = |set: &PeerUuids, other: &PeerUuids| {
+            set.base_for(self.node_id)
+                .is_some_and(|base| other.knows(base))
+        };
+        if yields(set, third) || yields(third, set) {
+            return Some(Refusal {
+                code: ErrorCode::HANDSHAKE_RETRY,
+                text: format!(
+                    "nodes {peer} and {parted} have different generations of volume {volume}, and under one of \
+                     them nothing was written: that one is to be copied from the other"
+                ),
+            });
+        }
         Some(Refusal {
             code: ErrorCode::HANDSHAKE_DISCONNECT,
             text: format!(

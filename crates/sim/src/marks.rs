@@ -272,6 +272,10 @@ pub const MARKS: &[(&str, &str)] = &[
     ("stands-by", "a second Primary stood by in a live migration"),
     ("turn-passed", "a Primary gave its turn to another one"),
     (
+        "turn-taken-unseen",
+        "a guest took its turn, and the Primary that it had lost did not know yet",
+    ),
+    (
         "turn-of-a-lost-one",
         "a node that stood by became the Primary after the other one had gone",
     ),

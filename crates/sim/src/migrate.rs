@@ -17,6 +17,8 @@ pub(crate) struct Guest {
     command: Option<u64>,
     /// It gets nothing more to do, since it leaves.
     leaves: bool,
+    /// Requests that it had served when it was last seen to stand by.
+    served: u64,
 }
 
 impl Operator {
@@ -39,6 +41,7 @@ impl Operator {
                     node: *node,
                     command: Some(command),
                     leaves: false,
+                    served: w.nodes[*node].served,
                 });
             }
             Some(ref mut guest) if rng.permille(500) => guest.leaves = true,
@@ -50,11 +53,20 @@ impl Operator {
     }
 
     /// The node whose user asks for something next. A guest whose command ended when it had lost the Primary already has
-    /// taken over: its users wait until that one is frozen.
+    /// taken over: its users wait until that one is frozen, but for those who had asked before. Once these are served,
+    /// whoever asks the other one sees older data.
     pub(crate) fn user(&self, w: &mut World, primary: usize, number: u32) -> usize {
         let ready = |g: &Guest| g.command.is_none() && !g.leaves && self.is_up(g.node);
         let guest = self.guest.filter(|g| number % 3 == 1 && ready(g));
         let guest = guest.map(|guest| guest.node);
+        if let Some(guest) = self.guest.filter(ready)
+            && has_role(w, guest.node)
+            && has_role(w, primary)
+            && w.nodes[guest.node].served != guest.served
+        {
+            sometimes!(w.marks, true, "turn-taken-unseen");
+            return guest.node;
+        }
         match guest.filter(|guest| !(has_role(w, *guest) && has_role(w, primary))) {
             Some(guest) => guest,
             None => primary,
@@ -120,6 +132,9 @@ pub(crate) fn follow(o: &mut Operator, w: &mut World) {
         return;
     }
     guest.leaves |= o.calm;
+    if stands_by(w, guest.node) {
+        guest.served = w.nodes[guest.node].served;
+    }
     o.guest = Some(guest);
     if guest.leaves && guest.command.is_none() && w.nodes[guest.node].requests.is_empty() {
         if stands_by(w, guest.node) {

@@ -119,8 +119,8 @@ pub struct Operator {
     pub(crate) takeover: Option<Takeover>,
     /// A Primary that takes none of the disks which came back, and since when.
     pub(crate) refusing: Option<(usize, u64)>,
-    /// A Primary that stays frozen and apart from others, and since when.
-    pub(crate) stuck: Option<(usize, u64)>,
+    /// Primaries that stay frozen and apart from others, and since when.
+    pub(crate) stuck: BTreeMap<usize, u64>,
     /// A Primary that stood still when another node took over.
     pub(crate) frozen: Option<usize>,
     /// Promotions since a node had a follower.
@@ -160,7 +160,7 @@ impl Operator {
             calm: false,
             takeover: None,
             refusing: None,
-            stuck: None,
+            stuck: BTreeMap::new(),
             frozen: None,
             lonely_promotions: 0,
             drivers: Drivers::default(),
@@ -977,6 +977,7 @@ impl Operator {
         self.all_in_order(w);
         self.detached.clear();
         self.demote_frozen(w);
+        self.demote_left_behind(w);
         self.demote_refused(w);
         for node in 0..w.nodes.len() {
             if self.is_up(node) {

@@ -150,9 +150,35 @@ impl Operator {
                     .iter()
                     .any(|c| c.state != ConnState::Connected)
         });
-        let before = self.stuck.filter(|(of, _)| stuck && *of == node);
-        self.stuck = before.or(stuck.then_some((node, w.now)));
-        before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now)
+        let since = stuck.then(|| *self.stuck.get(&node).unwrap_or(&w.now));
+        match since {
+            Some(since) => self.stuck.insert(node, since),
+            None => self.stuck.remove(&node),
+        };
+        since.is_some_and(|since| since + LONG_ENOUGH < w.now)
+    }
+
+    /// Migrations can leave more than one frozen Primary behind, each of which was the last one for a while. Where
+    /// another one goes on, it is the one that counts.
+    pub(crate) fn demote_left_behind(&mut self, w: &mut World) {
+        let goes_on = |w: &mut World, node: usize| {
+            let view = w.view(node);
+            view.is_some_and(|v| v.role == Role::Primary && v.quorate && !v.suspended)
+        };
+        let nodes = 0..w.nodes.len();
+        let Some(one) = nodes.clone().find(|n| self.is_up(*n) && goes_on(w, *n)) else {
+            return;
+        };
+        for node in nodes.filter(|node| *node != one) {
+            if !self.is_up(node) || !self.is_stuck(w, node) || self.is_changing() {
+                continue;
+            }
+            w.give_up_writes(node);
+            w.command(node, Command::Secondary { force: true });
+            if self.primary == Some(node) {
+                self.took_role(one, w.nodes[one].served);
+            }
+        }
     }
 }
 

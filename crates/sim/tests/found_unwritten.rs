@@ -11,6 +11,12 @@ fn whole(nodes: usize, seed: u64, kinds: (Option<&str>, Vec<Extra>)) {
     planned_holds(Some(nodes), seed, kinds, "0-99", "0-9999");
 }
 
+#[track_caller]
+fn clients(seed: u64) {
+    let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
+    whole(3, seed, (kinds, vec![Extra::Migrations, Extra::Every]));
+}
+
 /// A Primary died before it made what it had announced, and the two survivors went on from different generations: one
 /// took the new name, the other one made its own from the one before.
 #[test]
@@ -42,7 +48,21 @@ fn who_was_thought_to_follow_knows_the_one_before_all_the_same() {
 /// them before that one knew that it is whole, went on with it, and wrote its old requests over newer data.
 #[test]
 fn a_frozen_client_does_not_go_on_with_those_who_have_gone_on_without_it() {
-    let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
-    let extras = vec![Extra::Migrations, Extra::Every];
-    whole(3, 1_891_000_210, (kinds, extras));
+    clients(1_891_000_210);
+}
+
+/// A node without a disk met both of them before they had met each other, and called it a split brain.
+#[test]
+fn a_client_of_both_waits_until_they_have_met() {
+    clients(1_891_100_064);
+}
+
+/// A guest took its turn while the Primary did not know yet that it was alone: who asked that one saw older data. And
+/// of two frozen Primaries that others had left behind, the simulated operator knew one.
+#[test]
+fn the_operator_of_migrations_sees_who_goes_on() {
+    clients(1_891_100_181);
+    for seed in [1_891_100_230, 1_891_000_064, 874_000_003_265] {
+        clients(seed);
+    }
 }
