@@ -837,6 +837,8 @@ registry! {
         "That nothing was written since a generation was taken is noted after a write as well.";
     GoneOnServes "gone-on-serves"
         "A frozen Primary without a disk goes on with a peer that another Primary has brought further.";
+    LeftAsPrimary "left-as-primary"
+        "Whose turn comes after nobody waits for it any more remains Primary.";
     AheadEndsEarly "ahead-ends-early"
         "A Primary ends Ahead while writes are on their way.";
     MaxBuffersIgnored "max-buffers-ignored"

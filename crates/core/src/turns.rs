@@ -236,6 +236,13 @@ impl Resource {
                 self.turns.told = false;
                 self.admission_changed();
             }
+            (WishKind::Promote { .. }, Ok(_)) if wish.command.is_none() => {
+                // Who waited for the turn was told to leave, or did, before this promotion had its turn.
+                let held = self.explicit_primary || self.has_openers(Access::Write);
+                if !held && !planted!(self, LeftAsPrimary) {
+                    self.opens.demote_at = Some(self.now);
+                }
+            }
             (WishKind::Promote { .. }, Err(refusal)) if self.turns.stands_by => {
                 if refusal.code == ErrorCode::PRIMARY_NOP {
                     self.fence_for_promotion();

@@ -2,6 +2,7 @@
 //! by, users ask both for something, and the turn goes from one to the other. Then one of them leaves.
 
 use lockstep_core::command::Command;
+use lockstep_core::options::Quorum;
 use lockstep_core::state::{ConnState, Role};
 
 use crate::operator::{Operator, peer_id};
@@ -53,16 +54,17 @@ impl Operator {
     }
 
     /// The node whose user asks for something next. A guest whose command ended when it had lost the Primary already has
-    /// taken over: its users wait until that one is frozen, but for those who had asked before. Once these are served,
-    /// whoever asks the other one sees older data.
+    /// taken over: its users wait until that one is frozen, but for those who had asked before: whoever asks the other
+    /// one then may see older data.
     pub(crate) fn user(&self, w: &mut World, primary: usize, number: u32) -> usize {
         let ready = |g: &Guest| g.command.is_none() && !g.leaves && self.is_up(g.node);
         let guest = self.guest.filter(|g| number % 3 == 1 && ready(g));
         let guest = guest.map(|guest| guest.node);
-        if let Some(guest) = self.guest.filter(ready)
+        if let Some(guest) = self.guest
+            && self.is_up(guest.node)
             && has_role(w, guest.node)
             && has_role(w, primary)
-            && w.nodes[guest.node].served != guest.served
+            && acts(w, &guest)
         {
             sometimes!(w.marks, true, "turn-taken-unseen");
             return guest.node;
@@ -131,6 +133,15 @@ pub(crate) fn follow(o: &mut Operator, w: &mut World) {
             .map(|node| Guest { node, ..guest });
         return;
     }
+    if let Some(primary) = o.primary
+        && o.settings.resource.quorum != Quorum::Off
+        && has_role(w, guest.node)
+        && has_role(w, primary)
+        && acts(w, &guest)
+    {
+        // The Primary has lost the guest and whoever made it one, and does not know yet. It is frozen when it does.
+        w.give_up_writes(primary);
+    }
     guest.leaves |= o.calm;
     if stands_by(w, guest.node) {
         guest.served = w.nodes[guest.node].served;
@@ -153,6 +164,12 @@ fn meets(w: &World, node: usize, peer: usize) -> bool {
         let mut peers = s.connections.iter().filter(|c| c.peer == peer_id(peer));
         peers.any(|c| c.state == ConnState::Connected)
     })
+}
+
+/// Something was asked of it while it stood by, and it has served that, or will.
+fn acts(w: &World, guest: &Guest) -> bool {
+    let node = &w.nodes[guest.node];
+    node.served != guest.served || !node.requests.is_empty()
 }
 
 /// It is Primary, and does not only stand by.

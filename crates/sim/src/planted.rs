@@ -510,6 +510,7 @@ fn shows(bug: Planted) -> Shows {
         | P::UnackedNotCounted
         | P::DemotionPausesOpen
         | P::TurnKept
+        | P::LeftAsPrimary
         | P::TurnGivenEarly
         | P::TurnIgnored
         | P::LostHolderReplaced
@@ -905,6 +906,7 @@ const RARE: &[Planted] = &[
     Planted::RemainingCopyNotFlushed,
     Planted::AheadMarksUntold,
     Planted::ExchangeMarksUntold,
+    Planted::LeftAsPrimary,
     Planted::GoneOnServes,
     Planted::AheadEndsEarly,
     Planted::SuperblockInOneGo,

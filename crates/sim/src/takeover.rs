@@ -159,23 +159,24 @@ impl Operator {
     }
 
     /// Migrations can leave more than one frozen Primary behind, each of which was the last one for a while. Where
-    /// another one goes on, it is the one that counts.
+    /// another one goes on, it is the one that counts; where nobody does, and none can be promoted, they are all demoted.
     pub(crate) fn demote_left_behind(&mut self, w: &mut World) {
         let goes_on = |w: &mut World, node: usize| {
             let view = w.view(node);
             view.is_some_and(|v| v.role == Role::Primary && v.quorate && !v.suspended)
         };
         let nodes = 0..w.nodes.len();
-        let Some(one) = nodes.clone().find(|n| self.is_up(*n) && goes_on(w, *n)) else {
+        let one = nodes.clone().find(|n| self.is_up(*n) && goes_on(w, *n));
+        if self.demoting.is_some() || one.is_none() && self.primary.is_some() {
             return;
-        };
-        for node in nodes.filter(|node| *node != one) {
-            if !self.is_up(node) || !self.is_stuck(w, node) || self.is_changing() {
+        }
+        for node in nodes.filter(|node| Some(*node) != one) {
+            if !self.is_up(node) || !self.is_stuck(w, node) {
                 continue;
             }
             w.give_up_writes(node);
             w.command(node, Command::Secondary { force: true });
-            if self.primary == Some(node) {
+            if let Some(one) = one.filter(|_| self.primary == Some(node)) {
                 self.took_role(one, w.nodes[one].served);
             }
         }

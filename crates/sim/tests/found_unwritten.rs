@@ -66,3 +66,10 @@ fn the_operator_of_migrations_sees_who_goes_on() {
         clients(seed);
     }
 }
+
+/// A guest was told to leave while it asked for its turn, which came a moment later: it was Primary for ever, held by
+/// nobody, and gave its turn to nobody.
+#[test]
+fn a_turn_that_nobody_waits_for_any_more_ends_at_once() {
+    clients(1_892_000_114);
+}
