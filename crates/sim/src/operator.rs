@@ -410,7 +410,12 @@ impl Operator {
         if w.config.protocol != Protocol::C && holders & 1 << node != 0 {
             return 1 << node;
         }
-        match (holders, self.holders[volume]) {
+        // A disk that went just before is not known to the operator yet.
+        let last = match w.seen.last_holders(node, volume) {
+            0 => self.holders[volume],
+            last => last,
+        };
+        match (holders, last) {
             (0, 0) => 1 << node,
             (0, last) => last,
             (now, _) => now,

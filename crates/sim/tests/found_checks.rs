@@ -260,3 +260,11 @@ fn how_often_a_node_has_looked_it_forgets_when_it_looks() {
     planned_holds(Some(4), 779300004322, (kinds, extras.clone()), "none", "3");
     planned_holds(Some(4), 779300004322, (kinds, extras), "0-99", "0-9999");
 }
+
+/// A Primary made a generation without its peer, lost its disk, and died before the operator looked again, who took the
+/// peer for an heir.
+#[test]
+fn who_had_been_left_just_before_the_last_disk_went_is_no_heir() {
+    planned_holds(Some(2), 1_893_002_094, (None, vec![]), "0,2-4", "0-2");
+    planned_holds(Some(2), 1_893_002_094, (None, vec![]), "0-99", "0-9999");
+}
