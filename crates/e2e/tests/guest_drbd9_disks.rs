@@ -1,6 +1,8 @@
 //! One Lockstep node and one kernel DRBD 9 node: disks that come and go, grow, shrink and are
 //! exchanged, nodes without a disk, and other settings of disks and paths, in both role assignments.
 
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -273,6 +275,56 @@ fn disks_are_exchanged_with_their_metadata() -> Result<()> {
         }
     }
     cluster.check_end(&[])
+}
+
+/// A node of this project notes in reserved bytes that nothing was written since an older generation. A kernel that
+/// uses the disk writes zeros there with the first thing that it notes itself, which is before its first write.
+#[test]
+fn a_kernel_leaves_no_note_of_unwritten_data() -> Result<()> {
+    if !can_join_drbd9() {
+        return Ok(());
+    }
+    let cluster = Nine::start_equal(NineSetup::new(&PAIR, 9545))?;
+    let (source, kernel) = (0, 1);
+    cluster.make_primary(source)?;
+    cluster.scribble(source, 0)?;
+    for attached_only in [true, false] {
+        cluster.adm(kernel, "down r0")?;
+        let mut block = superblock(&cluster, kernel)?;
+        let current: [u8; 8] = block[8..16].try_into()?;
+        block[24..32].copy_from_slice(b"LKSTSAME");
+        block[32..40].copy_from_slice(&current);
+        block[40..48].copy_from_slice(&0x5a5a_1234_0000_0000_u64.to_be_bytes());
+        let image = OpenOptions::new()
+            .write(true)
+            .open(cluster.image(kernel, 0))?;
+        image.write_all_at(&block, image.metadata()?.len() - 4096)?;
+        image.sync_all()?;
+        cluster
+            .guest(1)
+            .sh("sync; echo 3 > /proc/sys/vm/drop_caches")?;
+        cluster.adm(kernel, "up r0")?;
+        cluster.wait_in_sync()?;
+        if !attached_only {
+            cluster.scribble(source, 0)?;
+        }
+        cluster.adm(kernel, "down r0")?;
+        let block = superblock(&cluster, kernel)?;
+        ensure!(block[24..48] == [0; 24], "{:02x?}", &block[24..48]);
+        cluster.adm(kernel, "up r0")?;
+        cluster.wait_in_sync()?;
+    }
+    cluster.adm(source, "secondary r0")?;
+    cluster.check_end(&[])
+}
+
+/// The end of the disk, where internal metadata have their superblock.
+fn superblock(cluster: &Nine, node: usize) -> Result<[u8; 4096]> {
+    let image = File::open(cluster.image(node, 0))?;
+    let mut block = [0; 4096];
+    image.read_exact_at(&mut block, image.metadata()?.len() - 4096)?;
+    ensure!(block[60..64] == [0x83, 0x74, 0x02, 0x6d], "no superblock");
+    Ok(block)
 }
 
 #[test]
