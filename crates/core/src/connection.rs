@@ -418,6 +418,9 @@ impl Resource {
                 self.protocol_updated(peer, &protocol);
             }
             (packet, Phase::Ready | Phase::Established) => return Some(packet),
+            // A Primary has passed a flush on to the peer, and a kernel answers by any stream that there is, even
+            // before its features. No flush waits for a node that is not connected: nothing is missed.
+            (Packet::FlushRequestsAck(_), _) if stream == Stream::Data => {}
             (packet, Phase::Challenge) => {
                 let text = format!(
                     "authentication is configured here, but the peer sent {:?}; set the same \

@@ -252,7 +252,11 @@ impl Resource {
 
     pub(crate) fn send_sizes(&mut self, peer: NodeId, volume: VolumeNr) {
         let size = self.devices.get(&volume).map_or(0, |d| d.size_sectors);
-        self.send_sizes_with(peer, volume, size, DeviceDescFlags::empty());
+        let flags = match self.kernel_is_held_back(peer, volume) {
+            true => DeviceDescFlags::ASSUME_UNCONNECTED_PEER_HAS_SPACE,
+            false => DeviceDescFlags::empty(),
+        };
+        self.send_sizes_with(peer, volume, size, flags);
     }
 
     /// Sizes for a peer. A current size of 0 asks it to follow and to answer with its own.
@@ -762,7 +766,11 @@ impl Resource {
                 false => changed.unwrap_or(refusal),
             });
         }
-        let changed = || self.outgrown(peer).or_else(|| self.handshake_changed(peer));
+        let grown = || {
+            self.outgrown(peer)
+                .or_else(|| self.kernel_stays_behind(peer))
+        };
+        let changed = || grown().or_else(|| self.handshake_changed(peer));
         if let Some(refusal) = retry.or_else(changed) {
             return Err(refusal);
         }

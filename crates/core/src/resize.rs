@@ -816,6 +816,10 @@ impl Resource {
             return 0;
         };
         let own = device.attached().map_or(0, LocalDisk::usable_sectors);
+        if self.kernel_is_held_back(peer, volume) {
+            // No larger than this node.
+            return device.size_sectors.min(own);
+        }
         if self.state.conn(peer) != ConnState::Connecting || !self.is_lockstep(peer) {
             return own;
         }

@@ -137,6 +137,45 @@ impl Resource {
         Ok(())
     }
 
+    /// A kernel that connects is smaller, although its disk has room: it has not met a third node since that one's
+    /// disk grew, and cannot read a bitmap of this length. In the next try it is told that the third one has room, as
+    /// this node's size was agreed on without it.
+    pub(crate) fn kernel_is_held_back(&self, peer: NodeId, volume: VolumeNr) -> bool {
+        let conn = self.connections.get(&peer);
+        let since = conn.and_then(|c| c.link.as_ref()).map(|link| link.since);
+        if self.state.conn(peer) != ConnState::Connecting || !self.is_kernel(peer) {
+            return false;
+        }
+        let own = self.state.disk(volume);
+        let usable = own >= DiskState::Outdated && own != DiskState::DUnknown;
+        if !usable && !self.neighbour_has_data(volume) {
+            // Nobody has agreed on its size.
+            return false;
+        }
+        let device = self.devices.get(&volume);
+        let Some(device) = device.filter(|d| d.peers.len() > 1 && d.attached().is_some()) else {
+            return false;
+        };
+        let size = device.size_sectors;
+        device.peers.get(&peer).is_some_and(|pd| {
+            let heard = since.is_some_and(|since| pd.sizes_at >= since);
+            pd.sizes.filter(|_| heard).is_some_and(|sizes| {
+                (1..size).contains(&sizes.current_sectors)
+                    && sizes.disk_sectors >= size
+                    && (sizes.wanted_sectors == 0 || sizes.wanted_sectors >= size)
+            })
+        })
+    }
+
+    /// A handshake with such a kernel is tried again over the same link.
+    pub(crate) fn kernel_stays_behind(&self, peer: NodeId) -> Option<Refusal> {
+        let mut volumes = self.devices.keys();
+        let volume = volumes.find(|volume| self.kernel_is_held_back(peer, **volume))?;
+        let text = format!("volume {volume}: node {peer} has room for its size, but has not grown");
+        let code = ErrorCode::HANDSHAKE_RETRY;
+        Some(Refusal { code, text })
+    }
+
     fn is_in_use(&self, device: &Device) -> bool {
         device.openers.any() || self.state.role == Role::Primary
     }

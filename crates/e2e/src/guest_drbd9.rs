@@ -606,6 +606,11 @@ impl Nine {
 
     /// All nodes are Connected and UpToDate, and nothing is marked.
     pub fn is_in_sync(&self) -> Result<bool> {
+        self.is_in_sync_but(|_, _| false)
+    }
+
+    /// As [`Self::is_in_sync`], but some pairs may have marks.
+    pub fn is_in_sync_but(&self, may_have_marks: impl Fn(usize, usize) -> bool) -> Result<bool> {
         let expected = |node: usize| {
             let diskless = self.setup.diskless.contains(&node);
             if diskless { "Diskless" } else { "UpToDate" }
@@ -622,7 +627,7 @@ impl Nine {
                     if connection["connection-state"] != "Connected"
                         || device["replication-state"] != "Established"
                         || device["peer-disk-state"] != expected(peer)
-                        || device["out-of-sync"] != 0
+                        || device["out-of-sync"] != 0 && !may_have_marks(node, peer)
                     {
                         return Ok(false);
                     }

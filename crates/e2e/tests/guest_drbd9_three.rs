@@ -19,7 +19,11 @@ fn three_mixed_nodes_sync_hand_over_and_resync() -> Result<()> {
         cluster.wait_connected()?;
         cluster.adm(2, "primary --force r0")?;
         cluster.scribble(2, 0)?;
-        cluster.wait_in_sync()?;
+        // What a kernel writes during the first sync may stay marked between the two that it copies to, until the
+        // next resync between them (docs/compatibility.md).
+        let copied =
+            |x: usize, y: usize| ![x, y].contains(&2) && [kinds[x], kinds[y]].contains(&Kernel);
+        cluster.wait("in sync", |cluster| cluster.is_in_sync_but(copied))?;
         for primary in [0, 1, 2] {
             cluster.make_primary(primary)?;
             cluster.scribble(primary, 0)?;

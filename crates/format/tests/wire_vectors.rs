@@ -4,9 +4,9 @@ use lockstep_format::units::{Dagtag, NodeId, NodeMask, Sector, Uuid, VolumeNr};
 use lockstep_format::wire::packet::{
     AlgName, Barrier, BarrierAck, BitmapWords, BlockAck, BlockDesc, BlockRequest, CompressedBitmap,
     ConfirmStable, ConnectionFeatures, CurrentUuid, DagtagRequest, Data, DeviceLimits, DynamicRate,
-    EnableReplication, FlushForward, FlushRequests, OvResultId, PeerAck, PeersInSync, Protocol,
-    RunKind, Sizes, StateRv, SyncParam89, Trim, TwopcHead, TwopcOutcome, TwopcPrepare, TwopcReply,
-    TwopcResize, Uuids, Uuids110,
+    EnableReplication, FlushForward, FlushRequests, FlushRequestsAck, OvResultId, PeerAck,
+    PeersInSync, Protocol, RunKind, Sizes, StateRv, SyncParam89, Trim, TwopcHead, TwopcOutcome,
+    TwopcPrepare, TwopcReply, TwopcResize, Uuids, Uuids110,
 };
 use lockstep_format::wire::transport::{LbTcpChunk, RdmaFlowControl};
 use lockstep_format::wire::{
@@ -633,6 +633,32 @@ fn header100(volume: u16, command: u16, len: u32) -> Vec<u8> {
     bytes.extend_from_slice(&len.to_be_bytes());
     bytes.extend_from_slice(&[0; 4]);
     bytes
+}
+
+/// A kernel that is asked for it while it connects sends it before its features.
+#[test]
+fn the_answer_to_a_flush_is_read_before_a_version_is_agreed() {
+    let short = [0x83, 0x74, 0x02, 0x67, 0x00, 0x57, 0x00, 0x0c];
+    for mut bytes in [short.to_vec(), header100(0xffff, 0x57, 12)] {
+        let header = decode_header(&bytes, Stream::Data, &Dialect::INITIAL);
+        let header = header.unwrap().unwrap();
+        bytes.extend([0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 1]);
+        let body = &bytes[header.kind.len()..];
+        let packet = decode(&header, body, &Dialect::INITIAL);
+        let ack = FlushRequestsAck {
+            flush_sequence: 5,
+            primary_node_id: NodeId::new(1).unwrap(),
+        };
+        assert_eq!(packet, Ok(Packet::FlushRequestsAck(ack)));
+    }
+    // Nothing else of its kind is, and no older version has it.
+    for command in [0x55, 0x56] {
+        let header = header100(0, command, if command == 0x55 { 8 } else { 12 });
+        assert!(decode_header(&header, Stream::Data, &Dialect::INITIAL).is_err());
+        assert!(decode_header(&header, Stream::Control, &Dialect::INITIAL).is_err());
+    }
+    let header = header100(0, 0x57, 12);
+    assert!(decode_header(&header, Stream::Data, &p101()).is_err());
 }
 
 #[test]

@@ -112,6 +112,14 @@ impl Resource {
         self.send_dagtag(peer);
     }
 
+    /// Nothing is read later because of this dagtag. A node of this project asks for nothing that a write of its own
+    /// overlaps which is under way, and what it wrote before comes here first. A kernel counts a write before it
+    /// sends it, may ask for the same block in between, and puts what it gets over its own write then.
+    pub(super) fn is_here_already(&self, peer: NodeId, (node, dagtag): (NodeId, Dagtag)) -> bool {
+        let own = node == peer && !self.is_kernel(peer);
+        dagtag == Dagtag(0) || node == self.node_id || own
+    }
+
     /// Something waits from now on for a write of a node.
     pub(super) fn await_write(&mut self, node: NodeId, dagtag: Dagtag) -> Awaited {
         let since = self.now;

@@ -113,7 +113,7 @@ impl Resource {
             .connections
             .get(&node)
             .is_some_and(|c| c.peer_role == Role::Primary);
-        if dagtag.0 != 0 && node != self.node_id && node != peer {
+        if !self.is_here_already(peer, (node, dagtag)) {
             // What it had said on the link before may be of its life before, which counted otherwise.
             let says = |conn: &Connection| conn.dagtag_fresh || planted!(self, DagtagOfLifeBefore);
             match self.connections.get(&node) {

@@ -387,15 +387,11 @@ impl Resource {
 
     /// Whether what `after` names has come in here.
     fn verify_ready(&self, peer: NodeId, (node, dagtag): (NodeId, Dagtag)) -> Ready {
-        if dagtag.0 == 0
-            || node == self.node_id
-            || node == peer
-            || planted!(self, VerifyIgnoresDagtag)
-        {
+        if self.is_here_already(peer, (node, dagtag)) || planted!(self, VerifyIgnoresDagtag) {
             return Ready::Now;
         }
         match self.connections.get(&node) {
-            Some(conn) if conn.link.is_some() && conn.dagtag_fresh => {
+            Some(conn) if conn.link.is_some() && (conn.dagtag_fresh || node == peer) => {
                 if dagtag.is_newer_than(conn.last_dagtag) {
                     Ready::After(node, dagtag)
                 } else {

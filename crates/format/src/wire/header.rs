@@ -68,7 +68,8 @@ impl Dialect {
     ///
     /// Checked is what makes a command possible, not what made it superfluous: a peer that sends
     /// an older form than it had to does no harm. `P_ENABLE_REPLICATION` is let through without
-    /// its feature, because DRBD 9.3.3 sends it to peers of every version when a resync ends.
+    /// its feature, because DRBD 9.3.3 sends it to peers of every version when a resync ends, and
+    /// `P_FLUSH_REQUESTS_ACK` before a version is agreed, because it may come before its features.
     pub const fn speaks(&self, command: Command) -> bool {
         let version = match command {
             Command::InitialMeta | Command::InitialData | Command::ConnectionFeatures => 0,
@@ -89,6 +90,7 @@ impl Dialect {
             Command::Disconnect => 118,
             Command::WriteAckInSync | Command::RsNegAck => 122,
             Command::OvResultId | Command::RsDeallocatedId => 122,
+            Command::FlushRequestsAck if self.protocol == 0 => 0,
             Command::FlushRequests | Command::FlushForward | Command::FlushRequestsAck => 123,
             _ => 1,
         };

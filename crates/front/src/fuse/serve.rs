@@ -221,6 +221,17 @@ pub(crate) enum Ended {
     Failed,
 }
 
+impl Ended {
+    /// What an error of a read means that is not about one request.
+    fn by(error: rustix::io::Errno) -> Ended {
+        match error {
+            // ECONNABORTED: the kernel had given this reader a request already when the connection ended.
+            rustix::io::Errno::NODEV | rustix::io::Errno::CONNABORTED => Ended::Unmounted,
+            _ => Ended::Failed,
+        }
+    }
+}
+
 /// One thread's reading side.
 pub(crate) struct Reader {
     shared: Arc<Shared>,
@@ -378,10 +389,12 @@ impl Reader {
             Err(rustix::io::Errno::AGAIN) => return Read::Nothing,
             // The request was taken back before it could be copied.
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::INTR) => return self.read_one(),
-            Err(rustix::io::Errno::NODEV) => return Read::Ended(Ended::Unmounted),
             Err(error) => {
-                tracing::error!(%error, "reading FUSE requests failed");
-                return Read::Ended(Ended::Failed);
+                let ended = Ended::by(error);
+                if ended == Ended::Failed {
+                    tracing::error!(%error, "reading FUSE requests failed");
+                }
+                return Read::Ended(ended);
             }
         };
         match InHeader::decode(&head[..len.min(WRITE_HEAD_LEN)]) {
@@ -694,5 +707,20 @@ pub(crate) fn wait_readable(fd: &OwnedFd, timeout: Duration) -> std::io::Result<
     match rustix::event::poll(&mut fds, Some(&timeout))? {
         0 => Err(ErrorKind::TimedOut.into()),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::Ended;
+
+    /// Which of the two it is depends on what the reader did when the file was unmounted.
+    #[test]
+    fn an_unmounted_file_is_no_failure() {
+        assert_eq!(Ended::by(Errno::NODEV), Ended::Unmounted);
+        assert_eq!(Ended::by(Errno::CONNABORTED), Ended::Unmounted);
+        assert_eq!(Ended::by(Errno::IO), Ended::Failed);
     }
 }

@@ -1,5 +1,7 @@
 //! Nodes with disks of unlike sizes, connected one after the other (semantics.md, 22).
 
+use lockstep_format::wire::DeviceDescFlags;
+
 use super::*;
 
 /// Node 0's disk is the smallest.
@@ -78,5 +80,64 @@ fn larger_nodes_with_data_refuse_a_smaller_one() {
             assert_eq!(conn, ConnState::StandAlone, "seed {seed} {:#?}", w.log);
         }
         assert!(size(&w, 0) < size(&w, 1) && size(&w, 1) == size(&w, 2));
+    }
+}
+
+/// A kernel takes the disk of a third node, which it has not met yet, to be as small as it was, and cannot read a
+/// bitmap of another length than its own (seen live).
+#[test]
+fn a_kernel_that_was_away_during_a_growth_is_told_that_the_third_node_has_room() {
+    for seed in 1..5 {
+        let mut setup = Setup::default();
+        setup.options.kernel_rules = true;
+        let mut w = clean(seed, 3, setup);
+        let (before, grown) = (size(&w, 0), size(&w, 0) + 8192);
+        w.apart = vec![(0, 2), (1, 2)];
+        w.cut_links();
+        w.pass_until("two nodes", 20, |w| w.repl(0, 1) == ReplState::Established);
+        for node in 0..3 {
+            w.nodes[node].data_bytes += 4 << 20;
+        }
+        let resize = Command::Resize {
+            volume: VOLUME,
+            size_sectors: 0,
+            assume_clean: false,
+            assume_peer_has_space: true,
+        };
+        w.command(0, resize);
+        w.pass_until("the new size", 20, |w| size(w, 1) == grown);
+        w.apart = vec![(1, 2)];
+        w.log.clear();
+        let (mut told, mut links) = (false, Vec::new());
+        while w.repl(0, 2) != ReplState::Established || w.disk_state(2) != DiskState::UpToDate {
+            for (key, sent) in &mut w.wires {
+                for (_, packet, _) in sent {
+                    match (key, packet) {
+                        ((2, 0, _, true), Packet::Sizes(sizes)) if !told => {
+                            sizes.c_size = Sector(before);
+                        }
+                        ((0, 2, link, true), Packet::Sizes(sizes)) => {
+                            let assumes = DeviceDescFlags::ASSUME_UNCONNECTED_PEER_HAS_SPACE;
+                            told |= sizes.dds_flags.contains(assumes);
+                            if told
+                                && w.nodes[0].resource.state.conn(node_id(2))
+                                    == ConnState::Connecting
+                            {
+                                assert_eq!((sizes.d_size.0, sizes.c_size.0), (grown, grown));
+                            }
+                            links.push(*link);
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            super::kernel_rules::step(&mut w);
+        }
+        assert!(told, "{:#?}", w.log);
+        links.dedup();
+        assert_eq!(links.len(), 1, "{:#?}", w.log);
+        w.apart.clear();
+        w.pass_until("in sync", 60, World::in_sync);
+        w.check_same_data();
     }
 }

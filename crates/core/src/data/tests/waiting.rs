@@ -101,3 +101,51 @@ fn a_peer_that_comes_back_hears_how_far_the_writes_have_come() {
     let conn = &w.nodes[1].resource.connections[&node_id(0)];
     assert_eq!((conn.last_dagtag, conn.dagtag_fresh), (written, true));
 }
+
+/// A kernel that is Primary counts a write before it sends it, and asks for the block in between. What it gets goes
+/// over its own write there (seen live).
+#[test]
+fn a_block_that_a_kernel_asks_for_is_read_behind_the_writes_that_it_has_counted() {
+    for kernel_rules in [true, false] {
+        let mut setup = Setup::default();
+        setup.options.kernel_rules = kernel_rules;
+        let mut w = clean(35, 2, setup);
+        w.write(0, 800, 4096, 7);
+        w.pass(Duration::from_secs(1));
+        let counted = w.nodes[0].resource.io.dagtag.0 + 8;
+        w.packets.clear();
+        w.invalidate_from_counted(0, 1, counted);
+        let answers = |w: &World| w.packets.get("rs data reply").copied().unwrap_or(0);
+        assert_eq!(answers(&w) == 0, kernel_rules, "{:?}", w.packets);
+        assert_eq!(cancelled(&w), 0);
+        w.write(0, 8000, 4096, 8);
+        w.pass_until("the resync", 60, World::in_sync);
+        assert!(answers(&w) > 0 && cancelled(&w) == 0, "{:?}", w.packets);
+        w.pass(Duration::from_secs(1));
+        w.check_same_data();
+    }
+}
+
+impl World {
+    /// As [`World::invalidate_from`], but the first requests name a write that is still to come.
+    fn invalidate_from_counted(&mut self, node: usize, from: usize, counted: u64) {
+        let command = Command::Invalidate {
+            volume: VOLUME,
+            from: Some(node_id(from)),
+            reset_bitmap: true,
+        };
+        self.command(node, command);
+        let end = self.now + Duration::from_millis(500);
+        while self.now < end {
+            for (key, sent) in &mut self.wires {
+                for (_, packet, _) in sent.iter_mut().filter(|_| (key.0, key.1) == (node, from)) {
+                    if let Packet::RsDagtagReq(request) = packet {
+                        assert_eq!(usize::from(request.dagtag_node_id.0), node);
+                        request.dagtag = Dagtag(counted);
+                    }
+                }
+            }
+            super::kernel_rules::step(self);
+        }
+    }
+}
