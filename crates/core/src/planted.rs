@@ -839,6 +839,8 @@ registry! {
         "A frozen Primary without a disk goes on with a peer that another Primary has brought further.";
     LeftAsPrimary "left-as-primary"
         "Whose turn comes after nobody waits for it any more remains Primary.";
+    LostSourceCounts "lost-source-counts"
+        "A neighbour of a Primary stays a good source when that one is lost, whose promotion was not heard.";
     AheadEndsEarly "ahead-ends-early"
         "A Primary ends Ahead while writes are on their way.";
     MaxBuffersIgnored "max-buffers-ignored"

@@ -375,7 +375,11 @@ impl Resource {
                 && before.disk == DiskState::UpToDate
                 && p.disk < DiskState::UpToDate
                 && !planted!(self, FallenSourceCounts);
-            if lost_primary || is_worse {
+            // It may have become Primary after it had lost this node.
+            let is_lost = before.repl >= ReplState::Established
+                && p.repl == ReplState::Off
+                && !planted!(self, LostSourceCounts);
+            if lost_primary || is_worse || is_lost {
                 self.note_unstable_targets(volume, new);
             }
             let Some(device) = self.devices.get_mut(&volume) else {

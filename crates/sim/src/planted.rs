@@ -177,6 +177,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
         | P::AheadMarksUntold
+        | P::LostSourceCounts
         | P::GoneOnServes
         | P::UnwrittenForEver
         | P::ExchangeMarksUntold
@@ -906,6 +907,7 @@ const RARE: &[Planted] = &[
     Planted::RemainingCopyNotFlushed,
     Planted::AheadMarksUntold,
     Planted::ExchangeMarksUntold,
+    Planted::LostSourceCounts,
     Planted::LeftAsPrimary,
     Planted::GoneOnServes,
     Planted::AheadEndsEarly,
