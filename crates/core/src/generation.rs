@@ -32,6 +32,8 @@ pub struct Generations {
     pub flags: DeviceFlags,
     /// The data had this older generation, and nothing was written here since (`unwritten.rs`); else zero.
     pub unwritten_since: Uuid,
+    /// Nodes of which the disk did not differ at that time, as far as is known here.
+    pub unwritten_for: NodeMask,
 }
 
 /// What a rotation has to know of a configured peer.
@@ -131,6 +133,7 @@ impl Generations {
             slots: [Peer::default(); UUID_SLOTS],
             flags: DeviceFlags::empty(),
             unwritten_since: Uuid::ZERO,
+            unwritten_for: NodeMask::EMPTY,
         }
     }
 
@@ -144,6 +147,7 @@ impl Generations {
             slots: block.peers,
             flags: block.flags,
             unwritten_since: block.unwritten_since,
+            unwritten_for: block.unwritten_for,
         }
     }
 
@@ -176,6 +180,7 @@ impl Generations {
         block.peers = self.slots;
         block.flags = self.flags;
         block.unwritten_since = self.unwritten_since;
+        block.unwritten_for = self.unwritten_for;
     }
 
     /// 12.3: retires a generation into the history.

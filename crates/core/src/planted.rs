@@ -841,6 +841,8 @@ registry! {
         "Whose turn comes after nobody waits for it any more remains Primary.";
     LostSourceCounts "lost-source-counts"
         "A neighbour of a Primary stays a good source when that one is lost, whose promotion was not heard.";
+    UnwrittenUnsettled "unwritten-unsettled"
+        "That nothing was written since a generation is noted while writes of before may be acknowledged later.";
     AheadEndsEarly "ahead-ends-early"
         "A Primary ends Ahead while writes are on their way.";
     MaxBuffersIgnored "max-buffers-ignored"

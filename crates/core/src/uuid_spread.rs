@@ -963,6 +963,7 @@ impl Resource {
         let untold = planted!(self, FirstOfTwoUntold);
         let forgets = planted!(self, FollowerNotesNobody);
         let unadopted = planted!(self, NotesNotAdopted);
+        let (since, nodes) = self.note_of_next(volume);
         let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
             return;
         };
@@ -980,14 +981,13 @@ impl Resource {
             dagtag,
         };
         let before = disk.generations.slots;
-        let base = disk.generations.unwritten_since;
         disk.generations
             .receive_new_datagen(set.current, &rotation, own, role);
         if forgets {
             disk.generations.slots = before;
         }
-        if lockstep && disk.notes_unwritten() {
-            disk.generations.note_unwritten(old, base, role);
+        if lockstep {
+            disk.generations.note_unwritten(since, nodes, role);
         }
         if lockstep && !untold {
             disk.generations.push_history(set.history[0]);

@@ -197,6 +197,12 @@ impl PeerUuids {
         (told && is_real(base)).then(|| base.without_primary_bit())
     }
 
+    /// The same, if the sender's disk had nothing then that any other node lacks.
+    pub(crate) fn base_of_all(&self, receiver: NodeId) -> Option<Uuid> {
+        let all = self.flags.contains(UuidFlags::UNWRITTEN_FOR_ALL);
+        self.base_for(receiver).filter(|_| all)
+    }
+
     /// Whether both histories have an entry in common.
     pub fn shares_history(&self, other: &PeerUuids) -> bool {
         self.history.iter().any(|entry| other.history_has(*entry))

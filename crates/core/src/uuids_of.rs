@@ -499,6 +499,8 @@ impl Resource {
         flags.set(UuidFlags::CACHE_LOST, lost);
         let unwritten = disk.generations.is_unwritten_for(peer) && self.is_lockstep(peer);
         flags.set(UuidFlags::UNWRITTEN, unwritten);
+        let for_all = unwritten && disk.generations.is_unwritten_for_all();
+        flags.set(UuidFlags::UNWRITTEN_FOR_ALL, for_all);
         let inconsistent = state.disk == DiskState::Inconsistent
             || (state.disk == DiskState::Negotiating
                 && !disk

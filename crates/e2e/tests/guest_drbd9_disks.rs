@@ -292,7 +292,7 @@ fn a_kernel_leaves_no_note_of_unwritten_data() -> Result<()> {
         cluster.adm(kernel, "down r0")?;
         let mut block = superblock(&cluster, kernel)?;
         let current: [u8; 8] = block[8..16].try_into()?;
-        block[24..32].copy_from_slice(b"LKSTSAME");
+        block[24..32].copy_from_slice(b"LKSU\0\0\0\x07");
         block[32..40].copy_from_slice(&current);
         block[40..48].copy_from_slice(&0x5a5a_1234_0000_0000_u64.to_be_bytes());
         let image = OpenOptions::new()

@@ -8,7 +8,7 @@ use lockstep_format::disk::bitmap::Piece;
 use lockstep_format::disk::layout::{AlGeometry, BitmapBlock, Geometry, Layout};
 use lockstep_format::disk::pmem;
 use lockstep_format::disk::v09::{DeviceFlags, SuperBlock};
-use lockstep_format::units::{AlExtent, Uuid};
+use lockstep_format::units::{AlExtent, NodeMask, Uuid};
 use metadata_vectors::{Image, Vector, all};
 
 fn v09() -> Vec<Vector> {
@@ -363,12 +363,14 @@ fn what_is_unwritten_is_noted_for_one_generation() {
     assert_eq!(superblock.unwritten_since, Uuid::ZERO);
     superblock.current_uuid = Uuid(0x5000);
     superblock.unwritten_since = Uuid(0x4000);
+    superblock.unwritten_for = NodeMask(0b101);
     superblock.encode(&mut block);
     assert_eq!(SuperBlock::decode(&block), Ok(superblock.clone()));
     // As Primary it is called the same.
     block[15] |= 1;
     let primary = SuperBlock::decode(&block).expect("decodes");
     assert_eq!(primary.unwritten_since, Uuid(0x4000));
+    assert_eq!(primary.unwritten_for, NodeMask(0b101));
     block[14] = 7;
     let other = SuperBlock::decode(&block).expect("decodes");
     assert_eq!(other.unwritten_since, Uuid::ZERO);

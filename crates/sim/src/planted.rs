@@ -177,6 +177,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ZeroedShort
         | P::RemainingCopyNotFlushed
         | P::AheadMarksUntold
+        | P::UnwrittenUnsettled
         | P::LostSourceCounts
         | P::GoneOnServes
         | P::UnwrittenForEver
@@ -907,6 +908,7 @@ const RARE: &[Planted] = &[
     Planted::RemainingCopyNotFlushed,
     Planted::AheadMarksUntold,
     Planted::ExchangeMarksUntold,
+    Planted::UnwrittenUnsettled,
     Planted::LostSourceCounts,
     Planted::LeftAsPrimary,
     Planted::GoneOnServes,

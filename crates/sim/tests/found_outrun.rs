@@ -107,6 +107,12 @@ fn nodes_without_disks_do_not_hold_each_other_at_an_old_size() {
 /// it before it was promoted. When it lost that one, too, it went on, and missed what was written meanwhile.
 #[test]
 fn a_source_beside_a_primary_that_is_lost_does_not_make_whole() {
-    planned_holds(Some(4), 1_894_020_045, (None, vec![]), "0-4,6", "28,30,33-38");
+    planned_holds(
+        Some(4),
+        1_894_020_045,
+        (None, vec![]),
+        "0-4,6",
+        "28,30,33-38",
+    );
     planned_holds(Some(4), 1_894_020_045, (None, vec![]), "0-99", "0-9999");
 }

@@ -59,6 +59,7 @@ mod stalling;
 mod thinning;
 mod turns;
 mod two_primaries;
+mod unwritten;
 mod verifying;
 mod waiting;
 

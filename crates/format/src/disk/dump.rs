@@ -603,6 +603,7 @@ impl<'a> Parser<'a> {
             peers: peers.map(Option::unwrap_or_default),
             history,
             unwritten_since: Uuid::ZERO,
+            unwritten_for: crate::units::NodeMask::EMPTY,
         };
         if let Err(reason) = superblock.check_slots() {
             let what = format!("consistent bitmap indices ({reason})");

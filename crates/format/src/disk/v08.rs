@@ -276,6 +276,7 @@ impl SuperBlock {
             peers: [entry; super::PEERS_MAX],
             history: [Uuid::ZERO; super::HISTORY_UUIDS],
             unwritten_since: Uuid::ZERO,
+            unwritten_for: crate::units::NodeMask::EMPTY,
         };
         this.peers[0].flags = peer_flags;
         this.history[..2].copy_from_slice(&self.history);

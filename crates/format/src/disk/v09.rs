@@ -112,10 +112,14 @@ pub struct SuperBlock {
     /// that is not known. Only Lockstep writes it, and kernels write zero. It is void where `current_uuid` is not the
     /// one that was written with it.
     pub unwritten_since: Uuid,
+    /// Nodes of which this disk was known not to differ then; none without that generation.
+    pub unwritten_for: NodeMask,
 }
 
-/// Reserved bytes of a superblock with [`SuperBlock::unwritten_since`]: "LKSTSAME".
-const UNWRITTEN: u64 = u64::from_be_bytes(*b"LKSTSAME");
+/// Reserved bytes of a superblock with [`SuperBlock::unwritten_since`]: "LKSU", then a bit of each node id.
+const UNWRITTEN: u64 = (u32::from_be_bytes(*b"LKSU") as u64) << 32;
+/// The bits of node ids in that word.
+const UNWRITTEN_NODES: u64 = u32::MAX as u64;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -175,6 +179,7 @@ impl SuperBlock {
             peers: [Peer::default(); PEERS_MAX],
             history: [Uuid::ZERO; HISTORY_UUIDS],
             unwritten_since: Uuid::ZERO,
+            unwritten_for: NodeMask::EMPTY,
         }
     }
 
@@ -215,7 +220,8 @@ impl SuperBlock {
             node_id: raw.node_id()?,
             peers: [Peer::default(); PEERS_MAX],
             history: raw.history_uuids.each_ref().map(|uuid| Uuid(uuid.get())),
-            unwritten_since: raw.unwritten_since(),
+            unwritten_since: raw.unwritten().0,
+            unwritten_for: raw.unwritten().1,
         };
         if this.effective_size.0 > MAX_DEVICE_SECTORS {
             return Err(DiskError::EffectiveSize {
@@ -243,7 +249,8 @@ impl SuperBlock {
         raw.members = self.members.0.into();
         raw.device_uuid = self.device_uuid.into();
         if self.unwritten_since != Uuid::ZERO {
-            let note = [UNWRITTEN, self.current_uuid.0, self.unwritten_since.0];
+            let nodes = UNWRITTEN | self.unwritten_for.0 & UNWRITTEN_NODES;
+            let note = [nodes, self.current_uuid.0, self.unwritten_since.0];
             raw.reserved_u64 = note.map(U64::new);
         }
         raw.flags = self.flags.bits().into();
@@ -401,12 +408,13 @@ impl Raw {
         })
     }
 
-    fn unwritten_since(&self) -> Uuid {
-        let [magic, generation, since] = self.reserved_u64.each_ref().map(|word| word.get());
+    fn unwritten(&self) -> (Uuid, NodeMask) {
+        let [nodes, generation, since] = self.reserved_u64.each_ref().map(|word| word.get());
         let current = Uuid(self.current_uuid.get());
-        match magic == UNWRITTEN && current.same_generation(Uuid(generation)) {
-            true => Uuid(since),
-            false => Uuid::ZERO,
+        let noted = nodes & !UNWRITTEN_NODES == UNWRITTEN && since != 0;
+        match noted && current.same_generation(Uuid(generation)) {
+            true => (Uuid(since), NodeMask(nodes & UNWRITTEN_NODES)),
+            false => (Uuid::ZERO, NodeMask::EMPTY),
         }
     }
 

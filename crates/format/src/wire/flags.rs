@@ -94,6 +94,8 @@ bitflags::bitflags! {
         const CACHE_LOST = 1 << 40;
         /// Of Lockstep alone: nothing was written to the sender's disk since the generation in its slot for the receiver.
         const UNWRITTEN = 1 << 41;
+        /// With UNWRITTEN: nor did the disk differ from that of any other node at that time.
+        const UNWRITTEN_FOR_ALL = 1 << 42;
         const _ = !0;
     }
 
