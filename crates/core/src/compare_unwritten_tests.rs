@@ -26,6 +26,12 @@ fn who_has_written_nothing_is_the_target() {
     let mut primary = unwritten.clone();
     primary.a.role = Role::Primary;
     assert!(primary.decide().strategy.is_split_brain());
+    // The other one has lost what was in its cache, and this one has not.
+    let mut lost = unwritten.clone();
+    flag(&mut lost.b, UuidFlags::CACHE_LOST);
+    lost.expect(Strategy::SplitBrainDisconnect, Rule::BitmapBoth);
+    flag(&mut lost.a, UuidFlags::CACHE_LOST);
+    lost.expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
     // The other one has nothing to give.
     let mut copied = unwritten;
     copied.b.disk = DiskState::Inconsistent;
