@@ -167,7 +167,8 @@ impl Operator {
         };
         let nodes = 0..w.nodes.len();
         let one = nodes.clone().find(|n| self.is_up(*n) && goes_on(w, *n));
-        if self.demoting.is_some() || one.is_none() && self.primary.is_some() {
+        let other = one.is_none() && self.primary.is_some();
+        if !self.settings.migrates || self.demoting.is_some() || other {
             return;
         }
         for node in nodes.filter(|node| Some(*node) != one) {
