@@ -378,6 +378,10 @@ fn have_it(w: &mut World, node: usize, peer: NodeId, link: u64, ack: &PeerAck) {
             if holder != node && !met {
                 continue;
             }
+            // What failed here as well, with the source of this disk, is copied over, and marked for all others.
+            if holder == node && is_being_copied(w, node, volume) {
+                continue;
+            }
             let values = content.iter().copied();
             if let Some(text) = is_elsewhere(w, holder, (volume, block), values) {
                 let (by, to) = (name(node), name(usize::from(peer.0)));
@@ -389,6 +393,14 @@ fn have_it(w: &mut World, node: usize, peer: NodeId, link: u64, ack: &PeerAck) {
             }
         }
     }
+}
+
+/// The node's disk is Inconsistent.
+fn is_being_copied(w: &World, node: usize, volume: u16) -> bool {
+    w.snapshot(node).is_some_and(|s| {
+        let mut devices = s.devices.iter();
+        devices.any(|d| d.volume == VolumeNr(volume) && d.disk_state == DiskState::Inconsistent)
+    })
 }
 
 /// A target acknowledges a block of a resync. A third node that is away does not have what it was given, and may come
