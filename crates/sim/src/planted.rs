@@ -908,6 +908,7 @@ const RARE: &[Planted] = &[
     Planted::RemainingCopyNotFlushed,
     Planted::AheadMarksUntold,
     Planted::ExchangeMarksUntold,
+    Planted::VoteForgotten,
     Planted::UnwrittenUnsettled,
     Planted::LostSourceCounts,
     Planted::LeftAsPrimary,

@@ -100,7 +100,6 @@ const KINDS: &[(&str, &[Planted])] = &[
             Planted::StepsBack,
             Planted::ThawWithoutUuid,
             Planted::UnstableCounts,
-            Planted::VoteForgotten,
         ],
     ),
     ("--with openers", &[Planted::CloseNeverDemotes]),
