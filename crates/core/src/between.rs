@@ -173,11 +173,8 @@ impl Resource {
                 && self.peer_uuids(volume, *other).is_some_and(strange)
         })?;
         let third = self.peer_uuids(volume, parted)?;
-        let yields = |set: &PeerUuids, other: &PeerUuids| {
-            set.base_for(self.node_id)
-                .is_some_and(|base| other.knows(base))
-        };
-        if yields(set, third) || yields(third, set) {
+        let own = self.node_id;
+        if set.yields_to(third, own) || third.yields_to(set, own) {
             return Some(Refusal {
                 code: ErrorCode::HANDSHAKE_RETRY,
                 text: format!(

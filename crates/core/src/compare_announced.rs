@@ -72,11 +72,10 @@ pub(super) fn came_back(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row>
 pub(super) fn unwritten(h: &Handshake<'_>) -> Option<Row> {
     let one_base = is_real(h.own_slot()) && h.own_slot().same_generation(h.peer_slot());
     let yields = |side: &Side, other: &Side| {
-        let base = side.uuids.base_for(other.node);
         // What it had got before may have been in the other's cache alone, and be here still.
         let lost = other.flag(UuidFlags::CACHE_LOST) && !side.flag(UuidFlags::CACHE_LOST);
         !lost
-            && base.is_some_and(|base| other.uuids.knows(base))
+            && side.uuids.yields_to(&other.uuids, other.node)
             && !side.is_primary()
             && other.effective_disk() > DiskState::Inconsistent
     };

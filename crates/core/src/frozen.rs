@@ -18,7 +18,7 @@ use crate::open::Access;
 use crate::options::OnSuspendedPrimaryOutdated;
 use crate::report::Level;
 use crate::resource::Resource;
-use crate::state::ReplSets;
+use crate::state::{DeviceState, ReplSets};
 use crate::transition::Change;
 use crate::uuids::is_real;
 use crate::validity::Refusal;
@@ -152,13 +152,14 @@ impl Resource {
             return;
         }
         let mut gone = Vec::new();
-        for (volume, state) in &self.state.devices {
+        let without_disk = |d: &DeviceState| d.disk <= DiskState::Failed;
+        let devices = self.state.devices.iter();
+        for (volume, state) in devices.filter(|(_, d)| without_disk(d)) {
             for (peer, p) in &state.peers {
                 let device = self.devices.get(volume);
                 let pd = device.and_then(|d| d.peers.get(peer));
                 let said = pd.and_then(|pd| pd.last_state);
-                if state.disk <= DiskState::Failed
-                    && p.repl >= ReplState::Established
+                if p.repl >= ReplState::Established
                     && p.disk == DiskState::Outdated
                     && said.is_some_and(|said| said.disk == DiskState::UpToDate)
                     && self.has_gone_on(*volume, *peer, Role::Primary)

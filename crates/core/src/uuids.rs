@@ -197,7 +197,13 @@ impl PeerUuids {
         (told && is_real(base)).then(|| base.without_primary_bit())
     }
 
-    /// The same, if the sender's disk had nothing then that any other node lacks.
+    /// The sender has written nothing since a generation from which the other set has gone on.
+    pub(crate) fn yields_to(&self, other: &PeerUuids, receiver: NodeId) -> bool {
+        self.base_for(receiver)
+            .is_some_and(|base| other.knows(base))
+    }
+
+    /// [`base_for`](Self::base_for), if the sender's disk had nothing then that any other node lacks.
     pub(crate) fn base_of_all(&self, receiver: NodeId) -> Option<Uuid> {
         let all = self.flags.contains(UuidFlags::UNWRITTEN_FOR_ALL);
         self.base_for(receiver).filter(|_| all)
