@@ -101,8 +101,23 @@ impl Resource {
             let mut peers = device.peers.iter();
             let came = peers.any(|(peer, p)| is_whole(p) && !is_whole(&before(*peer)));
             let left = demoted && !planted!(self, AncestorsReadAfterDemotion);
+            if came {
+                self.others_catch_up(*volume);
+            }
             if came || left {
                 self.outdate_ancestors(*volume);
+            }
+        }
+    }
+
+    /// This node without a disk exposes what the one has that came: others are at it, too, and were called Outdated for it.
+    fn others_catch_up(&mut self, volume: VolumeNr) {
+        if self.state.disk(volume) >= DiskState::Inconsistent || planted!(self, OthersStayBehind) {
+            return;
+        }
+        for peer in self.established_peers().iter() {
+            if let Some(set) = self.peer_uuids(volume, peer).cloned() {
+                self.catches_up_again(volume, peer, &set);
             }
         }
     }

@@ -233,6 +233,8 @@ pub enum AfterMeta {
     FullSync(NodeId),
     /// The UUID of a resync towards this 8.4 peer is durable; the peer may know it.
     SyncUuid(NodeId, Uuid),
+    /// What this disk has counted for is noted: this Primary waits for it.
+    Voted(NodeId, Uuid),
     /// A new size, or the metadata's new place, is durable.
     Resized,
 }
@@ -251,6 +253,7 @@ impl AfterMeta {
             | AfterMeta::ResyncEnd(_)
             | AfterMeta::FullSync(_)
             | AfterMeta::SyncUuid(..)
+            | AfterMeta::Voted(..)
             | AfterMeta::Resized => None,
         }
     }
@@ -265,6 +268,10 @@ pub struct PeerDevice {
     pub uuids: Option<PeerUuids>,
     /// The current UUID last known of a diskless or vanished peer.
     pub current_uuid: Uuid,
+    /// The generation of this Primary that it has noted last (`vote.rs`).
+    pub voted: Uuid,
+    /// What it is told with a followed generation as soon as that is durable.
+    pub spread_flags: UuidFlags,
     /// What the peer said of its size and limits.
     pub sizes: Option<PeerSizes>,
     /// Smallest unit of a request that its disk takes, in bytes, as it said last: it may come back.
@@ -452,6 +459,8 @@ impl PeerDevice {
             options,
             uuids: None,
             current_uuid: Uuid::ZERO,
+            voted: Uuid::ZERO,
+            spread_flags: UuidFlags::empty(),
             sizes: None,
             logical_block_bytes: 512,
             sizes_at: Instant(0),
@@ -505,6 +514,7 @@ impl PeerDevice {
 
     /// Nothing of a former link counts on the next one.
     pub(crate) fn link_is_gone(&mut self) {
+        self.spread_flags = UuidFlags::empty();
         self.verdict = None;
         self.refusal = None;
         self.sent_uuids = None;

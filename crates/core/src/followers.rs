@@ -41,15 +41,20 @@ impl Resource {
     }
 
     fn late_followers(&self) -> Vec<NodeId> {
-        let announced = self.new_uuid.iter();
-        let announced = announced.filter(|new| new.step == SpreadStep::Confirm);
-        let plans = announced.flat_map(|new| &new.plans);
+        let new = self.new_uuid.iter();
+        let plans = new.flat_map(|new| new.plans.iter().map(|plan| (new.step, plan)));
         plans
-            .flat_map(|(volume, plan)| {
-                plan.confirm.iter().filter(|peer| {
+            .flat_map(|(step, (volume, plan))| {
+                let follows = |peer: &NodeId| {
                     let known = self.peer_uuids(*volume, *peer);
                     !known.is_some_and(|u| u.current.same_generation(plan.uuid))
-                })
+                };
+                let late: Vec<NodeId> = match step {
+                    SpreadStep::Confirm => plan.confirm.iter().filter(follows).collect(),
+                    SpreadStep::Writing => plan.voters.iter().collect(),
+                    SpreadStep::Pings | SpreadStep::Noting => Vec::new(),
+                };
+                late
             })
             .collect()
     }

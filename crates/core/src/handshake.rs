@@ -320,7 +320,7 @@ impl Resource {
             self.send(peer, Stream::Data, volume, Packet::CurrentUuid(packet));
             return;
         }
-        if flags.is_empty() && self.spreads_to(peer, volume) {
+        if self.spreads_with(peer, volume, flags) {
             return;
         }
         let Some(set) = self.own_uuids(peer, volume, flags) else {
@@ -382,7 +382,7 @@ impl Resource {
             Packet::PeerDagtag(dagtag) => self.peer_dagtag_received(peer, dagtag),
             Packet::SyncParam89(param) => self.sync_param_received(peer, volume, &param),
             Packet::Sizes(sizes) => self.sizes_received(peer, volume, sizes),
-            Packet::Uuids110(uuids) => self.uuids_received(peer, volume, &uuids),
+            Packet::Uuids110(uuids) => self.uuids_arrived(peer, volume, uuids),
             Packet::CurrentUuid(uuid) => self.current_uuid_received(peer, volume, uuid),
             Packet::EnableReplicationNext(next) => {
                 if let Some(pd) = self.peer_device_mut(volume, peer) {

@@ -869,6 +869,10 @@ registry! {
         "A flush that fails on the own disk ends well.";
     OptionsNotMirrored "options-not-mirrored"
         "A change of options of a connection is not told to the peer.";
+    OthersStayBehind "others-stay-behind"
+        "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
+    VotersUnasked "voters-unasked"
+        "A Primary goes on under a new generation before the targets that count beside it have noted it.";
     VoteUnnoted "vote-unnoted"
         "An Inconsistent disk does not note for which Primary it counts.";
     QuorumLossUnnoted "quorum-loss-unnoted"

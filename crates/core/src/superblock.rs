@@ -3,7 +3,7 @@
 use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, Sector, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState};
+use lockstep_format::wire::{DiskState, ReplState, UuidFlags};
 
 use crate::device::AfterMeta;
 use crate::event::MetaOp;
@@ -175,6 +175,7 @@ impl Resource {
             AfterMeta::ResyncEnd(peer) => self.resync_end_durable(volume, peer),
             AfterMeta::FullSync(peer) => self.full_sync_marked(volume, peer),
             AfterMeta::SyncUuid(peer, uuid) => self.sync_uuid_durable(volume, peer, uuid),
+            AfterMeta::Voted(peer, uuid) => self.tell_vote(volume, peer, uuid),
             AfterMeta::Resized => self.resize_durable(volume),
         }
     }
@@ -197,6 +198,27 @@ impl Resource {
             && !attaches.contains(&self.state.disk(volume))
             && self.spreads_later(volume)
             && !planted!(self, ConfirmsBeforeDurable)
+    }
+
+    /// The same for these flags. That this node is stable is told with that generation.
+    pub(crate) fn spreads_with(
+        &mut self,
+        peer: NodeId,
+        volume: VolumeNr,
+        flags: UuidFlags,
+    ) -> bool {
+        let waits = UuidFlags::GOT_STABLE.contains(flags) && self.spreads_to(peer, volume);
+        if let Some(pd) = self.peer_device_mut(volume, peer).filter(|_| waits) {
+            pd.spread_flags |= flags;
+        }
+        waits
+    }
+
+    pub(crate) fn take_spread_flags(&mut self, volume: VolumeNr, peer: NodeId) -> UuidFlags {
+        let stable = self.state.stable();
+        let waiting = self.peer_device_mut(volume, peer);
+        let flags = waiting.map(|pd| core::mem::take(&mut pd.spread_flags));
+        flags.filter(|_| stable).unwrap_or_default()
     }
 
     /// All metadata changes of the volume up to now are durable.

@@ -216,7 +216,11 @@ impl Resource {
             let returns =
                 back && new.role == Role::Primary && !planted!(self, ReturnedDiskUnlabelled);
             let noted = self.announced_last(*volume);
-            let forced = promoted || (returns && (announced || noted));
+            // What is written from now on may count on a target of this disk.
+            let thaws = !before.have_quorum && after.have_quorum && new.role == Role::Primary;
+            let forced = promoted
+                || (returns && (announced || noted))
+                || thaws && !self.voters(*volume, new).is_empty();
             due |= forced;
             // What became due while there were no data at all was dropped: whoever was lost before
             // they returned is still to be excluded.

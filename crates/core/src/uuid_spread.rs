@@ -60,6 +60,8 @@ pub(crate) struct Plan {
     pub(crate) confirm: NodeMask,
     noted: bool,
     pub(crate) written: bool,
+    /// Peers that have to note it before requests go on (`vote.rs`).
+    pub(crate) voters: NodeMask,
 }
 
 impl Resource {
@@ -143,6 +145,7 @@ impl Resource {
         for volume in gone {
             self.new_uuid_done(volume);
         }
+        self.settle_voters();
     }
 
     /// A peer of 8.4 is connected without its disk, which it may attach again at any time, and it compares
@@ -313,6 +316,7 @@ impl Resource {
                     confirm,
                     noted,
                     written: false,
+                    voters: NodeMask::EMPTY,
                 },
             );
         }
@@ -457,6 +461,7 @@ impl Resource {
             confirm,
             noted: true,
             written: false,
+            voters: NodeMask::EMPTY,
         })
     }
 
@@ -645,6 +650,7 @@ impl Resource {
             };
             self.send_uuids(peer, volume, flags);
         }
+        self.ask_voters(volume);
         self.new_uuid_done(volume);
     }
 
@@ -668,19 +674,21 @@ impl Resource {
     }
 
     fn new_uuid_done(&mut self, volume: VolumeNr) {
-        let done = match self.new_uuid.as_mut() {
-            Some(new) => {
-                if let Some(plan) = new.plans.get_mut(&volume) {
-                    plan.written = true;
-                }
-                new.plans.values().all(|p| p.written)
-            }
-            None => true,
-        };
-        if done {
-            self.new_uuid = None;
+        let plans = self.new_uuid.as_mut().map(|new| &mut new.plans);
+        if let Some(plan) = plans.and_then(|plans| plans.get_mut(&volume)) {
+            plan.written = true;
+        }
+        self.end_new_uuid();
+    }
+
+    pub(crate) fn end_new_uuid(&mut self) {
+        let over = |plan: &Plan| plan.written && plan.voters.is_empty();
+        let over = |new: &mut NewUuid| new.plans.values().all(over);
+        if let Some(new) = self.new_uuid.take_if(over) {
             self.new_uuid_wanted = false;
-            self.renew_for_late(volume);
+            for volume in new.plans.into_keys() {
+                self.renew_for_late(volume);
+            }
             self.compare_with_old_targets();
             self.admission_changed();
         }
@@ -1052,7 +1060,8 @@ impl Resource {
     pub(crate) fn spread_uuids(&mut self, volume: VolumeNr) {
         for peer in self.established_peers().iter() {
             if self.state.peer_device(volume, peer).repl >= ReplState::Established {
-                self.send_uuids(peer, volume, UuidFlags::empty());
+                let flags = self.take_spread_flags(volume, peer);
+                self.send_uuids(peer, volume, flags);
             }
         }
         self.acks_ungated(volume);

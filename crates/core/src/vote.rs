@@ -5,16 +5,20 @@
 //! meets an older node, the two would be a majority again and go on without those writes. So a target
 //! remembers the Primary's generation, in the entry of its own node in the superblock, which nothing else
 //! uses, and is no target of a node that does not know it, until the Primary's data are back or the
-//! operator gives them up (`connect --discard-my-data`). The entry is never sent.
+//! operator gives them up (`connect --discard-my-data`). The entry is never sent, but to the Primary: that one
+//! waits with what is written under a new generation until everybody who counts beside it has noted it.
 //!
 //! With `quorum off` nobody counts, and nothing is remembered.
 
 use alloc::format;
 
-use lockstep_format::units::{NodeId, Uuid, VolumeNr};
-use lockstep_format::wire::{DiskState, ReplState, Role, UuidFlags};
+use lockstep_format::units::{NodeId, NodeMask, Uuid, VolumeNr};
+use lockstep_format::wire::packet::Uuids110;
+use lockstep_format::wire::{DiskState, Packet, ReplState, Role, UuidFlags};
 
 use crate::command::ErrorCode;
+use crate::device::AfterMeta;
+use crate::event::Stream;
 use crate::generation::Generations;
 use crate::options::Quorum;
 use crate::resource::Resource;
@@ -78,6 +82,99 @@ impl Resource {
             // Acks wait for it.
             self.write_superblock(volume);
         }
+    }
+
+    /// A set of generations from the peer, and what Lockstep peers say beside it of their votes.
+    pub(crate) fn uuids_arrived(&mut self, peer: NodeId, volume: VolumeNr, mut packet: Uuids110) {
+        let lockstep = self.is_lockstep(peer);
+        let flags = packet.flags;
+        if lockstep && flags.contains(UuidFlags::VOTE_NOTED) {
+            let own = |(node, _): &(NodeId, Uuid)| *node == peer;
+            let noted = packet.bitmap_uuids.iter().position(own);
+            let noted = noted.map(|at| packet.bitmap_uuids.remove(at).1);
+            if let (Some(noted), Some(pd)) = (noted, self.peer_device_mut(volume, peer)) {
+                pd.voted = noted;
+            }
+        }
+        let current = packet.current;
+        self.uuids_received(peer, volume, &packet);
+        if lockstep && flags.contains(UuidFlags::VOTE_ASKED) {
+            self.vote_for(volume, peer, current);
+        }
+    }
+
+    /// The Primary waits until this node has noted what its data are called.
+    fn vote_for(&mut self, volume: VolumeNr, peer: NodeId, uuid: Uuid) {
+        let counts = self.state.disk(volume) == DiskState::Inconsistent
+            && self.options.quorum != Quorum::Off;
+        let Some(disk) = self.devices.get_mut(&volume).and_then(|d| d.attached_mut()) else {
+            return;
+        };
+        if counts && is_real(uuid) && !disk.generations.knows(uuid) {
+            disk.generations.set_vote(uuid);
+        }
+        self.after_superblock(volume, AfterMeta::Voted(peer, uuid));
+    }
+
+    /// The vote is durable.
+    pub(crate) fn tell_vote(&mut self, volume: VolumeNr, peer: NodeId, uuid: Uuid) {
+        if !self.is_established(peer) {
+            return;
+        }
+        let Some(mut set) = self.own_uuids(peer, volume, UuidFlags::VOTE_NOTED) else {
+            return;
+        };
+        set.slots.insert(self.node_id);
+        if let Some(slot) = set.bitmap.get_mut(usize::from(self.node_id.0)) {
+            *slot = uuid;
+        }
+        let packet = set.to_packet110();
+        self.send(peer, Stream::Data, volume, Packet::Uuids110(packet));
+    }
+
+    /// Lockstep peers that count for this Primary's quorum and are not whole.
+    pub(crate) fn voters(&self, volume: VolumeNr, state: &State) -> NodeMask {
+        if self.options.quorum == Quorum::Off || planted!(self, VotersUnasked) {
+            return NodeMask::EMPTY;
+        }
+        let counts = |peer: &NodeId| {
+            let p = state.peer_device(volume, *peer);
+            p.disk == DiskState::Inconsistent && p.repl >= ReplState::Established
+        };
+        let connected = state.connected().iter().filter(counts);
+        connected.filter(|peer| self.is_lockstep(*peer)).collect()
+    }
+
+    /// A new generation is durable here. What is written under it may be on this disk alone, so that who counts beside
+    /// it has to know of it first.
+    pub(crate) fn ask_voters(&mut self, volume: VolumeNr) {
+        let voters = self.voters(volume, &self.state);
+        let plans = self.new_uuid.as_mut().map(|new| &mut new.plans);
+        let Some(plan) = plans.and_then(|plans| plans.get_mut(&volume)) else {
+            return;
+        };
+        plan.voters = voters;
+        for peer in voters.iter() {
+            self.send_uuids(peer, volume, UuidFlags::VOTE_ASKED);
+        }
+        self.watch_followers();
+    }
+
+    /// Who is lost, or whole, counts no more or says itself what it has.
+    pub(crate) fn settle_voters(&mut self) {
+        let Some(mut new) = self.new_uuid.take() else {
+            return;
+        };
+        for (volume, plan) in new.plans.iter_mut().filter(|(_, p)| !p.voters.is_empty()) {
+            let counts = self.voters(*volume, &self.state);
+            let unnoted = |peer: &NodeId| {
+                let pd = self.devices.get(volume).and_then(|d| d.peers.get(peer));
+                counts.contains(*peer) && pd.is_some_and(|pd| !pd.voted.same_generation(plan.uuid))
+            };
+            plan.voters = plan.voters.iter().filter(unnoted).collect();
+        }
+        self.new_uuid = Some(new);
+        self.end_new_uuid();
     }
 
     fn vote(&self, volume: VolumeNr) -> Uuid {

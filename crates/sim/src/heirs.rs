@@ -108,20 +108,17 @@ impl Operator {
     /// The Primary has no whole disk, and has waited long for one that has what applications hold for written: whoever
     /// came back may have lost that. Somebody decides to go on with what there is.
     pub(crate) fn nobody_has_all(&mut self, w: &World, primary: usize) -> bool {
-        let log = w.nodes[primary].log.iter().rev();
-        let mut recent = log.take_while(|line| line.at + 3 * SECOND > w.now);
-        let refuses = recent.any(|line| line.text.contains("came back after a crash"));
+        let lacks = w.snapshot(primary).is_some_and(|snapshot| {
+            let own = snapshot.devices.iter().map(|d| d.disk_state);
+            let apart = |c: &ConnectionReport| c.state != ConnState::Connected;
+            own.min() < Some(DiskState::UpToDate) && snapshot.connections.iter().any(apart)
+        });
+        let refuses = lacks && w.seen.refuses(primary);
         let before = self
             .refusing
             .filter(|(node, _)| refuses && *node == primary);
         self.refusing = before.or(refuses.then_some((primary, w.now)));
-        let refused = before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now);
-        let Some(snapshot) = w.snapshot(primary).filter(|_| refused) else {
-            return false;
-        };
-        let own = snapshot.devices.iter().map(|d| d.disk_state);
-        let apart = |c: &ConnectionReport| c.state != ConnState::Connected;
-        own.min() < Some(DiskState::UpToDate) && snapshot.connections.iter().any(apart)
+        before.is_some_and(|(_, since)| since + LONG_ENOUGH < w.now)
     }
 }
 

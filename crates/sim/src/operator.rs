@@ -410,15 +410,18 @@ impl Operator {
         if w.config.protocol != Protocol::C && holders & 1 << node != 0 {
             return 1 << node;
         }
-        // A disk that went just before is not known to the operator yet.
-        let last = match w.seen.last_holders(node, volume) {
-            0 => self.holders[volume],
-            last => last,
-        };
-        match (holders, last) {
+        match (holders, self.last_holders(w, node, volume)) {
             (0, 0) => 1 << node,
             (0, last) => last,
             (now, _) => now,
+        }
+    }
+
+    /// Who had everything when anybody had: a disk that went just before is not known to the operator yet.
+    fn last_holders(&self, w: &World, node: usize, volume: usize) -> u32 {
+        match w.seen.last_holders(node, volume) {
+            0 => self.holders[volume],
+            last => last,
         }
     }
 
@@ -477,9 +480,9 @@ impl Operator {
             if answer.is_ok()
                 && let Some(view) = w.view(node)
             {
-                for (volume, heirs) in self.heirs.iter_mut().enumerate() {
-                    *heirs = match view.holders[volume] {
-                        0 => self.holders[volume],
+                for volume in 0..self.heirs.len() {
+                    self.heirs[volume] = match view.holders[volume] {
+                        0 => self.last_holders(w, node, volume),
                         now => now,
                     };
                 }

@@ -197,6 +197,7 @@ fn shows(bug: Planted) -> Shows {
         | P::DisklessVotes
         | P::ResyncEndNotDurable
         | P::VoteForgotten
+        | P::VotersUnasked
         | P::ConfirmsBeforeDurable
         | P::HistoryNotInherited => Shows::Generation,
         P::WrongRowBitmapSelf
@@ -469,6 +470,7 @@ fn shows(bug: Planted) -> Shows {
         | P::FlushFailureHidden
         | P::OptionsNotMirrored
         | P::VoteUnnoted
+        | P::OthersStayBehind
         | P::QuorumLossUnnoted
         | P::ReconciledNotTold
         | P::OldWordsKept
@@ -909,6 +911,8 @@ const RARE: &[Planted] = &[
     Planted::AheadMarksUntold,
     Planted::ExchangeMarksUntold,
     Planted::VoteForgotten,
+    Planted::VotersUnasked,
+    Planted::OthersStayBehind,
     Planted::UnwrittenUnsettled,
     Planted::LostSourceCounts,
     Planted::LeftAsPrimary,

@@ -71,6 +71,8 @@ struct Relied {
     lone: [Option<(usize, u64)>; MAX_VOLUMES],
     /// It was demoted when so many writes had reached its disk, and its metadata do not say so yet.
     demoted: [Option<u64>; MAX_VOLUMES],
+    /// Peers that this Primary refuses, as they may lack what they have acknowledged.
+    refused: u32,
     /// While it was Primary: who had all data the last time that anybody had them.
     holders: [u32; MAX_VOLUMES],
 }
@@ -129,6 +131,22 @@ impl Seen {
     /// Who had all data of a volume when a Primary, as it sees it, last had any; 0 if it is unknown.
     pub(crate) fn last_holders(&self, primary: usize, volume: usize) -> u32 {
         self.relied[primary].holders[volume]
+    }
+
+    /// The node says something of a peer. That it refuses the peer it says once, and it holds until both are connected.
+    pub(crate) fn log_line(&mut self, node: usize, peer: NodeId, text: &str) {
+        let refused = &mut self.relied[node].refused;
+        let bit = 1 << peer.0;
+        if text.contains("came back after a crash") {
+            *refused |= bit;
+        } else if text.starts_with("connection: ") && text.ends_with("-> Connected") {
+            *refused &= !bit;
+        }
+    }
+
+    /// This node refuses a peer for that.
+    pub(crate) fn refuses(&self, node: usize) -> bool {
+        self.relied[node].refused != 0
     }
 
     /// The node is not up any more.

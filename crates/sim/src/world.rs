@@ -938,6 +938,7 @@ impl World {
                 crate::calm::nothing_differs(self, node, &text);
                 if let Some(peer) = peer {
                     crate::limits::strikes(self, node, peer, &text);
+                    self.seen.log_line(node, peer, &text);
                     if level == Level::Error {
                         crate::calm::nobody_is_misunderstood(self, node, peer, &text);
                     }

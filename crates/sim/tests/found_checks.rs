@@ -267,4 +267,12 @@ fn how_often_a_node_has_looked_it_forgets_when_it_looks() {
 fn who_had_been_left_just_before_the_last_disk_went_is_no_heir() {
     planned_holds(Some(2), 1_893_002_094, (None, vec![]), "0,2-4", "0-2");
     planned_holds(Some(2), 1_893_002_094, (None, vec![]), "0-99", "0-9999");
+    planned_holds(Some(2), 1_306_731_472, (None, vec![]), "0-99", "0-9999");
+}
+
+/// A Primary that is being copied refused its source, which had lost its cache. It said so once, and the operator forgot
+/// it after three seconds, and did not demote it.
+#[test]
+fn the_operator_remembers_whom_a_primary_refuses() {
+    planned_holds(Some(3), 1_898_110_334, (None, vec![]), "0-99", "0-9999");
 }

@@ -134,6 +134,19 @@ fn a_demotion_that_waits_for_frozen_requests_is_forced() {
     }
 }
 
+/// A node became stable by a demotion, and told it with a generation that was not durable there yet.
+#[test]
+fn a_node_that_becomes_stable_names_no_generation_before_it_is_durable() {
+    migrations(1_898_000_117);
+}
+
+/// A node without a disk called two disks Outdated, which were at a generation that it had outlived. It met a third one
+/// later, exposed that generation, and went on calling the two Outdated.
+#[test]
+fn disks_that_a_client_called_outdated_are_not_when_it_exposes_what_they_have() {
+    migrations(1_898_100_147);
+}
+
 #[track_caller]
 fn migrations(seed: u64) {
     let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");

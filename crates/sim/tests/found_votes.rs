@@ -26,6 +26,12 @@ fn a_target_that_counted_for_a_primary_is_no_target_of_an_older_node() {
     holds(60_400_172, "0-99", "0-999");
 }
 
+/// The same, where the Primary had made a generation, and the target had not heard of it: its line was slow.
+#[test]
+fn a_primary_waits_until_its_targets_have_noted_what_they_count_for() {
+    planned_holds(Some(3), 322, (TAKEOVER, Vec::new()), "0-99", "0-999");
+}
+
 fn connection(w: &World, node: usize, peer: usize) -> ConnState {
     let snapshot = w.snapshot(node).expect("it is up");
     let mut connections = snapshot.connections.iter();

@@ -96,6 +96,10 @@ bitflags::bitflags! {
         const UNWRITTEN = 1 << 41;
         /// With UNWRITTEN: nor did the disk differ from that of any other node at that time.
         const UNWRITTEN_FOR_ALL = 1 << 42;
+        /// Of Lockstep alone: the Primary waits until the receiver, which is not whole, has noted this generation.
+        const VOTE_ASKED = 1 << 43;
+        /// The answer: the slot of the sender itself names the generation that it was asked for.
+        const VOTE_NOTED = 1 << 44;
         const _ = !0;
     }
 
