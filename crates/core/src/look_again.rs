@@ -183,6 +183,9 @@ impl Resource {
             .filter(|peer| !self.waits_for_stable(volume, *peer))
             .filter(|peer| !weak && !self.is_for_peer(volume, *peer))
             .collect();
+        if doublings > 0 && !weak && self.meets_client_anew(volume) {
+            return;
+        }
         let good_peer = |peer: &NodeId| good(self.state.peer_device(volume, *peer).disk);
         let primary = |peer: &NodeId| self.peer_role(*peer) == Role::Primary;
         // A Primary whose disk is being copied serves what another node has, by a name that its own disk has not.
@@ -197,6 +200,43 @@ impl Resource {
             }
             self.tell_and_compare(volume, peer);
         }
+    }
+
+    /// This node was outdated for a Primary that was none any more, and is equal to disks that are UpToDate. They do not say
+    /// so, as it is for the Primary, which has no disk, to say what is current: it does at a connect (4.3, rule 12).
+    fn meets_client_anew(&mut self, volume: VolumeNr) -> bool {
+        let primaries: Vec<NodeId> = self.state.primaries().collect();
+        let [client] = *primaries.as_slice() else {
+            return false;
+        };
+        let p = self.state.peer_device(volume, client);
+        let serves = p.repl == ReplState::Established && p.disk == DiskState::Diskless;
+        let peers = self.established_peers();
+        let mut disks = peers
+            .iter()
+            .filter(|peer| diskful(self.state.peer_device(volume, *peer).disk));
+        let equal = disks.all(|peer| {
+            self.is_equal_with(volume, peer, DiskState::UpToDate)
+                && !self.marked_towards(volume, peer)
+        });
+        if self.state.disk(volume) != DiskState::Outdated
+            || !serves
+            || !self.is_lockstep(client)
+            || !equal
+            || planted!(self, ClientNotMetAnew)
+        {
+            return false;
+        }
+        if !self.vouches(volume, client) {
+            // It says what it exposes if that is what it is told.
+            self.send_uuids(client, volume, UuidFlags::empty());
+            return false;
+        }
+        let text =
+            "this disk is as good as its neighbours', which follow this Primary; connecting again";
+        self.log(Level::Info, Some(client), Some(volume), text.into());
+        self.drop_connection(client, ConnState::NetworkFailure);
+        true
     }
 
     /// Beside a Primary it is for the Outdated node to ask, which alone knows whether it reaches that
@@ -319,6 +359,11 @@ impl Resource {
     }
 
     pub(crate) fn tell_and_compare(&mut self, volume: VolumeNr, peer: NodeId) {
+        if self.spreads_to(peer, volume) {
+            // A generation that is not durable yet is told to nobody.
+            self.watch_marks(volume, peer);
+            return;
+        }
         self.compared(volume, peer);
         let state = self.state.clone();
         self.send_uuids(peer, volume, UuidFlags::RESYNC);
@@ -524,7 +569,8 @@ impl Resource {
             if !has_disk || (word == Word::OfClients && self.vouches(volume, node)) {
                 continue;
             }
-            if word != Word::Nobodys && self.is_to_be_copied(volume, node) {
+            let older = || word != Word::Nobodys || self.is_of_older_one(volume, node);
+            if self.is_to_be_copied(volume, node) && older() {
                 continue;
             }
             let leads = word == Word::Own || self.node_id < node;
@@ -581,6 +627,16 @@ impl Resource {
         let connection = self.state.connections.get(&node);
         connection.is_some_and(|c| c.peer_role == Role::Primary)
             && self.is_equal_with(volume, node, DiskState::Diskless)
+    }
+
+    /// The node's disk is of a generation from which this one has come. One that was given up as the newest is not.
+    fn is_of_older_one(&self, volume: VolumeNr, node: NodeId) -> bool {
+        let disk = self.devices.get(&volume).and_then(|d| d.attached());
+        let theirs = self.peer_uuids(volume, node).map(|set| set.current);
+        let older = disk.zip(theirs).is_some_and(|(disk, theirs)| {
+            disk.generations.knows(theirs) && !disk.generations.current.same_generation(theirs)
+        });
+        older && !planted!(self, OlderCopyInTheWay)
     }
 
     /// A node whose disk is not whole, so that it has no newer data.

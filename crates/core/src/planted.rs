@@ -869,6 +869,12 @@ registry! {
         "A flush that fails on the own disk ends well.";
     OptionsNotMirrored "options-not-mirrored"
         "A change of options of a connection is not told to the peer.";
+    ClientNotMetAnew "client-not-met-anew"
+        "A disk that is Outdated beside equal ones stays so as long as the Primary has no disk.";
+    OlderCopyInTheWay "older-copy-in-the-way"
+        "Outdated disks without a Primary wait as long as an older one is not whole.";
+    UnheardPrimaryCounts "unheard-primary-counts"
+        "A target counts on a Primary whose promotion it has not heard of.";
     OthersStayBehind "others-stay-behind"
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"

@@ -405,7 +405,9 @@ impl Resource {
             // One that is behind itself, or half copied, knows of no Primary only because it does not count.
             let whole = p.disk == DiskState::UpToDate || planted!(self, BehindCountsStable);
             let source = p.repl.is_sync_target() && stable && whole;
-            linked && (authoritative.contains(*peer) || primary || source)
+            // What one writes that has become Primary unheard is still on its way.
+            let heard = !self.is_lockstep(*peer) || planted!(self, UnheardPrimaryCounts);
+            linked && (authoritative.contains(*peer) && heard || primary || source)
         })
     }
 

@@ -121,6 +121,11 @@ impl Resource {
         if !self.is_established(peer) {
             return;
         }
+        if self.spreads_later(volume) {
+            // It is whole by now, and follows the next one: named before that is durable, it would count for it.
+            self.after_superblock(volume, AfterMeta::Voted(peer, uuid));
+            return;
+        }
         let Some(mut set) = self.own_uuids(peer, volume, UuidFlags::VOTE_NOTED) else {
             return;
         };

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use lockstep_core::command::Command;
 use lockstep_core::event::RequestKind;
 use lockstep_core::options::{AfterSplitBrain, Fencing, OnCongestion, Quorum};
-use lockstep_core::state::ConnState;
+use lockstep_core::state::{ConnState, ReplState};
 
 use crate::faults::Fault;
 use crate::operator::{Operator, peer_id};
@@ -456,7 +456,9 @@ fn part(w: &mut World, o: &mut Operator, sides: &Sides, force: bool) {
         wait_for(w, o, SOON, "two nodes part", |w, _| {
             let connected = is_connected(w, a, b) || is_connected(w, b, a);
             let busy = (0..w.nodes.len()).any(|n| !w.nodes[n].commands.is_empty());
-            (connected || busy).then(|| "they are connected".into())
+            // Who is cut off next must be whole: two that both lost the first may compare what they have.
+            let copies = (0..w.nodes.len()).any(|n| is_copying(w, n));
+            (connected || busy || copies).then(|| "they are connected".into())
         });
     }
 }
@@ -548,6 +550,13 @@ fn connection(w: &World, node: usize, peer: usize) -> Option<ConnState> {
 
 fn is_connected(w: &World, node: usize, peer: usize) -> bool {
     connection(w, node, peer) == Some(ConnState::Connected)
+}
+
+/// A resync runs with a neighbour, or begins.
+fn is_copying(w: &World, node: usize) -> bool {
+    let connections = w.snapshot(node).map(|s| s.connections);
+    let mut of_all = connections.iter().flatten().flat_map(|c| &c.peer_devices);
+    of_all.any(|p| p.repl_state > ReplState::Established)
 }
 
 fn is_standalone(w: &World, node: usize, peer: usize) -> bool {

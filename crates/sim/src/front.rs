@@ -272,7 +272,8 @@ impl World {
         let disk = &self.nodes[node].disks[volume];
         // One that was opened after the request does not answer it.
         let was_there = disk.open && disk.opened_at <= asked.start;
-        let failed = disk.had_errors || !was_there;
+        let forced = self.seen.is_forced_down(node, self.now);
+        let failed = disk.had_errors || !was_there || forced;
         // Without quorum a request may have to fail.
         let view = self.view(node).filter(|v| v.quorate);
         let is_whole =

@@ -13,7 +13,7 @@ use crate::limits;
 use crate::marks;
 use crate::sometimes;
 use crate::story;
-use crate::world::{Ev, Link, Message, Place, Weather, World, id, name, stream_index};
+use crate::world::{Ev, Link, Message, Place, SECOND, Weather, World, id, name, stream_index};
 
 impl World {
     /// Both ends want a link and the network lets them: it comes up a little later.
@@ -194,6 +194,17 @@ impl World {
         wire.last = at;
         wire.queue.push_back(Message { at, bytes, payload });
         self.schedule_wire(link, side, stream);
+    }
+
+    /// What one node says now reaches the other within a second: not much is before it on the line.
+    pub(crate) fn is_heard_soon(&self, node: usize, peer: usize) -> bool {
+        let soon = self.now + SECOND;
+        let sides = |l: &Link| [(l.ends[0], l.ends[1], 0), (l.ends[1], l.ends[0], 1)];
+        let late = |l: &Link| {
+            let mut sides = sides(l).into_iter();
+            sides.any(|(from, to, side)| (from, to) == (node, peer) && l.wires[side][0].last > soon)
+        };
+        !self.links.values().any(|l| !l.dead && late(l))
     }
 
     pub(crate) fn schedule_wire(&mut self, link: u64, side: usize, stream: usize) {

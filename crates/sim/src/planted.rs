@@ -200,7 +200,8 @@ fn shows(bug: Planted) -> Shows {
         | P::VotersUnasked
         | P::ConfirmsBeforeDurable
         | P::HistoryNotInherited => Shows::Generation,
-        P::WrongRowBitmapSelf
+        P::UnheardPrimaryCounts
+        | P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
         | P::TwopcRetryAppliedTwice
         | P::LostRangeWakeUp
@@ -471,6 +472,8 @@ fn shows(bug: Planted) -> Shows {
         | P::OptionsNotMirrored
         | P::VoteUnnoted
         | P::OthersStayBehind
+        | P::OlderCopyInTheWay
+        | P::ClientNotMetAnew
         | P::QuorumLossUnnoted
         | P::ReconciledNotTold
         | P::OldWordsKept
@@ -913,6 +916,9 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::OthersStayBehind,
+    Planted::UnheardPrimaryCounts,
+    Planted::OlderCopyInTheWay,
+    Planted::ClientNotMetAnew,
     Planted::UnwrittenUnsettled,
     Planted::LostSourceCounts,
     Planted::LeftAsPrimary,

@@ -71,6 +71,8 @@ struct Relied {
     lone: [Option<(usize, u64)>; MAX_VOLUMES],
     /// It was demoted when so many writes had reached its disk, and its metadata do not say so yet.
     demoted: [Option<u64>; MAX_VOLUMES],
+    /// When it was demoted by force the last time.
+    forced_at: Option<u64>,
     /// Peers that this Primary refuses, as they may lack what they have acknowledged.
     refused: u32,
     /// While it was Primary: who had all data the last time that anybody had them.
@@ -144,6 +146,11 @@ impl Seen {
         }
     }
 
+    /// The node is demoted by force: what waits fails.
+    pub(crate) fn is_forced_down(&self, node: usize, now: u64) -> bool {
+        self.relied[node].forced_at == Some(now)
+    }
+
     /// This node refuses a peer for that.
     pub(crate) fn refuses(&self, node: usize) -> bool {
         self.relied[node].refused != 0
@@ -157,6 +164,9 @@ impl Seen {
 
 /// A command was answered. Whoever became Primary, and was not forced to, has quorum; a frozen Primary stays one.
 pub(crate) fn answered(w: &mut World, node: usize, asked: &Commanded, became: Option<&Answer>) {
+    if asked.text.starts_with("Secondary { force: true") {
+        w.seen.relied[node].forced_at = Some(w.now);
+    }
     let promotes = asked.text.starts_with("Primary { force: false");
     if !promotes || became != Some(&Answer::Done) || !w.wants_majority {
         return;
@@ -678,6 +688,7 @@ pub(crate) fn pauses_are_known(w: &mut World) {
         let waits = |volume: u16| waits[usize::from(volume)] & 1 << peer != 0;
         // What is said while nothing passes comes later, or with the next connection.
         let hears = linked(w, node, peer)
+            && w.is_heard_soon(node, peer)
             && ![(node, peer), (peer, node)]
                 .iter()
                 .any(|way| w.blocked.contains(way));

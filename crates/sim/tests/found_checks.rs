@@ -276,3 +276,23 @@ fn who_had_been_left_just_before_the_last_disk_went_is_no_heir() {
 fn the_operator_remembers_whom_a_primary_refuses() {
     planned_holds(Some(3), 1_898_110_334, (None, vec![]), "0-99", "0-9999");
 }
+
+/// A process stood still for a minute, and was then demoted by force, which ends what waits with an error.
+#[test]
+fn what_a_forced_demotion_fails_is_no_error_of_the_disk() {
+    planned_holds(Some(2), 1_898_401_491, (None, vec![]), "0-99", "0-9999");
+}
+
+/// A line with little room carried much that was sent before the word that a resync is paused.
+#[test]
+fn a_pause_is_heard_behind_what_is_on_the_line() {
+    planned_holds(Some(3), 1_898_410_478, (None, vec![]), "0-99", "0-9999");
+}
+
+/// Two nodes lost a third, and compared what they had of its writes. One of them was cut off meanwhile.
+#[test]
+fn who_is_to_write_apart_is_whole() {
+    let kinds = Some("quorum,disconnect,disconnect,down,outdate,crash");
+    let extras = vec![Extra::Every];
+    planned_holds(Some(3), 876_000_003_991, (kinds, extras), "0-99", "0-9999");
+}

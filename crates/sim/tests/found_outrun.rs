@@ -116,3 +116,15 @@ fn a_source_beside_a_primary_that_is_lost_does_not_make_whole() {
     );
     planned_holds(Some(4), 1_894_020_045, (None, vec![]), "0-99", "0-9999");
 }
+
+/// A node without a disk became Primary while another was being copied. The target heard of that from its source only: the
+/// commit was still on its way, and the marks of the first writes behind it. It ended as whole without them.
+#[test]
+fn a_target_does_not_count_on_a_primary_of_which_it_has_not_heard() {
+    let kinds = Some("diskless,quorum,crash,partition,reset");
+    let holds = |faults, requests| {
+        planned_holds(Some(3), 876_000_003_587, (kinds, vec![]), faults, requests);
+    };
+    holds("0-1,3,8-9,12", "3-10");
+    holds("0-99", "0-9999");
+}

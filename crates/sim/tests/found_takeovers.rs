@@ -138,6 +138,23 @@ fn a_demotion_that_waits_for_frozen_requests_is_forced() {
 #[test]
 fn a_node_that_becomes_stable_names_no_generation_before_it_is_durable() {
     migrations(1_898_000_117);
+    // Here it compares.
+    let kinds = Some("takeover,crash,partition,reset,powercut");
+    planned_holds(Some(4), 1_898_200_330, (kinds, Vec::new()), "0-99", "0-999");
+}
+
+/// A Secondary lost a node that it took for the Primary, and that was none any more: it was Outdated, and beside a Primary
+/// without a disk nobody said that it has everything.
+#[test]
+fn a_disk_that_is_as_good_as_its_neighbours_meets_the_client_anew() {
+    migrations(1_894_000_096);
+}
+
+/// All whole disks were Outdated, of one generation, and no Primary was left; a third disk, an older one, was being copied,
+/// and was taken for one that may have newer data.
+#[test]
+fn outdated_disks_do_not_wait_for_an_older_one_that_is_not_whole() {
+    migrations(1_898_000_165);
 }
 
 /// A node without a disk called two disks Outdated, which were at a generation that it had outlived. It met a third one

@@ -30,6 +30,10 @@ fn a_target_that_counted_for_a_primary_is_no_target_of_an_older_node() {
 #[test]
 fn a_primary_waits_until_its_targets_have_noted_what_they_count_for() {
     planned_holds(Some(3), 322, (TAKEOVER, Vec::new()), "0-99", "0-999");
+    // Who was asked was whole when it answered, and followed the next generation, which was not durable.
+    let kinds = Some("takeover,crash,partition,reset,powercut");
+    let seed = 1_898_300_320;
+    planned_holds(Some(4), seed, (kinds, Vec::new()), "0-99", "0-999");
 }
 
 fn connection(w: &World, node: usize, peer: usize) -> ConnState {
