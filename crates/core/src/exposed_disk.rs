@@ -10,9 +10,18 @@ use lockstep_format::wire::{DiskState, Role};
 use crate::generation::{PeerView, Rotation};
 use crate::resource::Resource;
 use crate::state::State;
+use crate::uuid_spread::NewUuid;
 use crate::uuids::is_real;
 
 impl Resource {
+    /// The generation would name a disk that is on its way out, and has to be left behind by one that does not.
+    pub(crate) fn named_disk_goes(&self, new: &NewUuid) -> bool {
+        let goes = |volume: VolumeNr| self.state.disk(volume) < DiskState::UpToDate;
+        let mut plans = new.plans.iter();
+        plans.any(|(volume, plan)| plan.sets.is_some() && goes(*volume))
+            && !planted!(self, GoingDiskNamed)
+    }
+
     /// True: the metadata have changed.
     pub(crate) fn take_exposed_generation(
         &mut self,

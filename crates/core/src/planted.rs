@@ -875,6 +875,10 @@ registry! {
         "Outdated disks without a Primary wait as long as an older one is not whole.";
     UnheardPrimaryCounts "unheard-primary-counts"
         "A target counts on a Primary whose promotion it has not heard of.";
+    GoingDiskNamed "going-disk-named"
+        "A generation that was planned names a disk that has failed meanwhile.";
+    SlotGoesWithDisk "slot-goes-with-disk"
+        "A source of 8.4's dialect forgets a resync whose target attaches its disk again.";
     OthersStayBehind "others-stay-behind"
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"

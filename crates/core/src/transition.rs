@@ -1182,7 +1182,10 @@ fn role_only(role: Role) -> PeerState {
 fn lost_contact(before: DiskState, after: DiskState) -> bool {
     matches!(
         before,
-        DiskState::Inconsistent | DiskState::Consistent | DiskState::UpToDate
+        DiskState::Negotiating
+            | DiskState::Inconsistent
+            | DiskState::Consistent
+            | DiskState::UpToDate
     ) && (after < DiskState::Inconsistent
         || matches!(after, DiskState::DUnknown | DiskState::Outdated))
 }

@@ -353,7 +353,7 @@ impl Resource {
         let Some(mut new) = self.new_uuid.take_if(|_| noted) else {
             return;
         };
-        if self.is_shared() && self.is_plan_void(&new) {
+        if (self.is_shared() || self.named_disk_goes(&new)) && self.is_plan_void(&new) {
             // The other Primary's came meanwhile: told now, this one would look like the newer of both.
             self.plan_anew();
             return;
@@ -541,7 +541,7 @@ impl Resource {
             };
             moved || self.peer_views(*volume) != plan.views
         });
-        changed || self.state.role != Role::Primary
+        changed || self.state.role != Role::Primary || self.named_disk_goes(new)
     }
 
     /// Whatever changed meanwhile starts it over with a UUID that nobody has.

@@ -201,6 +201,8 @@ fn shows(bug: Planted) -> Shows {
         | P::ConfirmsBeforeDurable
         | P::HistoryNotInherited => Shows::Generation,
         P::UnheardPrimaryCounts
+        | P::SlotGoesWithDisk
+        | P::GoingDiskNamed
         | P::WrongRowBitmapSelf
         | P::MarkedBlocksRowMissing
         | P::TwopcRetryAppliedTwice
@@ -916,6 +918,8 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::OthersStayBehind,
+    Planted::SlotGoesWithDisk,
+    Planted::GoingDiskNamed,
     Planted::UnheardPrimaryCounts,
     Planted::OlderCopyInTheWay,
     Planted::ClientNotMetAnew,

@@ -188,3 +188,10 @@ fn what_was_not_sent_during_an_exchange_is_marked_before_the_resync() {
     planned_holds(Some(2), 1890105440, (None, vec![]), "1-2,4", "32,34");
     planned_holds(Some(2), 1890105440, (None, vec![]), "0-99", "0-9999");
 }
+
+/// A peer asked to be copied, and lost its disk before it heard how the resync was called. It attached the disk again at the
+/// source's generation: the source took it for one that has followed, with everything marked.
+#[test]
+fn a_target_that_lost_its_disk_is_copied_when_it_attaches_it() {
+    planned_holds(Some(2), 1898501439, (None, vec![]), "0-99", "0-9999");
+}

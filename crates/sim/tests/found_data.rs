@@ -179,3 +179,10 @@ fn the_source_of_a_primary_gets_its_writes() {
 fn who_is_beside_newer_data_is_not_current_again() {
     planned_holds(Some(3), 2_710_000_976, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary's disk was detached by force while a generation was being noted on it. Peers took that one, and so did the disk
+/// that went: it looked as good as theirs when it came back, and was copied over what they had got meanwhile.
+#[test]
+fn a_disk_that_goes_is_not_named_by_the_generation_that_leaves_it_behind() {
+    planned_holds(Some(3), 1_898_500_827, (None, vec![]), "0-99", "0-9999");
+}

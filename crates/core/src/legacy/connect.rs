@@ -422,9 +422,14 @@ impl Resource {
 
     /// The end of a resync is the target's state. Its UUIDs come before that, and if the state is
     /// lost, the resync's UUID in the slot is what tells (semantics.md, 13.3 rule 35).
+    /// A target that has lost its disk meanwhile, and attaches it, may never have heard how the resync is called.
     pub(crate) fn legacy_is_source_of(&self, volume: VolumeNr, peer: NodeId) -> bool {
-        let repl = self.state.peer_device(volume, peer).repl;
-        self.is_legacy(peer) && matches!(repl, ReplState::SyncSource | ReplState::PausedSyncS)
+        let p = self.state.peer_device(volume, peer);
+        let source = matches!(p.repl, ReplState::SyncSource | ReplState::PausedSyncS);
+        let attaches = p.disk < DiskState::Inconsistent
+            && self.out_of_sync_blocks(volume, peer) > 0
+            && !planted!(self, SlotGoesWithDisk);
+        self.is_legacy(peer) && (source || attaches)
     }
 
     /// Connections besides this one, of which an 8.4 peer knows nothing.
