@@ -879,6 +879,8 @@ registry! {
         "A generation that was planned names a disk that has failed meanwhile.";
     SlotGoesWithDisk "slot-goes-with-disk"
         "A source of 8.4's dialect forgets a resync whose target attaches its disk again.";
+    UnseenNotFlushed "unseen-not-flushed"
+        "A flush of a client does not reach what it has read of another Primary's writes.";
     OthersStayBehind "others-stay-behind"
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"

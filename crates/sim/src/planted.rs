@@ -201,6 +201,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ConfirmsBeforeDurable
         | P::HistoryNotInherited => Shows::Generation,
         P::UnheardPrimaryCounts
+        | P::UnseenNotFlushed
         | P::SlotGoesWithDisk
         | P::GoingDiskNamed
         | P::WrongRowBitmapSelf
@@ -918,6 +919,7 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::OthersStayBehind,
+    Planted::UnseenNotFlushed,
     Planted::SlotGoesWithDisk,
     Planted::GoingDiskNamed,
     Planted::UnheardPrimaryCounts,

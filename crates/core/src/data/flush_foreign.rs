@@ -6,7 +6,7 @@ use lockstep_format::wire::packet::Barrier;
 
 use crate::event::Stream;
 use crate::resource::Resource;
-use crate::state::Role;
+use crate::state::{DiskState, Role};
 
 impl Resource {
     /// Makes the peer flush what it has of other nodes. Gives the barrier whose ack says that it has done so,
@@ -36,7 +36,13 @@ impl Resource {
         self.connections.values().any(|conn| {
             let told = !conn.is_legacy() || self.peer_role(conn.peer) != Role::Primary;
             !told || !conn.io.writes.is_empty()
-        })
+        }) || self.reads_of_primaries() && !planted!(self, UnseenNotFlushed)
+    }
+
+    /// Another Primary may write what this node does not get, but reads at a peer.
+    fn reads_of_primaries(&self) -> bool {
+        let mut disks = self.state.devices.values().map(|device| device.disk);
+        disks.any(|disk| disk != DiskState::UpToDate) && self.state.primary_peer().is_some()
     }
 
     /// The ack of a barrier is due, as of its writes.

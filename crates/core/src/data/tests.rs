@@ -37,6 +37,7 @@ mod csums;
 mod extents;
 mod failing;
 mod fencing;
+mod flushing;
 mod forced;
 mod granularity;
 mod handlers;
