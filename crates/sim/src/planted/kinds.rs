@@ -378,10 +378,6 @@ const KINDS: &[(&str, &[Planted])] = &[
         &[Planted::PingsMoveTimeOut],
     ),
     (
-        "--nodes 3 --faults shuffle,handover,handover,stall,invalidate --with every,hot,hasty",
-        &[Planted::RotationMissesOutdated],
-    ),
-    (
         "--nodes 3 --faults stall,stall,stall,disconnect,handover,detach --with every,numb",
         &[
             Planted::DetachForgetsUnsettled,
