@@ -919,6 +919,7 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::OthersStayBehind,
+    Planted::FailureUnnoted,
     Planted::RotationMissesOutdated,
     Planted::UnseenNotFlushed,
     Planted::SlotGoesWithDisk,

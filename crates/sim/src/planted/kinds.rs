@@ -285,7 +285,7 @@ const KINDS: &[(&str, &[Planted])] = &[
     ),
     (
         "--nodes 2 --faults resyncerror,resyncerror,crash,reset",
-        &[Planted::FailureUnnoted, Planted::ResyncWriteErrorIgnored],
+        &[Planted::ResyncWriteErrorIgnored],
     ),
     (
         "--nodes 2 --faults suspend,detach --with every,short-log",
