@@ -629,12 +629,14 @@ impl Resource {
             && self.is_equal_with(volume, node, DiskState::Diskless)
     }
 
-    /// The node's disk is of a generation from which this one has come. One that was given up as the newest is not.
+    /// The node's disk is of a generation from which this one has come. One that was announced since, and not made here,
+    /// is none: who took it may have newer data.
     fn is_of_older_one(&self, volume: VolumeNr, node: NodeId) -> bool {
         let disk = self.devices.get(&volume).and_then(|d| d.attached());
         let theirs = self.peer_uuids(volume, node).map(|set| set.current);
         let older = disk.zip(theirs).is_some_and(|(disk, theirs)| {
-            disk.generations.knows(theirs) && !disk.generations.current.same_generation(theirs)
+            let mut older = disk.generations.older();
+            is_real(theirs) && older.any(|uuid| uuid.same_generation(theirs))
         });
         older && !planted!(self, OlderCopyInTheWay)
     }
