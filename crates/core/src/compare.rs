@@ -700,6 +700,7 @@ fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
     if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {
         return announced::came_back(h, own, peer)
             .or_else(|| announced::unwritten(h))
+            .or_else(|| announced::lost_its_cache(h))
             .unwrap_or_else(|| row(Strategy::SplitBrainDisconnect, Rule::Contradiction));
     }
     if let Some(row) = announced::announcer_lives_on(h, own, peer) {

@@ -104,6 +104,24 @@ pub(super) fn unwritten(h: &Handshake<'_>) -> Option<Row> {
     })
 }
 
+/// Between two Lockstep nodes that call each other older: one has written nothing since the very generation of the other
+/// one, which lost what it had in its cache since then. What both had acknowledged is at the former.
+pub(super) fn lost_its_cache(h: &Handshake<'_>) -> Option<Row> {
+    let keeps = |side: &Side, other: &Side| {
+        let base = side.uuids.base_for(other.node);
+        other.flag(UuidFlags::CACHE_LOST)
+            && !side.flag(UuidFlags::CACHE_LOST)
+            && base.is_some_and(|base| base.same_generation(other.uuids.current))
+            && side.effective_disk() > DiskState::Inconsistent
+            && !other.is_primary()
+    };
+    match h.is_lockstep() {
+        true if keeps(h.own, h.peer) => Some(row(Strategy::SourceSetBitmap, Rule::HistorySelf)),
+        true if keeps(h.peer, h.own) => Some(row(Strategy::TargetSetBitmap, Rule::HistoryPeer)),
+        true | false => None,
+    }
+}
+
 /// It was demoted without that follower, and lived on: its disk lost nothing. Nor has it where both were
 /// connected all the time. A follower that has another Primary by now stays with that one (its last words may
 /// still name this one).

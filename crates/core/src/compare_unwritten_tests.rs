@@ -58,3 +58,25 @@ fn without_a_slot_the_newest_of_the_history_is_meant() {
     c.a.uuids.history[0] = Uuid(0x50);
     c.expect(Strategy::UnrelatedData, Rule::NoRelation);
 }
+
+/// Both call each other older: A took 0x20 and wrote nothing, B is where A comes from, and a third node at A's
+/// generation was copied from B.
+#[test]
+fn who_lost_its_cache_is_no_source_of_who_has_written_nothing() {
+    let mut c = Case::new(0x20, 0x10).with(|c| {
+        c.features = Features::LOCKSTEP;
+        slot(&mut c.a, B, 0x10);
+        slot(&mut c.b, NodeId(2), 0x20);
+        flag(&mut c.a, UuidFlags::UNWRITTEN);
+    });
+    c.expect(Strategy::TargetSetBitmap, Rule::HistoryPeer);
+    flag(&mut c.b, UuidFlags::CACHE_LOST);
+    c.expect(Strategy::SourceSetBitmap, Rule::HistorySelf);
+    // Neither may a Primary be overwritten, nor does a generation of its own yield.
+    let mut primary = c.clone();
+    primary.b.role = Role::Primary;
+    primary.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+    slot(&mut c.a, B, 0x50);
+    slot(&mut c.a, NodeId(3), 0x10);
+    c.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+}

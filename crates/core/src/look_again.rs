@@ -157,6 +157,7 @@ impl Resource {
         }
         if self.is_busy(volume) {
             self.compare_with_consistent(volume);
+            self.compare_while_serving(volume);
             self.compare_while_paused(volume, &peers);
             return;
         }
@@ -288,6 +289,29 @@ impl Resource {
         }
     }
 
+    /// Being the source of others keeps this node from no comparison with one that counts as well and has not been compared.
+    fn compare_while_serving(&mut self, volume: VolumeNr) {
+        let good = DiskState::UpToDate;
+        let Some(state) = self.state.devices.get(&volume) else {
+            return;
+        };
+        let serves = |p: &PeerDeviceState| {
+            p.repl <= ReplState::Established
+                || p.repl.is_sync_source()
+                || p.repl == ReplState::WfBitmapS
+        };
+        let idle = state.disk == good && state.peers.values().all(serves);
+        if !idle || self.is_resizing(volume) || self.new_uuid.is_some() {
+            return;
+        }
+        for peer in self.established_peers().iter() {
+            let counts = self.state.peer_device(volume, peer).disk == good;
+            if counts && self.is_uncompared(volume, peer) {
+                self.tell_and_compare(volume, peer);
+            }
+        }
+    }
+
     /// Targets that are each other's sources wait for one of them to be whole. This one is compared with a peer that
     /// is: a resync from that one goes on. So is one that is only a source, and Outdated: its targets would be no more
     /// than that.
@@ -300,8 +324,7 @@ impl Resource {
             ReplState::PausedSyncT => p.disk == DiskState::Inconsistent,
             _ => false,
         };
-        let devices = self.devices.get(&volume);
-        let resizes = devices.is_some_and(|d| d.attached().is_none_or(|a| a.resize.is_some()));
+        let resizes = self.is_resizing(volume);
         let waits = state.disk == DiskState::Inconsistent && state.peers.values().all(waits);
         let serves = only_serves(state) && !self.is_weak(&self.state);
         let idle = (waits || serves) && !resizes && self.new_uuid.is_none();
@@ -312,6 +335,12 @@ impl Resource {
         if let Some(peer) = whole.filter(|_| idle) {
             self.tell_and_compare(volume, peer);
         }
+    }
+
+    /// It has no disk, or one whose size changes.
+    fn is_resizing(&self, volume: VolumeNr) -> bool {
+        let devices = self.devices.get(&volume);
+        devices.is_some_and(|d| d.attached().is_none_or(|a| a.resize.is_some()))
     }
 
     /// A resync ended whose source was promoted and began a generation while the target's last words
@@ -401,6 +430,31 @@ impl Resource {
         }
         let at = self.now + PATIENCE;
         self.timers.set_earliest(Timer::LookAgain(volume), at);
+    }
+
+    /// Both disks count now, and one of them was Consistent: nobody was asked for what one of the two lacks. A third node
+    /// that has everything settles such marks by itself. Whose peer has counted all the time does not wait: it may become
+    /// Primary in a moment, with what that one lacks.
+    pub(crate) fn consistent_counts(
+        &mut self,
+        volume: VolumeNr,
+        peer: NodeId,
+        was: [DiskState; 2],
+        after: &DeviceState,
+    ) {
+        let good = DiskState::UpToDate;
+        let settles = |(node, p): (&NodeId, &PeerDeviceState)| {
+            *node != peer
+                && (p.disk, p.repl) == (good, ReplState::Established)
+                && (!self.marked_towards(volume, *node) || planted!(self, MarkedNodeSettles))
+        };
+        if after.peers.iter().any(settles) {
+            return;
+        }
+        self.watch_marks(volume, peer);
+        if was[1] == good && !planted!(self, ConsistentWaits) {
+            self.timers.set_earliest(Timer::LookAgain(volume), self.now);
+        }
     }
 
     fn is_uncompared(&self, volume: VolumeNr, peer: NodeId) -> bool {

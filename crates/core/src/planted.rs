@@ -881,6 +881,12 @@ registry! {
         "A source of 8.4's dialect forgets a resync whose target attaches its disk again.";
     UnseenNotFlushed "unseen-not-flushed"
         "A flush of a client does not reach what it has read of another Primary's writes.";
+    OvertakenReadUntold "overtaken-read-untold"
+        "A source does not tell what stays marked when a target has written a copy that was replaced here meanwhile.";
+    MarkedNodeSettles "marked-node-settles"
+        "A disk that was Consistent, and counts now, leaves its marks to a third node from which it differs itself.";
+    ConsistentWaits "consistent-waits"
+        "A disk that was Consistent, and counts now, is compared with one that counted before only after a while.";
     OthersStayBehind "others-stay-behind"
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"

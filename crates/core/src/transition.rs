@@ -353,14 +353,9 @@ impl Resource {
                 && (old.disk(volume), before.disk, before.repl) != equal
             {
                 self.watch_left_marks(volume);
-                // Nobody was asked for what one of two Consistent disks lacks. A third node that has
-                // everything settles such marks by itself.
-                let third = after.peers.iter().any(|(node, p)| {
-                    node != peer && (p.disk, p.repl) == (equal.1, ReplState::Established)
-                });
                 let was = [old.disk(volume), before.disk];
-                if was.contains(&DiskState::Consistent) && !third {
-                    self.watch_marks(volume, *peer);
+                if was.contains(&DiskState::Consistent) {
+                    self.consistent_counts(volume, *peer, was, after);
                 }
                 if before.repl >= ReplState::Established {
                     self.note_unsettled(volume, *peer);

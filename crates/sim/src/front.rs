@@ -117,6 +117,12 @@ impl World {
         }
     }
 
+    /// Nobody promises any more what no flush has covered.
+    pub(crate) fn unflushed_may_be_lost(&mut self) {
+        self.trace(0, || "== what was not flushed may be lost".into());
+        self.history.unflushed_may_be_lost(self.now);
+    }
+
     /// Another node takes over from this one, whose applications count as dead. What it has not
     /// acknowledged may never happen, whatever it read of it itself; that it acknowledges nothing of it
     /// any more is checked as before.
@@ -126,6 +132,9 @@ impl World {
         for asked in self.nodes[node].requests.values_mut() {
             asked.is_given_up = true;
         }
+        self.trace(node, || {
+            format!("== its {} requests count as given up", asked.len())
+        });
         for asked in asked {
             self.writes_die(&asked, self.now);
         }

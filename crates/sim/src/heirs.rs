@@ -54,7 +54,7 @@ impl Operator {
         };
         if members(loss).into_iter().any(|n| !self.is_down(n)) {
             // It is back, and perhaps not compared yet.
-            w.history.unflushed_may_be_lost(w.now);
+            w.unflushed_may_be_lost();
             return 0;
         }
         sometimes!(w.marks, true, "heir-left-unused");

@@ -170,7 +170,10 @@ impl Register {
             v.settled = false;
             v.end = NEVER;
             v.acked = NEVER;
-            v.dead = v.dead.min(now);
+            // A frozen Primary that is not given up sends what goes on when it thaws.
+            if !goes_on {
+                v.dead = v.dead.min(now);
+            }
         }
     }
 

@@ -191,7 +191,7 @@ impl Operator {
         } else if ends {
             self.demote(w);
         } else if self.nobody_has_all(w, primary) && self.demote_with(w, true) {
-            w.history.unflushed_may_be_lost(w.now);
+            w.unflushed_may_be_lost();
         }
     }
 
@@ -212,7 +212,7 @@ impl Operator {
         }
         if self.pending_loss & 1 << node != 0 && w.has_disk(node) {
             self.pending_loss = 0;
-            w.history.unflushed_may_be_lost(w.now);
+            w.unflushed_may_be_lost();
         }
         w.limits = Limits::of(&self.settings, w.limits);
         w.start(node, self.settings.resource.clone());
@@ -354,7 +354,7 @@ impl Operator {
                 }
             }
             if alone {
-                w.history.unflushed_may_be_lost(w.now);
+                w.unflushed_may_be_lost();
             }
         }
         if lose == Lose::Unflushed && w.has_disk(node) {
@@ -372,7 +372,7 @@ impl Operator {
             // Nor does another one help that lives on, if the last copy was not compared with it.
             let sound = |heirs: &u32| *heirs & !self.lossy != 0;
             if self.lossy != 0 && (!witness || !self.heirs.iter().all(sound)) {
-                w.history.unflushed_may_be_lost(w.now);
+                w.unflushed_may_be_lost();
             }
             let heirs = self.heirs();
             w.trace(node, || format!("== heirs: {heirs:?}"));

@@ -475,6 +475,9 @@ fn shows(bug: Planted) -> Shows {
         | P::OptionsNotMirrored
         | P::VoteUnnoted
         | P::OthersStayBehind
+        | P::ConsistentWaits
+        | P::OvertakenReadUntold
+        | P::MarkedNodeSettles
         | P::OlderCopyInTheWay
         | P::ClientNotMetAnew
         | P::QuorumLossUnnoted
@@ -919,6 +922,9 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::OthersStayBehind,
+    Planted::ConsistentWaits,
+    Planted::OvertakenReadUntold,
+    Planted::MarkedNodeSettles,
     Planted::FailureUnnoted,
     Planted::RotationMissesOutdated,
     Planted::UnseenNotFlushed,

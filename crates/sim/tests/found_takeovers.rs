@@ -179,3 +179,37 @@ fn a_client_exposes_what_the_primary_serves() {
     let extras = vec![Extra::Every];
     planned_holds(Some(5), 820_000_017_386, (kinds, extras), "0-99", "0-999");
 }
+
+#[track_caller]
+fn takeovers(seed: u64) {
+    let kinds = Some("takeover,crash,partition,reset,powercut");
+    planned_holds(Some(4), seed, (kinds, vec![]), "0-99", "0-999");
+}
+
+/// A target of two sources was whole at the end of the resync with one of them. The other source, which was Consistent,
+/// counted again and became Primary before the two compared what was marked between them.
+#[test]
+fn a_disk_that_counts_again_is_compared_before_its_node_is_primary() {
+    takeovers(1_898_300_197);
+}
+
+/// A source was copied itself while its answer was on its way: the target's ack cleared no mark there, but all of them at
+/// the target. A later write of such a block marked nothing new, and the target was not told.
+#[test]
+fn a_target_hears_what_stays_marked_after_a_copy_that_was_replaced() {
+    takeovers(1_899_330_012);
+}
+
+/// A frozen Primary was not given up, and sent its old requests when it thawed, which the check had called dead since
+/// another node lost its power.
+#[test]
+fn what_a_frozen_primary_holds_back_goes_on() {
+    takeovers(1_899_330_041);
+}
+
+/// A follower took two generations that were announced in vain. The Primary, and who was copied from it, went on from
+/// before them, with their caches lost; each of the two sides called the other one older.
+#[test]
+fn who_lost_its_cache_and_a_follower_of_what_was_announced_do_not_split() {
+    takeovers(1_899_330_279);
+}

@@ -498,6 +498,7 @@ impl Resource {
                 .is_some_and(|read| read.overtaken)
         });
         if overtaken && !planted!(self, OvertakenReadClears) {
+            self.tell_overtaken(volume, peer, request);
             return;
         }
         if let Some(io) = self.disk_io(volume)
@@ -507,6 +508,24 @@ impl Resource {
                 .clear_range(slot, request.sector, request.size_bytes);
         }
         self.bits_cleared(volume);
+    }
+
+    /// The target takes for equal what stays marked here, of which a later write would mark nothing more and tell nothing.
+    fn tell_overtaken(&mut self, volume: VolumeNr, peer: NodeId, request: &BlockRequest) {
+        let (sector, size_bytes) = (request.sector, request.size_bytes);
+        let marked = self.disk_io(volume).is_some_and(|io| {
+            let bits = io
+                .bitmap
+                .shape()
+                .touched_bits(sector, u64::from(size_bytes));
+            io.slot(peer)
+                .is_some_and(|slot| io.bitmap.any_set(slot, bits))
+        });
+        if marked && !planted!(self, OvertakenReadUntold) {
+            let desc = BlockDesc { sector, size_bytes };
+            self.barrier_before(peer, self.io.epoch);
+            self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
+        }
     }
 
     fn source_end(&mut self, volume: VolumeNr, peer: NodeId, key: Key) {
