@@ -589,6 +589,7 @@ impl Resource {
         self.after_announcements(old, new);
         self.after_resource(old, new, *graceful);
         self.after_fencing(old, new);
+        self.flush_foreign_early(old, new);
         self.watch_unequal(new);
         self.relabel_targets(old, new);
         self.look_at_ancestors(old, new);

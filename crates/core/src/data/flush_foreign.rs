@@ -1,14 +1,67 @@
 //! Flushes that reach what peers hold of other nodes' writes (semantics.md, 15.8).
 
+use alloc::vec::Vec;
+
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::Packet;
 use lockstep_format::wire::packet::Barrier;
 
 use crate::event::Stream;
+use crate::options::Protocol;
 use crate::resource::Resource;
-use crate::state::{DiskState, Role};
+use crate::state::{ConnState, DiskState, Role, State};
 
 impl Resource {
+    /// A peer's copy begins to count for this Primary: it is asked now, so that the first flush finds it answered, and
+    /// does not wait for a peer that is cut off meanwhile.
+    pub(crate) fn flush_foreign_early(&mut self, old: &State, new: &State) {
+        // From now on others may have what this node does not get.
+        let promoted = |peer: &NodeId| {
+            let before = old.connections.get(peer).map(|c| c.peer_role);
+            let after = new.connections.get(peer).map(|c| c.peer_role);
+            after == Some(Role::Primary) && before != after
+        };
+        if new.connections.keys().any(promoted) {
+            for conn in self.connections.values_mut() {
+                conn.io.foreign_covered = None;
+            }
+        }
+        if new.role != Role::Primary {
+            return;
+        }
+        let counts = |state: &State, volume: VolumeNr, peer: NodeId| {
+            let p = state.peer_device(volume, peer);
+            state.role == Role::Primary && p.replicates() && p.disk == DiskState::UpToDate
+        };
+        let begins = |volume: VolumeNr, peer: NodeId| {
+            counts(new, volume, peer) && !counts(old, volume, peer)
+        };
+        let mut asked = Vec::new();
+        for (peer, conn) in &self.connections {
+            let promises =
+                |volume: VolumeNr| conn.net.protocol == Protocol::C || !self.takes_writes(volume);
+            let up = conn.link.is_some() && self.state.conn(*peer) == ConnState::Connected;
+            let mut volumes = new.devices.keys();
+            if up
+                && conn.is_lockstep()
+                && volumes.any(|volume| begins(*volume, *peer) && promises(*volume))
+            {
+                asked.push(*peer);
+            }
+        }
+        if asked.is_empty() {
+            return;
+        }
+        self.close_epoch();
+        for peer in asked {
+            // What a disk that came later holds was not reached before.
+            if let Some(conn) = self.connections.get_mut(&peer) {
+                conn.io.foreign_covered = None;
+            }
+            self.flush_foreign(peer);
+        }
+    }
+
     /// Makes the peer flush what it has of other nodes. Gives the barrier whose ack says that it has done so,
     /// unless it has nothing to flush.
     pub(super) fn flush_foreign(&mut self, peer: NodeId) -> Option<u32> {

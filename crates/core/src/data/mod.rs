@@ -230,7 +230,7 @@ pub struct ConnIo {
     pub(crate) sent_count: u64,
     pub(crate) settled_count: u64,
     /// `foreign_count` when the last barrier without a write was sent on this link, if all that was counted had been
-    /// settled.
+    /// settled. None since a disk of the peer began to count, or another node became Primary.
     pub(crate) foreign_covered: Option<u64>,
     /// The peer's mirror of this node's dagtag; none before the first `P_DAGTAG` of the link.
     pub(crate) mirror: Option<Dagtag>,

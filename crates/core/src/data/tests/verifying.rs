@@ -63,7 +63,7 @@ fn equal_replicas_verify_clean() {
 
 #[test]
 fn planted_differences_are_marked_on_both_nodes_and_the_next_connect_copies_them() {
-    let mut w = clean(2, 2, setup());
+    let mut w = clean(4, 2, setup());
     let spoiled = [0, 1, 77, BLOCKS - 1];
     for block in spoiled {
         spoil(&mut w, 1, block);
