@@ -693,8 +693,8 @@ fn missed_finish_84(h: &Handshake<'_>) -> Option<Row> {
 
 /// Rows 14..=24: different current UUIDs, neither just created.
 fn different_row(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Row {
-    let peer_newer = find_slot(h, h.peer, h.own.node, own);
-    let own_newer = find_slot(h, h.own, h.peer.node, peer);
+    let peer_newer = announced::newer(h, h.peer, h.own, own);
+    let own_newer = announced::newer(h, h.own, h.peer, peer);
     let peer_started = started_84(h, h.peer, h.own, own);
     let own_started = started_84(h, h.own, h.peer, peer);
     if (peer_newer.is_some() || peer_started) && (own_newer.is_some() || own_started) {

@@ -4,7 +4,9 @@
 use lockstep_format::units::Uuid;
 use lockstep_format::wire::{DiskState, UuidFlags};
 
-use super::{Direction, Handshake, Phase, Row, Rule, Side, Strategy, Verdict, row};
+use super::{
+    Direction, Handshake, Phase, Row, Rule, Side, SlotOf, Strategy, Verdict, find_slot, row,
+};
 use crate::uuids::is_real;
 
 /// Between two Lockstep nodes: a Primary told its next generation, lost the follower before it made
@@ -102,6 +104,21 @@ pub(super) fn unwritten(h: &Handshake<'_>) -> Option<Row> {
         true => row(direction.use_bitmap(), rule),
         false => row(direction.set_bitmap(), rule),
     })
+}
+
+/// The slot of `side` that calls `other` older, which is at that generation.
+pub(super) fn newer(h: &Handshake<'_>, side: &Side, other: &Side, uuid: Uuid) -> Option<SlotOf> {
+    find_slot(h, side, other.node, uuid).filter(|slot| !names_source(h, side, other, *slot))
+}
+
+/// Between two Lockstep nodes: the slot of a third node names what a target is being copied from, and its own generation
+/// is one that the other node has left. That one is not older.
+fn names_source(h: &Handshake<'_>, target: &Side, other: &Side, slot: SlotOf) -> bool {
+    h.is_lockstep()
+        && matches!(slot, SlotOf::Other(_))
+        && target.flag(UuidFlags::SYNC_TARGET)
+        && target.flag(UuidFlags::INCONSISTENT)
+        && other.uuids.history_has(target.uuids.current)
 }
 
 /// Between two Lockstep nodes that call each other older: one has written nothing since the very generation of the other

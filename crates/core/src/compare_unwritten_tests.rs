@@ -80,3 +80,22 @@ fn who_lost_its_cache_is_no_source_of_who_has_written_nothing() {
     slot(&mut c.a, NodeId(3), 0x10);
     c.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
 }
+
+/// B is copied from a third node, which is at A's generation, as its slot says; it names a generation that A has left.
+#[test]
+fn a_target_of_a_third_node_is_not_newer_than_that_one() {
+    let mut c = Case::new(0x20, 0x10).with(|c| {
+        c.features = Features::LOCKSTEP;
+        c.a.uuids.history[0] = Uuid(0x10);
+        slot(&mut c.b, NodeId(2), 0x20);
+        c.b.disk = DiskState::Inconsistent;
+        flag(&mut c.b, UuidFlags::INCONSISTENT);
+    });
+    // Not a target: it has gone on from there.
+    c.expect(
+        Strategy::TargetClearBitmap(NodeId(2)),
+        Rule::BitmapPeerOther,
+    );
+    flag(&mut c.b, UuidFlags::SYNC_TARGET);
+    c.expect(Strategy::SourceSetBitmap, Rule::HistorySelf);
+}
