@@ -637,6 +637,8 @@ registry! {
         "What a lost peer called in sync clears its marks when the write is settled.";
     EarlierClearsLater "earlier-clears-later"
         "A write that is settled clears the mark of a later one.";
+    OlderClearsSource "older-clears-source"
+        "A write of a Primary that is copied from another one since clears the marks of that one.";
     LateFailureUnmarked "late-failure-unmarked"
         "A refusal of a write that is long completed marks nothing.";
     ResentKeepsAge "resent-keeps-age"

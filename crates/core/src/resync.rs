@@ -32,6 +32,7 @@ impl Resource {
 
     /// Bitmap exchange begins, this node is target: it waits for the source's bitmap.
     pub(crate) fn prepare_resync_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.source_replaces_writes(volume, peer);
         self.await_bitmap(volume, peer);
     }
 

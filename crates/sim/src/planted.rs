@@ -369,6 +369,7 @@ fn shows(bug: Planted) -> Shows {
         | P::LastWordNotWritten
         | P::InSyncSurvivesLoss
         | P::EarlierClearsLater
+        | P::OlderClearsSource
         | P::LateFailureUnmarked
         | P::ResentKeepsAge
         | P::AgeTimerStops
@@ -854,6 +855,7 @@ const RARE: &[Planted] = &[
     Planted::SlotMergedInPart,
     Planted::InSyncSurvivesLoss,
     Planted::EarlierClearsLater,
+    Planted::OlderClearsSource,
     Planted::LateFailureUnmarked,
     Planted::ResentKeepsAge,
     Planted::GivesWayStaysCurrent,

@@ -69,6 +69,8 @@ pub(crate) struct AppRequest {
     pub(crate) mark: NodeMask,
     /// Peers whose bits were set already because a resync with them started.
     pub(crate) accounted: NodeMask,
+    /// Peers that this disk is copied from since they were sent it: it clears no mark of what they have.
+    pub(crate) replaced: NodeMask,
     /// Peers that were sent it while this node's disk counted as a copy: theirs may be in a cache when they acknowledge it.
     pub(crate) relied: NodeMask,
     /// Peers that were sent it while another peer's disk may have counted as one for them.
@@ -142,6 +144,7 @@ impl AppRequest {
             left: NodeMask::EMPTY,
             mark: NodeMask::EMPTY,
             accounted: NodeMask::EMPTY,
+            replaced: NodeMask::EMPTY,
             refused: NodeMask::EMPTY,
             relied: NodeMask::EMPTY,
             beside: NodeMask::EMPTY,
@@ -559,7 +562,7 @@ impl Resource {
             Ack::Written if !planted!(self, WrittenCountsAsInSync) => req.ok.insert(peer),
             Ack::Written | Ack::InSync => {
                 req.ok.insert(peer);
-                req.in_sync.insert(peer);
+                req.note_in_sync(peer);
             }
         }
         if let Some(time) = time
