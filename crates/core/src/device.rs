@@ -35,6 +35,8 @@ pub struct Device {
     /// Generation of the data that this node has shown to applications; what a diskless node has
     /// instead of a current UUID.
     pub exposed_uuid: Uuid,
+    /// What it was when a write failed for the last time that a lost peer may have.
+    pub(crate) gave_up_at: Uuid,
     /// Generation that watchers know.
     pub told_uuid: Uuid,
     /// Generations that this node announced while it had no disk and that were not confirmed. Its
@@ -558,6 +560,7 @@ impl Device {
             size_sectors: 0,
             disk: None,
             exposed_uuid: Uuid::ZERO,
+            gave_up_at: Uuid::ZERO,
             told_uuid: Uuid::ZERO,
             left_behind: Vec::new(),
             kept_alone: None,

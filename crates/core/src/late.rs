@@ -256,7 +256,8 @@ impl Resource {
             return Some(refusal);
         }
         if self.state.role == Role::Primary {
-            return self.missed_in_handshake(peer);
+            let given_up = || self.given_up_in_handshake(peer);
+            return self.missed_in_handshake(peer).or_else(given_up);
         }
         if planted!(self, HandshakeGoesStale) {
             return None;

@@ -639,6 +639,8 @@ registry! {
         "A write that is settled clears the mark of a later one.";
     OlderClearsSource "older-clears-source"
         "A write of a Primary that is copied from another one since clears the marks of that one.";
+    GivenUpUnnamed "given-up-unnamed"
+        "What a Primary without a disk gave up leads to no generation before the next write.";
     LateFailureUnmarked "late-failure-unmarked"
         "A refusal of a write that is long completed marks nothing.";
     ResentKeepsAge "resent-keeps-age"

@@ -103,7 +103,7 @@ impl Resource {
                     && !self.state.susp_uuid
                     && !self.old_peer_may_attach()
                     && !self.demotion_wants_uuid());
-            let wanted = self.new_uuid_wanted || self.demotion_wants_uuid();
+            let wanted = self.is_new_uuid_wanted();
             if !(wanted || self.state.susp_uuid) || blocked {
                 return;
             }

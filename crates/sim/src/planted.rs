@@ -370,6 +370,7 @@ fn shows(bug: Planted) -> Shows {
         | P::InSyncSurvivesLoss
         | P::EarlierClearsLater
         | P::OlderClearsSource
+        | P::GivenUpUnnamed
         | P::LateFailureUnmarked
         | P::ResentKeepsAge
         | P::AgeTimerStops
@@ -856,6 +857,7 @@ const RARE: &[Planted] = &[
     Planted::InSyncSurvivesLoss,
     Planted::EarlierClearsLater,
     Planted::OlderClearsSource,
+    Planted::GivenUpUnnamed,
     Planted::LateFailureUnmarked,
     Planted::ResentKeepsAge,
     Planted::GivesWayStaysCurrent,

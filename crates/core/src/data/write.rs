@@ -628,7 +628,7 @@ impl Resource {
         };
         req.completed = true;
         let ok = !fails && has_copy;
-        let (id, epoch, settled) = (req.id, req.epoch, req.settled);
+        let (id, epoch, settled, sent) = (req.id, req.epoch, req.settled, !req.sent.is_empty());
         if epoch == self.io.epoch {
             self.close_epoch();
         }
@@ -644,7 +644,7 @@ impl Resource {
             self.io.requests.remove(key);
         }
         self.request_ended(volume);
-        self.complete(id, if ok { Ok(()) } else { Err(RequestError::Io) });
+        self.complete_write(volume, id, (ok, sent));
         self.settle_log();
     }
 
