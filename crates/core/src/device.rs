@@ -330,6 +330,8 @@ pub struct PeerDevice {
     pub unstable_resync: bool,
     /// The peer, a target of this node, may have ended its resync without a word of that here yet.
     pub target_may_end: bool,
+    /// What this disk was called when it was copied from the peer last.
+    pub(crate) ended_at: Uuid,
     /// The last thing that happened between the two is a resync, to its end.
     pub was_copied: bool,
     /// This node has pulled ahead, and the peer has not said yet that it is Behind.
@@ -488,6 +490,7 @@ impl PeerDevice {
             reconnect: false,
             unstable_resync: false,
             target_may_end: false,
+            ended_at: Uuid::ZERO,
             was_copied: false,
             refuses: false,
             behind_unheard: false,

@@ -641,6 +641,8 @@ registry! {
         "A write of a Primary that is copied from another one since clears the marks of that one.";
     GivenUpUnnamed "given-up-unnamed"
         "What a Primary without a disk gave up leads to no generation before the next write.";
+    CrossedEndStays "crossed-end-stays"
+        "A target whose end crosses a generation of its source keeps the old one.";
     LateFailureUnmarked "late-failure-unmarked"
         "A refusal of a write that is long completed marks nothing.";
     ResentKeepsAge "resent-keeps-age"

@@ -231,6 +231,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.behind = behind;
             pd.resync_ready = false;
+            pd.ended_at = source.current;
         }
         self.after_superblock(volume, AfterMeta::ResyncEnd(peer));
         if planted!(self, ResyncEndNotDurable) {

@@ -371,6 +371,7 @@ fn shows(bug: Planted) -> Shows {
         | P::EarlierClearsLater
         | P::OlderClearsSource
         | P::GivenUpUnnamed
+        | P::CrossedEndStays
         | P::LateFailureUnmarked
         | P::ResentKeepsAge
         | P::AgeTimerStops
@@ -858,6 +859,7 @@ const RARE: &[Planted] = &[
     Planted::EarlierClearsLater,
     Planted::OlderClearsSource,
     Planted::GivenUpUnnamed,
+    Planted::CrossedEndStays,
     Planted::LateFailureUnmarked,
     Planted::ResentKeepsAge,
     Planted::GivesWayStaysCurrent,
