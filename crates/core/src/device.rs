@@ -35,6 +35,8 @@ pub struct Device {
     /// Generation of the data that this node has shown to applications; what a diskless node has
     /// instead of a current UUID.
     pub exposed_uuid: Uuid,
+    /// What it was when a write failed for the last time that a lost peer may have.
+    pub(crate) gave_up_at: Uuid,
     /// Generation that watchers know.
     pub told_uuid: Uuid,
     /// Generations that this node announced while it had no disk and that were not confirmed. Its
@@ -328,6 +330,8 @@ pub struct PeerDevice {
     pub unstable_resync: bool,
     /// The peer, a target of this node, may have ended its resync without a word of that here yet.
     pub target_may_end: bool,
+    /// What this disk was called when it was copied from the peer last.
+    pub(crate) ended_at: Uuid,
     /// The last thing that happened between the two is a resync, to its end.
     pub was_copied: bool,
     /// This node has pulled ahead, and the peer has not said yet that it is Behind.
@@ -486,6 +490,7 @@ impl PeerDevice {
             reconnect: false,
             unstable_resync: false,
             target_may_end: false,
+            ended_at: Uuid::ZERO,
             was_copied: false,
             refuses: false,
             behind_unheard: false,
@@ -558,6 +563,7 @@ impl Device {
             size_sectors: 0,
             disk: None,
             exposed_uuid: Uuid::ZERO,
+            gave_up_at: Uuid::ZERO,
             told_uuid: Uuid::ZERO,
             left_behind: Vec::new(),
             kept_alone: None,

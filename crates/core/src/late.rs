@@ -196,6 +196,38 @@ impl Resource {
         }
     }
 
+    /// This node's resync ended while a word of its source, a Primary, was on its way: the generation that it has made
+    /// meanwhile, as beside a target. That one has not heard of the end, and this node has all data that were called so
+    /// before. Had it heard a moment earlier, it would have got the name with the end. Without it, it would look like
+    /// another branch, should the Primary die before it makes the further one.
+    pub(crate) fn ended_before(&self, source: NodeId, volume: VolumeNr, set: &PeerUuids) -> bool {
+        let device = self.devices.get(&volume);
+        let Some(disk) = device.and_then(|d| d.attached()) else {
+            return false;
+        };
+        let pd = device.and_then(|d| d.peers.get(&source));
+        let old = disk.generations.current;
+        let ended = pd.is_some_and(|pd| pd.ended_at.same_generation(old));
+        let said = pd.and_then(|pd| pd.last_state);
+        let unheard = said.is_some_and(|said| {
+            said.repl == ReplState::SyncSource && said.pdsk == DiskState::Inconsistent
+        });
+        ended
+            && unheard
+            && self.is_lockstep(source)
+            && !self.is_legacy(source)
+            && self.peer_role(source) == Role::Primary
+            && self.state.role == Role::Secondary
+            && self.state.disk(volume) == DiskState::UpToDate
+            && self.state.peer_device(volume, source).repl == ReplState::Established
+            && is_real(set.current)
+            && !set.flags.contains(UuidFlags::RESYNC)
+            && set.dirty_bits == 0
+            && self.out_of_sync_blocks(volume, source) == 0
+            && (set.slot(self.node_id).same_generation(old) || set.history_has(old))
+            && !planted!(self, CrossedEndStays)
+    }
+
     /// A generation that began during a handshake, after the UUIDs were sent, went to the connected
     /// peers alone. This one would take an end of a resync by the old name for another branch.
     pub(crate) fn tell_generation_of_handshake(&mut self, peer: NodeId) {
@@ -256,7 +288,8 @@ impl Resource {
             return Some(refusal);
         }
         if self.state.role == Role::Primary {
-            return self.missed_in_handshake(peer);
+            let given_up = || self.given_up_in_handshake(peer);
+            return self.missed_in_handshake(peer).or_else(given_up);
         }
         if planted!(self, HandshakeGoesStale) {
             return None;

@@ -39,6 +39,7 @@ mod followers;
 mod forced;
 mod frozen;
 pub mod generation;
+mod given_up;
 pub mod handshake;
 pub mod integrity;
 pub mod interval;

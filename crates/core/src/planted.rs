@@ -637,6 +637,12 @@ registry! {
         "What a lost peer called in sync clears its marks when the write is settled.";
     EarlierClearsLater "earlier-clears-later"
         "A write that is settled clears the mark of a later one.";
+    OlderClearsSource "older-clears-source"
+        "A write of a Primary that is copied from another one since clears the marks of that one.";
+    GivenUpUnnamed "given-up-unnamed"
+        "What a Primary without a disk gave up leads to no generation before the next write.";
+    CrossedEndStays "crossed-end-stays"
+        "A target whose end crosses a generation of its source keeps the old one.";
     LateFailureUnmarked "late-failure-unmarked"
         "A refusal of a write that is long completed marks nothing.";
     ResentKeepsAge "resent-keeps-age"

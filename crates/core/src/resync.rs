@@ -32,6 +32,7 @@ impl Resource {
 
     /// Bitmap exchange begins, this node is target: it waits for the source's bitmap.
     pub(crate) fn prepare_resync_target(&mut self, volume: VolumeNr, peer: NodeId) {
+        self.source_replaces_writes(volume, peer);
         self.await_bitmap(volume, peer);
     }
 
@@ -230,6 +231,7 @@ impl Resource {
         if let Some(pd) = self.peer_device_mut(volume, peer) {
             pd.behind = behind;
             pd.resync_ready = false;
+            pd.ended_at = source.current;
         }
         self.after_superblock(volume, AfterMeta::ResyncEnd(peer));
         if planted!(self, ResyncEndNotDurable) {

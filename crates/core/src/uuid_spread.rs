@@ -103,7 +103,7 @@ impl Resource {
                     && !self.state.susp_uuid
                     && !self.old_peer_may_attach()
                     && !self.demotion_wants_uuid());
-            let wanted = self.new_uuid_wanted || self.demotion_wants_uuid();
+            let wanted = self.is_new_uuid_wanted();
             if !(wanted || self.state.susp_uuid) || blocked {
                 return;
             }
@@ -848,6 +848,8 @@ impl Resource {
         }
         if flags.contains(UuidFlags::NEW_DATAGEN) {
             self.new_datagen(peer, volume, &set, Some(set.node_mask));
+        } else if self.ended_before(peer, volume, &set) {
+            self.new_datagen(peer, volume, &set, None);
         } else if !self.legacy_is_source_of(volume, peer) {
             self.learn(peer, volume, &set);
         }
@@ -943,7 +945,7 @@ impl Resource {
         let conn = self.connections.get(&peer);
         let dagtag = conn.map_or(Dagtag(0), |c| c.last_dagtag);
         let lockstep = conn.is_some_and(|c| c.is_lockstep());
-        let mut weak = weak.unwrap_or(NodeMask::EMPTY);
+        let (planned, mut weak) = (weak.is_some(), weak.unwrap_or(NodeMask::EMPTY));
         let mut provisional = NodeMask::EMPTY;
         if lockstep {
             // Nobody counts as following before it said so.
@@ -959,7 +961,7 @@ impl Resource {
                 let follows = self
                     .peer_uuids(volume, view.node)
                     .is_some_and(|u| u.current.same_generation(set.current));
-                if view.node == peer || !follows {
+                if view.node == peer && planned || !follows {
                     provisional.insert(view.node);
                 }
             }

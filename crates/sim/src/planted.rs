@@ -369,6 +369,9 @@ fn shows(bug: Planted) -> Shows {
         | P::LastWordNotWritten
         | P::InSyncSurvivesLoss
         | P::EarlierClearsLater
+        | P::OlderClearsSource
+        | P::GivenUpUnnamed
+        | P::CrossedEndStays
         | P::LateFailureUnmarked
         | P::ResentKeepsAge
         | P::AgeTimerStops
@@ -857,6 +860,9 @@ const RARE: &[Planted] = &[
     Planted::SlotMergedInPart,
     Planted::InSyncSurvivesLoss,
     Planted::EarlierClearsLater,
+    Planted::OlderClearsSource,
+    Planted::GivenUpUnnamed,
+    Planted::CrossedEndStays,
     Planted::LateFailureUnmarked,
     Planted::ResentKeepsAge,
     Planted::GivesWayStaysCurrent,

@@ -116,3 +116,12 @@ fn a_resync_does_not_take_back_what_is_still_to_be_told() {
 fn peer_acks_of_late_writes_are_their_own() {
     holds(Some(3), 3_100_001_560, (None, Vec::new()), "0-99", "0-999");
 }
+
+/// A Primary was to be copied from another one, and what it had written before was settled after that: its acks were from
+/// before the marks, and cleared them. The other one's stayed.
+#[test]
+fn a_write_from_before_a_resync_clears_none_of_its_marks() {
+    let both = || (None, vec![Extra::TwoPrimaries]);
+    holds(None, 779_000_012_633, both(), "1-3,6", "1-3,9-11,14-17");
+    holds(None, 779_000_012_633, both(), "0-99", "0-999");
+}

@@ -35,3 +35,11 @@ fn no_verify_takes_the_place_of_the_resync_of_an_attach() {
     holds(2, 181_178_002, "1-4", REQUESTS);
     holds(2, 181_178_002, "0-99", "0-999");
 }
+
+/// A write of a Primary without a disk failed when both its peers were lost, one of which had it. Both came back one after
+/// the other and counted, not compared yet: what was read was old, and the write came with their resync.
+#[test]
+fn a_write_that_was_given_up_is_read_from_all_or_from_none() {
+    holds(3, 3_800_000_079, "0-1,6,10-11,15", "6,9,80");
+    holds(3, 3_800_000_079, "0-99", "0-999");
+}

@@ -45,3 +45,15 @@ fn who_is_about_to_be_resynced_is_left_behind() {
     planned_holds(None, 121_000_012, secret(), "0,4-5,11,13,19", "none");
     planned_holds(None, 121_000_012, secret(), "0-99", "0-999");
 }
+
+/// A target ended its resync while its source, a Primary, made a generation without it, and the two words crossed. The Primary
+/// died before it made the further one, and the former target was another branch for it.
+#[test]
+fn a_target_that_ends_while_its_source_makes_a_generation_follows() {
+    let kinds = || (None, vec![]);
+    const REQUESTS: &str = "0,2,115-118,120,123-124,126,130-134,137-138,140-141,143-144,146-150,152-158,\
+                            164-167,169-171,173-176,178-179,182,184-186,191-192,195,198,201,203-205,216,\
+                            221-224";
+    planned_holds(Some(3), 818000000172, kinds(), "0-1,3-6", REQUESTS);
+    planned_holds(Some(3), 818000000172, kinds(), "0-99", "0-999");
+}

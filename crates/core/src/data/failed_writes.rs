@@ -10,8 +10,17 @@ use lockstep_format::units::{NodeId, NodeMask, Sector, VolumeNr};
 
 use super::peer_write::{PeerWrite, Stage};
 use super::slab::Key;
-use super::write::Local;
+use super::write::{AppRequest, Local};
 use crate::resource::Resource;
+
+impl AppRequest {
+    /// The peer has it, and is in sync for it.
+    pub(super) fn note_in_sync(&mut self, peer: NodeId) {
+        if !self.replaced.contains(peer) {
+            self.in_sync.insert(peer);
+        }
+    }
+}
 
 impl Resource {
     /// A peer does not have a write of this node.
@@ -65,6 +74,24 @@ impl Resource {
             {
                 let cleared = io.bitmap.clear_range(slot, sector, size_bytes);
                 self.own_write_cleared(volume, cleared);
+            }
+        }
+    }
+
+    /// This disk is to be copied from `peer`. What this node has written before that, as the other Primary, clears no mark
+    /// when it is settled: the marks are the source's, which may have been set after it got the write, or for a
+    /// newer one. They go as the blocks are copied.
+    pub(crate) fn source_replaces_writes(&mut self, volume: VolumeNr, peer: NodeId) {
+        if planted!(self, OlderClearsSource) {
+            return;
+        }
+        for key in &self.io.log {
+            if let Some(req) = self.io.requests.get_mut(*key)
+                && req.volume == volume
+                && req.sent.contains(peer)
+            {
+                req.in_sync.remove(peer);
+                req.replaced.insert(peer);
             }
         }
     }

@@ -96,7 +96,10 @@ impl Resource {
             req.unsettled.remove(peer);
             return None;
         }
-        self.io.requests.get(key)
+        let req = self.io.requests.get_mut(key)?;
+        // Sent now, it is newer than the marks of a resync before.
+        req.replaced.remove(peer);
+        Some(req)
     }
 
     /// Takes a request that a peer would not take as it is; false if it can go unchanged.

@@ -69,6 +69,8 @@ pub(crate) struct AppRequest {
     pub(crate) mark: NodeMask,
     /// Peers whose bits were set already because a resync with them started.
     pub(crate) accounted: NodeMask,
+    /// Peers that this disk is copied from since they were sent it: it clears no mark of what they have.
+    pub(crate) replaced: NodeMask,
     /// Peers that were sent it while this node's disk counted as a copy: theirs may be in a cache when they acknowledge it.
     pub(crate) relied: NodeMask,
     /// Peers that were sent it while another peer's disk may have counted as one for them.
@@ -142,6 +144,7 @@ impl AppRequest {
             left: NodeMask::EMPTY,
             mark: NodeMask::EMPTY,
             accounted: NodeMask::EMPTY,
+            replaced: NodeMask::EMPTY,
             refused: NodeMask::EMPTY,
             relied: NodeMask::EMPTY,
             beside: NodeMask::EMPTY,
@@ -559,7 +562,7 @@ impl Resource {
             Ack::Written if !planted!(self, WrittenCountsAsInSync) => req.ok.insert(peer),
             Ack::Written | Ack::InSync => {
                 req.ok.insert(peer);
-                req.in_sync.insert(peer);
+                req.note_in_sync(peer);
             }
         }
         if let Some(time) = time
@@ -625,7 +628,7 @@ impl Resource {
         };
         req.completed = true;
         let ok = !fails && has_copy;
-        let (id, epoch, settled) = (req.id, req.epoch, req.settled);
+        let (id, epoch, settled, sent) = (req.id, req.epoch, req.settled, !req.sent.is_empty());
         if epoch == self.io.epoch {
             self.close_epoch();
         }
@@ -641,7 +644,7 @@ impl Resource {
             self.io.requests.remove(key);
         }
         self.request_ended(volume);
-        self.complete(id, if ok { Ok(()) } else { Err(RequestError::Io) });
+        self.complete_write(volume, id, (ok, sent));
         self.settle_log();
     }
 
