@@ -167,7 +167,10 @@ impl Operator {
         };
         let nodes = 0..w.nodes.len();
         let one = nodes.clone().find(|n| self.is_up(*n) && goes_on(w, *n));
-        let other = one.is_none() && self.primary.is_some();
+        // One that is to be Primary, and is not, may be refused because of those that are.
+        let is_primary =
+            |w: &mut World, node: usize| w.view(node).is_some_and(|v| v.role == Role::Primary);
+        let other = one.is_none() && self.primary.is_some_and(|node| is_primary(w, node));
         if !self.settings.migrates || self.demoting.is_some() || other {
             return;
         }
