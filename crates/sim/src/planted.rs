@@ -549,6 +549,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OldAnswerOutdates
         | P::AttachToldTwice
         | P::CrashedDiskUnmet
+        | P::OlderPrimaryElected
         | P::DemotionGivesUpTold
         | P::FarVoteCounts
         | P::FollowersComparedEarly
@@ -942,6 +943,7 @@ const RARE: &[Planted] = &[
     Planted::FlushFailureHidden,
     Planted::OptionsNotMirrored,
     Planted::VoteUnnoted,
+    Planted::OlderPrimaryElected,
     Planted::QuorumLossUnnoted,
     Planted::OldWordsKept,
     Planted::SizeDuringExchange,
