@@ -44,7 +44,8 @@ pub(super) fn announcer_lives_on(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Op
 
 /// Between two Lockstep nodes: one of them took a generation that its Primary announced, and that Primary, which did
 /// not make it, has copied its data here since. The other one has kept it: each knows the other's as an older one. It
-/// has nothing that the former lacks, as above.
+/// has nothing that the former lacks, as above. If it has been promoted since, it gives nothing up, and need not: who
+/// would have written under the older name meanwhile, without it, would have made a new one, or marks for it.
 pub(super) fn came_back(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row> {
     let came_back = |back: &Side, follower: &Side| {
         let (to, base) = (follower.uuids.current, back.uuids.current);
@@ -58,11 +59,23 @@ pub(super) fn came_back(h: &Handshake<'_>, own: Uuid, peer: Uuid) -> Option<Row>
             && !follower.is_primary()
             && follower.uuids.dirty_bits == 0
     };
+    let stays = |follower: &Side, back: &Side| {
+        let (to, base) = (follower.uuids.current, back.uuids.current);
+        follower.is_primary()
+            && follower.disk == DiskState::UpToDate
+            && follower.flag(UuidFlags::RECONNECT)
+            && !follower.flag(UuidFlags::CRASHED_PRIMARY)
+            && follower.uuids.history_has(base)
+            && !follower.uuids.history_notes(base)
+            && back.uuids.history_notes(to)
+            && !back.is_primary()
+            && back.uuids.dirty_bits == 0
+    };
     if !h.is_lockstep() || !is_real(own) || !is_real(peer) {
         None
-    } else if came_back(h.own, h.peer) {
+    } else if came_back(h.own, h.peer) || stays(h.own, h.peer) {
         Some(row(Strategy::SourceSetBitmap, Rule::HistorySelf))
-    } else if came_back(h.peer, h.own) {
+    } else if came_back(h.peer, h.own) || stays(h.peer, h.own) {
         Some(row(Strategy::TargetSetBitmap, Rule::HistoryPeer))
     } else {
         None

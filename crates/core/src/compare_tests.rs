@@ -461,6 +461,19 @@ fn who_came_back_from_an_announced_generation_is_the_source() {
     // Under that name something was written.
     lost.b.uuids.dirty_bits = 1;
     lost.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+    // Who took it has been promoted meanwhile.
+    let mut promoted = c.clone();
+    promoted.b.role = Role::Primary;
+    promoted.b.uuids.history[0] = Uuid(0x10);
+    promoted.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+    flag(&mut promoted.b, UuidFlags::RECONNECT);
+    promoted.expect(Strategy::TargetSetBitmap, Rule::HistoryPeer);
+    let mut two = promoted.clone();
+    two.a.role = Role::Primary;
+    two.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
+    // Without it something was written under the name of before.
+    promoted.a.uuids.dirty_bits = 1;
+    promoted.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
 }
 
 #[test]

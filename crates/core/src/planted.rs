@@ -985,6 +985,8 @@ registry! {
         "A follower names a new generation to its Primary before it is written down.";
     CrashedCopyUntold "crashed-copy-untold"
         "A crashed Primary is ahead of the first peer that it meets only, and not whoever was copied from it.";
+    OlderPrimaryElected "older-primary-elected"
+        "A target votes for a Primary whose data are older than those that it is being given.";
     CrashedDiskUnmet "crashed-disk-unmet"
         "A client is Primary beside a disk that has crashed as Primary and others that it was not compared with.";
     DemotionGivesUpTold "demotion-gives-up-told"

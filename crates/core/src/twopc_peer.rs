@@ -366,6 +366,9 @@ impl Resource {
         if t.parents.contains(t.initiator) && !forced {
             let seen = t.nodes_to_reach.complement();
             self.unmet_beside(t.initiator, t.initiators_role(), seen)?;
+            if !t.change.mask.has(StateWord::CONN) {
+                self.refuse_older_primary(t.initiator, t.initiators_role(), seen)?;
+            }
         }
         if t.handshake.is_some() {
             // Decided when the peer's packets are in; `handshake_verdict`.

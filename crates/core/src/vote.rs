@@ -218,6 +218,46 @@ impl Resource {
         (is_real(uuid) && !known).then_some(uuid)
     }
 
+    /// This node is being copied from one that is UpToDate, and that has gone on from what the node that wants to be
+    /// Primary serves: the two would part. `seen`: whom that node is connected to, and compares with itself.
+    pub(crate) fn refuse_older_primary(
+        &self,
+        asker: NodeId,
+        role: Role,
+        seen: NodeMask,
+    ) -> Result<(), Refusal> {
+        if role != Role::Primary || planted!(self, OlderPrimaryElected) {
+            return Ok(());
+        }
+        for (volume, device) in &self.state.devices {
+            let newer = device.peers.iter().find(|(source, p)| {
+                p.repl.becomes_target()
+                    && p.disk == DiskState::UpToDate
+                    && **source != asker
+                    && !seen.contains(**source)
+                    && self.has_gone_on_from(*volume, **source, asker)
+            });
+            if let Some((source, _)) = newer {
+                return Err(Refusal {
+                    code: ErrorCode::NO_UP_TO_DATE_DISK,
+                    text: format!(
+                        "volume {volume} is being resynced from node {source}, whose data are newer than those \
+                         of node {asker}; connect these two, or wait for the end of the resync"
+                    ),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// One peer's set knows what the other one is at as an older generation, and the other one does not know its own.
+    fn has_gone_on_from(&self, volume: VolumeNr, newer: NodeId, older: NodeId) -> bool {
+        let sets = (self.peer_uuids(volume, newer)).zip(self.peer_uuids(volume, older));
+        sets.is_some_and(|(new, old)| {
+            new.knows(old.current) && !new.history_notes(old.current) && !old.knows(new.current)
+        })
+    }
+
     /// This disk has counted for a generation that the peer does not know: it is not its target.
     pub(crate) fn refuse_as_voter(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
         let vote = self.vote(volume);

@@ -555,6 +555,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OldAnswerOutdates
         | P::AttachToldTwice
         | P::CrashedDiskUnmet
+        | P::OlderPrimaryElected
         | P::DemotionGivesUpTold
         | P::FarVoteCounts
         | P::FollowersComparedEarly
@@ -954,6 +955,7 @@ const RARE: &[Planted] = &[
     Planted::FlushFailureHidden,
     Planted::OptionsNotMirrored,
     Planted::VoteUnnoted,
+    Planted::OlderPrimaryElected,
     Planted::QuorumLossUnnoted,
     Planted::OldWordsKept,
     Planted::SizeDuringExchange,

@@ -43,6 +43,14 @@ fn a_frozen_client_does_not_go_on_with_those_who_have_gone_on_without_it() {
     clients(1_891_000_210);
 }
 
+/// A Primary announced a generation and gave it up. One follower took it, and was promoted; the other one was copied from
+/// it, and later from the former Primary, back to the generation before. The two called each other older, and the new
+/// Primary, frozen without quorum, had nobody to go on with.
+#[test]
+fn a_primary_is_the_source_of_who_went_back_behind_its_generation() {
+    clients(1_894_000_114);
+}
+
 /// A node without a disk met both of them before they had met each other, and called it a split brain.
 #[test]
 fn a_client_of_both_waits_until_they_have_met() {

@@ -10,6 +10,7 @@ use lockstep_core::options::{
 use lockstep_format::units::{NodeId, VolumeNr};
 use lockstep_format::wire::{ConnState, DiskState, ReplState};
 use lockstep_sim::disk::Lose;
+use lockstep_sim::extras::Extra;
 use lockstep_sim::scenario::{A, B, C, Scenario};
 use lockstep_sim::world::{Config, SECOND, World};
 
@@ -34,6 +35,20 @@ fn a_primary_waits_until_its_targets_have_noted_what_they_count_for() {
     let kinds = Some("takeover,crash,partition,reset,powercut");
     let seed = 1_898_300_320;
     planned_holds(Some(4), seed, (kinds, Vec::new()), "0-99", "0-999");
+}
+
+/// A target of a node with newer data was also the neighbour of an older one, which was not connected to its source.
+/// That one had a majority with it, and was promoted: the two parted, though the target knew both.
+#[test]
+fn a_target_votes_for_nobody_who_is_older_than_its_source() {
+    let kinds = || {
+        let faults = "handover,handover,diskless,quorum,crash,partition,reset";
+        (Some(faults), vec![Extra::Migrations, Extra::Every])
+    };
+    let seed = 1_898_300_263;
+    let (faults, requests) = ("0-3,6-9,11-12,14-15", "9-10,13-21,26-47,49-65");
+    planned_holds(Some(2), seed, kinds(), faults, requests);
+    planned_holds(Some(3), seed, kinds(), "0-99", "0-999");
 }
 
 fn connection(w: &World, node: usize, peer: usize) -> ConnState {
