@@ -15,6 +15,7 @@ use crate::device::{ConnectVerdict, Device};
 use crate::event::Stream;
 use crate::frozen::outdates_primary;
 use crate::generation::Generations;
+use crate::look_again::diskful;
 use crate::options::{Protocol, Quorum};
 use crate::report::Level;
 use crate::resource::Resource;
@@ -289,7 +290,10 @@ impl Resource {
         }
         if self.state.role == Role::Primary {
             let given_up = || self.given_up_in_handshake(peer);
-            return self.missed_in_handshake(peer).or_else(given_up);
+            return self
+                .missed_in_handshake(peer)
+                .or_else(|| self.renamed_in_handshake(peer))
+                .or_else(given_up);
         }
         if planted!(self, HandshakeGoesStale) {
             return None;
@@ -393,6 +397,29 @@ impl Resource {
         Some(Refusal {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} was written while node {peer} connected"),
+        })
+    }
+
+    /// This Primary has made a generation since its UUIDs went into the handshake with `peer`, which would go
+    /// on at the one before, and not take the next.
+    fn renamed_in_handshake(&self, peer: NodeId) -> Option<Refusal> {
+        if !self.is_lockstep(peer) || self.is_legacy(peer) || planted!(self, RenamedInHandshake) {
+            return None;
+        }
+        let renamed = |volume: VolumeNr, device: &Device| {
+            let pd = device.peers.get(&peer)?;
+            let verdict = pd.verdict.as_ref()?;
+            let counts = verdict.repl == ReplState::Established
+                && verdict.peer_disk >= DiskState::Outdated
+                && diskful(verdict.peer_disk);
+            let sent = pd.sent_uuids.as_ref()?.current;
+            let now = self.own_uuids(peer, volume, UuidFlags::empty())?.current;
+            (counts && !now.same_generation(sent)).then_some(volume)
+        };
+        let volume = self.devices.iter().find_map(|(v, d)| renamed(*v, d))?;
+        Some(Refusal {
+            code: ErrorCode::HANDSHAKE_RETRY,
+            text: format!("volume {volume} is of another generation than node {peer} was told"),
         })
     }
 

@@ -893,6 +893,8 @@ registry! {
         "A disk that was Consistent, and counts now, leaves its marks to a third node from which it differs itself.";
     ConsistentWaits "consistent-waits"
         "A disk that was Consistent, and counts now, is compared with one that counted before only after a while.";
+    RenamedInHandshake "renamed-in-handshake"
+        "A peer counts at the end of a handshake in which its Primary made another generation.";
     OthersStayBehind "others-stay-behind"
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"

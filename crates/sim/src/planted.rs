@@ -478,6 +478,7 @@ fn shows(bug: Planted) -> Shows {
         | P::OptionsNotMirrored
         | P::VoteUnnoted
         | P::OthersStayBehind
+        | P::RenamedInHandshake
         | P::ConsistentWaits
         | P::OvertakenReadUntold
         | P::MarkedNodeSettles
@@ -929,6 +930,7 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::OthersStayBehind,
+    Planted::RenamedInHandshake,
     Planted::ConsistentWaits,
     Planted::OvertakenReadUntold,
     Planted::MarkedNodeSettles,

@@ -57,3 +57,10 @@ fn a_target_that_ends_while_its_source_makes_a_generation_follows() {
     planned_holds(Some(3), 818000000172, kinds(), "0-1,3-6", REQUESTS);
     planned_holds(Some(3), 818000000172, kinds(), "0-99", "0-999");
 }
+
+/// The operator made a generation on a Primary while it met its peer, which had been told the one before: they went on
+/// without a resync, and the peer counted at the older one.
+#[test]
+fn a_generation_that_is_made_during_a_handshake_reaches_the_peer() {
+    planned_holds(None, 1_899_200_332, (None, vec![]), "0-99", "0-999");
+}
