@@ -121,6 +121,8 @@ pub struct Operator {
     pub(crate) refusing: Option<(usize, u64)>,
     /// Primaries that stay frozen and apart from others, and since when.
     pub(crate) stuck: BTreeMap<usize, u64>,
+    /// Since when a frozen Primary has been connected to everybody, and nobody has been where its applications are.
+    pub(crate) outlived: BTreeMap<usize, u64>,
     /// A Primary that stood still when another node took over.
     pub(crate) frozen: Option<usize>,
     /// Promotions since a node had a follower.
@@ -161,6 +163,7 @@ impl Operator {
             takeover: None,
             refusing: None,
             stuck: BTreeMap::new(),
+            outlived: BTreeMap::new(),
             frozen: None,
             lonely_promotions: 0,
             drivers: Drivers::default(),

@@ -158,6 +158,26 @@ impl Operator {
         since.is_some_and(|since| since + LONG_ENOUGH < w.now)
     }
 
+    /// The node is a frozen Primary without a disk that is connected to everybody, and for long nobody has been of the
+    /// generation that its applications have seen.
+    fn is_outlived(&mut self, w: &World, node: usize) -> bool {
+        let mut storage = w.storage();
+        let outlived = w.snapshot(node).is_some_and(|s| {
+            s.role == Role::Primary
+                && !s.suspended.is_empty()
+                && s.connections
+                    .iter()
+                    .all(|c| c.state == ConnState::Connected)
+        }) && storage
+            .all(|other| other != node && !are_of_one_generation(w, node, other));
+        let since = outlived.then(|| *self.outlived.get(&node).unwrap_or(&w.now));
+        match since {
+            Some(since) => self.outlived.insert(node, since),
+            None => self.outlived.remove(&node),
+        };
+        since.is_some_and(|since| since + LONG_ENOUGH < w.now)
+    }
+
     /// Migrations can leave more than one frozen Primary behind, each of which was the last one for a while. Where
     /// another one goes on, it is the one that counts; where nobody does, and none can be promoted, they are all demoted.
     pub(crate) fn demote_left_behind(&mut self, w: &mut World) {
@@ -175,7 +195,8 @@ impl Operator {
             return;
         }
         for node in nodes.filter(|node| Some(*node) != one) {
-            if !self.is_up(node) || !self.is_stuck(w, node) {
+            let stuck = self.is_up(node) && (self.is_stuck(w, node) || self.is_outlived(w, node));
+            if !stuck {
                 continue;
             }
             w.give_up_writes(node);

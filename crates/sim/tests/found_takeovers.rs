@@ -213,3 +213,11 @@ fn what_a_frozen_primary_holds_back_goes_on() {
 fn who_lost_its_cache_and_a_follower_of_what_was_announced_do_not_split() {
     takeovers(1_899_330_279);
 }
+
+/// Two frozen clients were left behind. The operator wanted to promote a third node, which was refused because of them, and
+/// took that one for the Primary; one of them had everybody connected, and nobody was where its applications were.
+#[test]
+fn clients_that_migrations_left_behind_are_demoted() {
+    migrations(1_899_500_233);
+    migrations(1_899_500_322);
+}
