@@ -104,6 +104,36 @@ impl Closes {
     }
 }
 
+/// Sees whether somebody opens a file.
+#[derive(Debug)]
+pub(crate) struct Opens {
+    queue: OwnedFd,
+}
+
+impl Opens {
+    /// From now on.
+    pub(crate) fn watch(path: &Path) -> io::Result<Opens> {
+        let queue = init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+        add_watch(&queue, path, WatchFlags::OPEN)?;
+        Ok(Opens { queue })
+    }
+
+    /// Somebody has opened it since this was asked last.
+    pub(crate) fn seen(&self) -> io::Result<bool> {
+        let mut memory = [MaybeUninit::uninit(); 4096];
+        let mut events = Reader::new(&self.queue, &mut memory);
+        let mut seen = false;
+        loop {
+            match events.next() {
+                Ok(_) => seen = true,
+                Err(rustix::io::Errno::AGAIN) => return Ok(seen),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -135,5 +165,18 @@ mod tests {
         write(&a);
         let both = [(first, Touch::Opened), (first, Touch::Closed)];
         assert_eq!(closes.wait().unwrap(), both);
+    }
+
+    #[test]
+    fn an_open_is_seen_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a");
+        drop(File::create(&path).unwrap());
+        let opens = Opens::watch(&path).unwrap();
+        assert!(!opens.seen().unwrap());
+        drop(File::open(&path).unwrap());
+        drop(File::open(&path).unwrap());
+        assert!(opens.seen().unwrap());
+        assert!(!opens.seen().unwrap());
     }
 }

@@ -10,6 +10,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::closes::Opens;
 use crate::loopdev::{self, LoopNumber};
 use crate::sys::{MemoryRequest, NumberRequest, control, control_memory};
 use crate::ublk::UblkNumber;
@@ -18,6 +19,9 @@ use crate::ublk::UblkNumber;
 const PASSING_USER_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a device may be claimed by nobody who shows before that counts as a user.
 const HIDDEN_USER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long it is waited for who has just opened a device, and how often.
+const PASSING_LOOK: Duration = Duration::from_millis(5);
+const MOST_LOOKS: u32 = 4;
 const HIDDEN_USER: &str = "a kernel user that shows in no process's mounts";
 
 /// A block device that a volume has.
@@ -188,8 +192,10 @@ impl BlockNumber {
     /// answers them must ask in another one: killed while it waits, it could not end.
     pub fn settled_usage(self) -> io::Result<Usage> {
         // First what does not get in a user's way.
-        if let Some(visible) = self.visible_usage()? {
-            return Ok(visible);
+        let opens = Opens::watch(&self.path())?;
+        let user = passing_user(|| self.visible_usage(), || opens.seen())?;
+        if let Some(usage) = user {
+            return Ok(usage);
         }
         // Before the claim: the last close of a device writes out what is dirty, and keeps its claim meanwhile. Whoever
         // claims it then, such as `mkfs`, is refused.
@@ -244,6 +250,26 @@ impl Usage {
         let known = Self::WORDS.iter().find(|(_, known)| *known == word);
         known.map(|(usage, _)| *usage)
     }
+}
+
+/// Somebody who shows, or has just opened the device: it may be claimed next, as by `mount`, which would be refused while
+/// this process claims it.
+fn passing_user(
+    mut visible: impl FnMut() -> io::Result<Option<Usage>>,
+    mut opened: impl FnMut() -> io::Result<bool>,
+) -> io::Result<Option<Usage>> {
+    for look in 0..MOST_LOOKS {
+        if look > 0 {
+            std::thread::sleep(PASSING_LOOK);
+        }
+        if let Some(usage) = visible()? {
+            return Ok(Some(usage));
+        }
+        if !opened()? {
+            return Ok(None);
+        }
+    }
+    Ok(Some(Usage::Open))
 }
 
 /// Who uses the device, in words. What other users' processes have open is seen by root only.
@@ -398,4 +424,29 @@ fn may_write(process: &Path, descriptor: &OsStr) -> bool {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
     let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
     flags.is_some_and(|flags| matches!(flags & libc::O_ACCMODE, libc::O_WRONLY | libc::O_RDWR))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_just_opened_a_device_is_waited_for() {
+        let ask = |opened: &[bool]| {
+            let mut looks = 0;
+            let mut opened = opened.iter();
+            let visible = || {
+                looks += 1;
+                Ok(None)
+            };
+            let found = passing_user(visible, || Ok(*opened.next().unwrap())).unwrap();
+            (found, looks)
+        };
+        assert_eq!(ask(&[false]), (None, 1));
+        assert_eq!(ask(&[true, true, false]), (None, 3));
+        assert_eq!(ask(&[true; 4]), (Some(Usage::Open), 4));
+        let shows = || Ok(Some(Usage::Claimed));
+        let found = passing_user(shows, || unreachable!()).unwrap();
+        assert_eq!(found, Some(Usage::Claimed));
+    }
 }
