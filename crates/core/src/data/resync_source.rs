@@ -13,6 +13,7 @@ use super::{Connection, DataOp, DiskFault, Owner};
 use crate::event::{ALL_ZERO, DiskError, DiskOp, Output, Payload, Stream};
 use crate::interval::{Origin, RangeId};
 use crate::resource::{Pending, Resource};
+use crate::state::ReplSets;
 use crate::timers::Timer;
 
 /// Most requests of one peer device at a time; a target keeps far below.
@@ -521,7 +522,10 @@ impl Resource {
             io.slot(peer)
                 .is_some_and(|slot| io.bitmap.any_set(slot, bits))
         });
-        if marked && !planted!(self, OvertakenReadUntold) {
+        // One that has lost its disk meanwhile has no marks.
+        let target = self.state.peer_device(volume, peer);
+        let copies = target.repl.is_sync_source() && target.disk == DiskState::Inconsistent;
+        if marked && copies && !self.is_legacy(peer) && !planted!(self, OvertakenReadUntold) {
             let desc = BlockDesc { sector, size_bytes };
             self.barrier_before(peer, self.io.epoch);
             self.send(peer, Stream::Data, volume, Packet::OutOfSync(desc));
