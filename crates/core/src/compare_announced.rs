@@ -144,6 +144,8 @@ pub(super) fn lost_its_cache(h: &Handshake<'_>) -> Option<Row> {
             && base.is_some_and(|base| base.same_generation(other.uuids.current))
             && side.effective_disk() > DiskState::Inconsistent
             && !other.is_primary()
+            // It may have what the former never got.
+            && other.uuids.dirty_bits == 0
     };
     match h.is_lockstep() {
         true if keeps(h.own, h.peer) => Some(row(Strategy::SourceSetBitmap, Rule::HistorySelf)),

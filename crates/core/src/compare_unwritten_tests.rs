@@ -72,6 +72,10 @@ fn who_lost_its_cache_is_no_source_of_who_has_written_nothing() {
     c.expect(Strategy::TargetSetBitmap, Rule::HistoryPeer);
     flag(&mut c.b, UuidFlags::CACHE_LOST);
     c.expect(Strategy::SourceSetBitmap, Rule::HistorySelf);
+    // What it has marked may be nowhere else.
+    let mut marked = c.clone();
+    marked.b.uuids.dirty_bits = 3;
+    marked.expect(Strategy::SplitBrainDisconnect, Rule::Contradiction);
     // Neither may a Primary be overwritten, nor does a generation of its own yield.
     let mut primary = c.clone();
     primary.b.role = Role::Primary;

@@ -192,8 +192,10 @@ impl BlockNumber {
     /// answers them must ask in another one: killed while it waits, it could not end.
     pub fn settled_usage(self) -> io::Result<Usage> {
         // First what does not get in a user's way.
-        let opens = Opens::watch(&self.path())?;
-        let user = passing_user(|| self.visible_usage(), || opens.seen())?;
+        // There are only so many watches. Without one, who opens it now may be refused.
+        let opens = Opens::watch(&self.path()).ok();
+        let opened = || opens.as_ref().map_or(Ok(false), Opens::seen);
+        let user = passing_user(|| self.visible_usage(), opened)?;
         if let Some(usage) = user {
             return Ok(usage);
         }
