@@ -14,6 +14,7 @@ use lockstep_format::wire::{ConnState, DiskState, ReplState, Role};
 
 use crate::command::ErrorCode;
 use crate::compare::{Direction, Strategy};
+use crate::device::PeerDevice;
 use crate::open::Access;
 use crate::options::OnSuspendedPrimaryOutdated;
 use crate::report::Level;
@@ -173,6 +174,31 @@ impl Resource {
             self.log(Level::Warn, Some(peer), Some(volume), refusal.text);
             self.drop_connection(peer, ConnState::NetworkFailure);
         }
+    }
+
+    /// Others have gone on from what this Primary's disk has: one of them has shown it in a handshake that was refused,
+    /// or a node without a disk that they told calls this disk Outdated. That they are Outdated themselves, because they
+    /// do not reach this Primary, makes them no older than it.
+    pub(crate) fn others_have_gone_on(&self, volume: VolumeNr) -> bool {
+        let Some(device) = self.devices.get(&volume) else {
+            return false;
+        };
+        let Some(disk) = device.attached() else {
+            return false;
+        };
+        let own = disk.generations.current;
+        let has_gone_on = |pd: &PeerDevice| {
+            let Some(set) = &pd.uuids else { return false };
+            let calls_outdated = || {
+                let said = pd.last_state;
+                said.is_some_and(|s| s.disk == DiskState::Diskless && s.pdsk == DiskState::Outdated)
+            };
+            is_real(set.current)
+                && set.current != Uuid::JUST_CREATED
+                && !disk.generations.knows(set.current)
+                && (set.knows(own) && !set.history_notes(own) || calls_outdated())
+        };
+        device.peers.values().any(has_gone_on) && !planted!(self, LeftBehindCounts)
     }
 
     /// The demotion, once the input that showed the newer data is dealt with; and the end of the

@@ -6,7 +6,7 @@
 
 use alloc::format;
 
-use lockstep_format::units::{NodeId, VolumeNr};
+use lockstep_format::units::{NodeId, Uuid, VolumeNr};
 use lockstep_format::wire::{DiskState, Role};
 
 use crate::command::ErrorCode;
@@ -64,5 +64,18 @@ impl Resource {
             code: ErrorCode::HANDSHAKE_RETRY,
             text: format!("volume {volume} gets another generation before node {peer} counts"),
         })
+    }
+
+    /// Connected clients were told what this Primary without a disk exposes, and do not answer. Gone, they would
+    /// come back at that generation.
+    pub(crate) fn clients_follow(&mut self, volume: VolumeNr, uuid: Uuid) {
+        for peer in self.established_peers().iter() {
+            if self.state.peer_device(volume, peer).disk == DiskState::Diskless
+                && let Some(pd) = self.peer_device_mut(volume, peer)
+            {
+                pd.current_uuid = uuid;
+                pd.uuids.get_or_insert_default().current = uuid;
+            }
+        }
     }
 }

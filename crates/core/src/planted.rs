@@ -899,6 +899,12 @@ registry! {
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"
         "A Primary goes on under a new generation before the targets that count beside it have noted it.";
+    LeftBehindCounts "left-behind-counts"
+        "A Primary counts nodes as Outdated, and itself as the last one, that have gone on from its data.";
+    ClientsVotersUnasked "clients-voters-unasked"
+        "A Primary without a disk goes on under a new generation before the targets of its disk have noted it.";
+    VoteFollowsSource "vote-follows-source"
+        "A target forgets what a Primary without a disk has named while its source has not told it yet.";
     VoteUnnoted "vote-unnoted"
         "An Inconsistent disk does not note for which Primary it counts.";
     QuorumLossUnnoted "quorum-loss-unnoted"

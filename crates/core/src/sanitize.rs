@@ -688,6 +688,8 @@ impl Resource {
             _ => n.present += 1,
         }
         let have_now = old.devices.get(&volume).is_some_and(|d| d.have_quorum);
+        // Outdated for somebody else: who has gone on may do so again.
+        let left_behind = new.role == Role::Primary && self.others_have_gone_on(volume);
         let mut quorate_peers = 0;
         for peer in self.quorum_nodes(volume, with_disk) {
             let p = state.peers.get(&peer).copied();
@@ -713,6 +715,7 @@ impl Resource {
                     match planted!(self, OutdatedCountsForQuorum) {
                         true => n.present += 1,
                         false if planted!(self, LastManFalls) => n.unknown += 1,
+                        false if left_behind => n.unknown += 1,
                         false => n.outdated += 1,
                     }
                 } else if have_now && !new.members.contains(peer) {

@@ -446,6 +446,7 @@ impl Resource {
         };
         // A disk that was merely detached comes back: it must not look like a follower.
         let keeps = device.intentional_diskless && !exposed.needs_new_generation(&peers);
+        let keeps = keeps && !(device.new_uuid_forced && self.has_targets_to_ask(volume));
         if keeps || planted!(self, DisklessKeepsGeneration) {
             return None;
         }
@@ -593,9 +594,11 @@ impl Resource {
                 if let Some(device) = self.devices.get_mut(&volume) {
                     device.exposed_uuid = uuid;
                     device.new_uuid_pending = false;
+                    device.new_uuid_forced = false;
                     device.announced.retain(|u| *u != uuid);
                 }
                 self.clients_follow(volume, uuid);
+                self.ask_voters(volume);
                 self.new_uuid_done(volume);
                 continue;
             };
@@ -618,19 +621,6 @@ impl Resource {
             self.after_superblock(volume, AfterMeta::NewUuid);
         }
         self.close_epoch();
-    }
-
-    /// Connected clients were told what this Primary without a disk exposes, and do not answer. Gone, they would
-    /// come back at that generation.
-    fn clients_follow(&mut self, volume: VolumeNr, uuid: Uuid) {
-        for peer in self.established_peers().iter() {
-            if self.state.peer_device(volume, peer).disk == DiskState::Diskless
-                && let Some(pd) = self.peer_device_mut(volume, peer)
-            {
-                pd.current_uuid = uuid;
-                pd.uuids.get_or_insert_default().current = uuid;
-            }
-        }
     }
 
     /// The new current UUID is durable on a volume.

@@ -6,7 +6,8 @@
 //! remembers the Primary's generation, in the entry of its own node in the superblock, which nothing else
 //! uses, and is no target of a node that does not know it, until the Primary's data are back or the
 //! operator gives them up (`connect --discard-my-data`). The entry is never sent, but to the Primary: that one
-//! waits with what is written under a new generation until everybody who counts beside it has noted it.
+//! waits with what is written under a new generation until everybody who counts beside it has noted it. So does a
+//! Primary without a disk: its targets are not copied from it, and may hear of its generation from their source later.
 //!
 //! With `quorum off` nobody counts, and nothing is remembered.
 
@@ -62,7 +63,7 @@ impl Resource {
         let disk = self.state.disk(volume);
         let old = self.vote(volume);
         let uuid = match disk {
-            DiskState::Inconsistent => match self.primary_generation(volume) {
+            DiskState::Inconsistent => match self.primary_generation(volume, old) {
                 Some(uuid) => uuid,
                 None => return,
             },
@@ -96,11 +97,12 @@ impl Resource {
                 pd.voted = noted;
             }
         }
-        let current = packet.current;
-        self.uuids_received(peer, volume, &packet);
         if lockstep && flags.contains(UuidFlags::VOTE_ASKED) {
-            self.vote_for(volume, peer, current);
+            // Nothing but a generation: the set came before, if the Primary has one.
+            self.vote_for(volume, peer, packet.current);
+            return;
         }
+        self.uuids_received(peer, volume, &packet);
     }
 
     /// The Primary waits until this node has noted what its data are called.
@@ -150,17 +152,31 @@ impl Resource {
         connected.filter(|peer| self.is_lockstep(*peer)).collect()
     }
 
-    /// A new generation is durable here. What is written under it may be on this disk alone, so that who counts beside
-    /// it has to know of it first.
+    /// What this Primary without a disk writes from now on may count on the target of a disk that has it.
+    pub(crate) fn has_targets_to_ask(&self, volume: VolumeNr) -> bool {
+        !self.voters(volume, &self.state).is_empty() && !planted!(self, ClientsVotersUnasked)
+    }
+
+    /// A new generation is durable here, or, for a Primary without a disk, where that one's data are. What is written
+    /// under it may be on that disk alone, so that who counts beside it has to know of it first.
     pub(crate) fn ask_voters(&mut self, volume: VolumeNr) {
-        let voters = self.voters(volume, &self.state);
+        let mut voters = self.voters(volume, &self.state);
+        if planted!(self, ClientsVotersUnasked) && self.state.disk(volume) != DiskState::UpToDate {
+            voters = NodeMask::EMPTY;
+        }
         let plans = self.new_uuid.as_mut().map(|new| &mut new.plans);
         let Some(plan) = plans.and_then(|plans| plans.get_mut(&volume)) else {
             return;
         };
         plan.voters = voters;
+        let question = PeerUuids {
+            current: plan.uuid,
+            flags: UuidFlags::VOTE_ASKED,
+            ..PeerUuids::default()
+        };
         for peer in voters.iter() {
-            self.send_uuids(peer, volume, UuidFlags::VOTE_ASKED);
+            let packet = Packet::Uuids110(question.to_packet110());
+            self.send(peer, Stream::Data, volume, packet);
         }
         self.watch_followers();
     }
@@ -187,8 +203,9 @@ impl Resource {
         disk.map_or(Uuid::ZERO, |disk| disk.generations.vote())
     }
 
-    /// What the data are called that a connected Primary serves, if this node's set does not know it.
-    fn primary_generation(&self, volume: VolumeNr) -> Option<Uuid> {
+    /// What the data are called that a connected Primary serves, if this node's set does not know it. `asked`: what it
+    /// counts for already.
+    fn primary_generation(&self, volume: VolumeNr, asked: Uuid) -> Option<Uuid> {
         if self.options.quorum == Quorum::Off || self.state.role == Role::Primary {
             return None;
         }
@@ -213,7 +230,13 @@ impl Resource {
         if !without_disk && !self.state.connections.get(&source).is_some_and(is_primary) {
             return None;
         }
-        let uuid = self.peer_uuids(volume, source)?.current;
+        let set = self.peer_uuids(volume, source)?;
+        let uuid = set.current;
+        if without_disk && is_real(asked) && !set.knows(asked) && !planted!(self, VoteFollowsSource)
+        {
+            // The Primary has named a newer one; that its disk has it is on the way here.
+            return None;
+        }
         let known = disk.generations.knows(uuid) || uuid == Uuid::JUST_CREATED;
         (is_real(uuid) && !known).then_some(uuid)
     }

@@ -127,6 +127,7 @@ impl World {
     /// acknowledged may never happen, whatever it read of it itself; that it acknowledges nothing of it
     /// any more is checked as before.
     pub(crate) fn give_up_writes(&mut self, node: usize) {
+        self.seen.outlived |= 1 << node;
         let mut asked: Vec<Asked> = self.nodes[node].requests.values().cloned().collect();
         asked.retain(|asked| !asked.is_given_up);
         for asked in self.nodes[node].requests.values_mut() {

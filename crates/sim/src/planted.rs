@@ -198,6 +198,9 @@ fn shows(bug: Planted) -> Shows {
         | P::ResyncEndNotDurable
         | P::VoteForgotten
         | P::VotersUnasked
+        | P::ClientsVotersUnasked
+        | P::LeftBehindCounts
+        | P::VoteFollowsSource
         | P::ConfirmsBeforeDurable
         | P::HistoryNotInherited => Shows::Generation,
         P::UnheardPrimaryCounts
@@ -929,6 +932,9 @@ const RARE: &[Planted] = &[
     Planted::ExchangeMarksUntold,
     Planted::VoteForgotten,
     Planted::VotersUnasked,
+    Planted::ClientsVotersUnasked,
+    Planted::LeftBehindCounts,
+    Planted::VoteFollowsSource,
     Planted::OthersStayBehind,
     Planted::RenamedInHandshake,
     Planted::ConsistentWaits,

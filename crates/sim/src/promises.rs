@@ -100,6 +100,8 @@ pub(crate) struct Seen {
     one_sided: BTreeMap<(usize, usize, u16), u64>,
     /// By node: since when it sees a majority and has no quorum.
     deprived: BTreeMap<usize, u64>,
+    /// Primaries that another node has taken over from.
+    pub(crate) outlived: u32,
     /// By node and volume: since when it is Primary without quorum, and its metadata do not say so.
     unnoted: BTreeMap<(usize, usize), u64>,
     /// By node and volume: since when its metadata say something else than it goes by.
@@ -123,6 +125,7 @@ impl Seen {
             changes: BTreeMap::new(),
             one_sided: BTreeMap::new(),
             deprived: BTreeMap::new(),
+            outlived: 0,
             unnoted: BTreeMap::new(),
             unsaid: BTreeMap::new(),
             known: [None; MAX_VOLUMES],
@@ -731,11 +734,15 @@ pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
     }
     let (storage, volumes) = (w.storage().len() as u32, usize::from(w.config.volumes));
     for node in 0..w.nodes.len() {
+        if !(w.view(node)).is_some_and(|view| view.role == Role::Primary) {
+            w.seen.outlived &= !(1 << node);
+        }
+        let outlived = w.seen.outlived & 1 << node != 0;
         let has = |view: &View| {
             let mut of_volumes = view.holders.iter().take(volumes);
             let all = (1 << storage) - 1;
-            // Or nobody is left who could go on without it: the last one.
-            let last = |h: &u32| h & 1 << node != 0 && h | view.outdated == all;
+            // Or nobody is left who could go on without it, or has done so: the last one.
+            let last = |h: &u32| h & 1 << node != 0 && h | view.outdated == all && !outlived;
             of_volumes.all(|h| h.count_ones() * 2 > storage || last(h))
         };
         let deprived = w.view(node).is_some_and(|view| !view.quorate && has(&view));

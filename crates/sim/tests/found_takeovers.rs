@@ -165,6 +165,14 @@ fn disks_that_a_client_called_outdated_are_not_when_it_exposes_what_they_have() 
 }
 
 #[track_caller]
+/// A frozen Primary with older data met the nodes that had gone on without it: through a node without a disk, so that they
+/// called themselves Outdated, and in handshakes that were refused. It counted them as Outdated, itself as the last one,
+/// and went on.
+#[test]
+fn who_has_gone_on_from_a_frozen_primary_does_not_give_it_quorum() {
+    migrations(1_899_740_271);
+}
+
 fn migrations(seed: u64) {
     let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
     let extras = vec![Extra::Migrations, Extra::Every];

@@ -143,3 +143,57 @@ fn the_operator_may_give_up_what_the_target_waits_for() {
     });
     s.done(A, held);
 }
+
+/// A Primary without a disk writes to its only whole disk under a generation that the target of that disk counts for, but
+/// has not heard of from its source. The Primary and the source are lost, and the target meets an older node.
+#[test]
+fn a_primary_without_a_disk_waits_until_the_targets_have_noted_what_they_count_for() {
+    let config = Config {
+        nodes: 4,
+        diskless: 1,
+        protocol: Protocol::C,
+        blocks: 4096,
+        resync_max_kib_s: 500,
+        ..Config::small(7)
+    };
+    let client = 3;
+    let mut s = Scenario::with(
+        config,
+        |settings| {
+            settings.resource.quorum = Quorum::Majority;
+            settings.resource.on_no_data_accessible = OnLoss::SuspendIo;
+            settings.net.rr_conflict = AfterSplitBrain::RetryConnect;
+        },
+        false,
+    );
+    s.demote(A);
+    s.promote(client);
+    s.write_and_wait(client, 10, 8);
+    let invalidate = Command::Invalidate {
+        volume: VolumeNr(0),
+        from: Some(NodeId(1)),
+        reset_bitmap: true,
+    };
+    s.world.command(C, invalidate);
+    s.run_until("C is target of B", |w| {
+        let snapshot = w.snapshot(C).expect("it is up");
+        let mut peers = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
+        peers.any(|p| p.repl_state == ReplState::SyncTarget)
+    });
+    s.world.stall(B, C, 0, SECOND);
+    s.world.isolate(A);
+    s.write_and_wait(client, 10, 4);
+    s.crash(B, Lose::InFlight);
+    s.crash(client, Lose::InFlight);
+    for peer in [B, C, client] {
+        s.cut(A, peer, false);
+    }
+    s.pass(20 * SECOND);
+    assert_ne!(connection(&s.world, A, C), ConnState::Connected);
+    s.restart(B);
+    s.restart(client);
+    s.operator.heal(&mut s.world);
+    s.in_sync();
+    s.promote(B);
+    s.read(B, 10, 4);
+}
