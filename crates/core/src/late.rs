@@ -86,7 +86,8 @@ impl Resource {
     /// A target ended its resync while a Primary without a disk, this node, made a generation, and its source heard of
     /// that a moment too late. It was connected here, so it has all data, under the old name: it is told the new one.
     pub(crate) fn relabel_targets(&mut self, old: &State, new: &State) {
-        if new.role != Role::Primary || self.new_uuid.is_some() || planted!(self, LatePeerKept) {
+        let spreads = self.new_uuid.is_some() && !self.is_writing_new_uuid();
+        if new.role != Role::Primary || spreads || planted!(self, LatePeerKept) {
             return;
         }
         for (volume, state) in &new.devices {

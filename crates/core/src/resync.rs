@@ -479,13 +479,13 @@ impl Resource {
             })
     }
 
-    /// This Primary's disk is not whole, and applications have seen the data of the node that was its
-    /// source. A peer whose data do not come from those is no source in that one's place.
+    /// This Primary's disk is not whole, or old, and applications have seen the data of the node that was its
+    /// source, or will be. A peer whose data do not come from those is no source in that one's place.
     fn refuse_step_back(&self, volume: VolumeNr, peer: NodeId) -> Option<Refusal> {
         let device = self.devices.get(&volume)?;
         let exposed = device.exposed_uuid;
         let beside_own = self.state.role == Role::Primary
-            && self.state.disk(volume) == DiskState::Inconsistent
+            && (DiskState::Inconsistent..DiskState::UpToDate).contains(&self.state.disk(volume))
             && is_real(exposed)
             && !exposed.same_generation(device.current_uuid())
             && !self.is_legacy(peer)

@@ -173,6 +173,19 @@ fn who_has_gone_on_from_a_frozen_primary_does_not_give_it_quorum() {
     migrations(1_899_740_271);
 }
 
+/// A Primary whose own disk was Outdated used that of a peer, and had written to it under a new generation. The next node
+/// that came was as old as its own disk, which became a target of that one, and reads and writes used both.
+#[test]
+fn a_primary_beside_its_old_disk_uses_no_other_old_one() {
+    migrations(1_899_840_203);
+}
+
+/// A target ended its resync while the Primary without a disk waited for its vote, and kept the older name.
+#[test]
+fn a_target_that_ends_while_it_is_asked_is_told_the_new_name() {
+    migrations(1_899_860_014);
+}
+
 fn migrations(seed: u64) {
     let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
     let extras = vec![Extra::Migrations, Extra::Every];
