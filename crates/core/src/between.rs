@@ -140,7 +140,15 @@ impl Resource {
             .filter(whole)
             .filter_map(|peer| Some((peer, self.peer_uuids(volume, peer)?.clone())))
             .collect();
-        let is_behind = |old: &PeerUuids| whole.iter().any(|(_, set)| is_newer(set, old));
+        let has_newer = |old: &PeerUuids| whole.iter().any(|(_, set)| is_newer(set, old));
+        // One of the same generation may know that the other one came before it: then none of them is behind.
+        let alone = planted!(self, TwinsDisagree);
+        let same = |a: &PeerUuids, b: &PeerUuids| a.current.same_generation(b.current);
+        let twins_have = |old: &PeerUuids| {
+            let mut twins = whole.iter().filter(|(_, set)| same(set, old));
+            alone || twins.all(|(_, set)| has_newer(set))
+        };
+        let is_behind = |old: &PeerUuids| has_newer(old) && twins_have(old);
         let (behind, good): (Vec<_>, Vec<_>) = whole.iter().partition(|(_, set)| is_behind(set));
         let (Some((_, newest)), Some(device)) = (good.first(), self.devices.get_mut(&volume))
         else {

@@ -899,6 +899,12 @@ registry! {
         "A node without a disk goes on calling disks Outdated that are at the generation which it exposes by now.";
     VotersUnasked "voters-unasked"
         "A Primary goes on under a new generation before the targets that count beside it have noted it.";
+    ResentOutOfOrder "resent-out-of-order"
+        "A frozen write is sent again while an earlier one of another volume still waits.";
+    TwinsDisagree "twins-disagree"
+        "A node without a disk calls one of two peers of one generation Outdated, and the other one not, without an end.";
+    RedoneUntold "redone-untold"
+        "A frozen write is made again beside a resync, and peers that have it hear nothing of the first time.";
     LeftBehindCounts "left-behind-counts"
         "A Primary counts nodes as Outdated, and itself as the last one, that have gone on from its data.";
     ClientsVotersUnasked "clients-voters-unasked"

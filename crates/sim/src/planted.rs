@@ -183,6 +183,7 @@ fn shows(bug: Planted) -> Shows {
         | P::UnwrittenForEver
         | P::ExchangeMarksUntold
         | P::NewMarksNotAwaited
+        | P::ResentOutOfOrder
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -563,6 +564,8 @@ fn shows(bug: Planted) -> Shows {
         | P::DemotionGivesUpTold
         | P::FarVoteCounts
         | P::FollowersComparedEarly
+        | P::RedoneUntold
+        | P::TwinsDisagree
         | P::PeerAckNeverSent => Shows::Anything,
     }
 }
@@ -933,6 +936,9 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::ClientsVotersUnasked,
+    Planted::TwinsDisagree,
+    Planted::ResentOutOfOrder,
+    Planted::RedoneUntold,
     Planted::LeftBehindCounts,
     Planted::VoteFollowsSource,
     Planted::OthersStayBehind,

@@ -186,6 +186,27 @@ fn a_target_that_ends_while_it_is_asked_is_told_the_new_name() {
     migrations(1_899_860_014);
 }
 
+/// A frozen write was made again beside a resync. A peer that had it from the first time heard nothing of it any more,
+/// and kept its extents for ever.
+#[test]
+fn a_write_that_is_made_again_is_told_of_as_well() {
+    migrations(1_899_863_718);
+}
+
+/// Of two peers of one generation one noted another generation as announced, the other one as made. A node without a disk
+/// called the first one Outdated for that, and UpToDate as it was of the generation of the other, and so on: it hung.
+#[test]
+fn a_client_makes_up_its_mind_about_two_peers_of_one_generation() {
+    migrations(1_899_866_127);
+}
+
+/// Frozen writes of one volume were sent again before earlier ones of another volume. A peer that heard of the later ones
+/// took the earlier ones for arrived, and was the source of a resync without them.
+#[test]
+fn frozen_writes_are_sent_again_in_their_order() {
+    migrations(1_899_864_359);
+}
+
 fn migrations(seed: u64) {
     let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
     let extras = vec![Extra::Migrations, Extra::Every];

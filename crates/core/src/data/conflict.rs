@@ -389,7 +389,10 @@ impl Resource {
         let Some(req) = self.io.requests.remove(key) else {
             return;
         };
-        self.io.log.retain(|k| *k != key);
+        // Peers of 9.x that have it wait for a word of who else has.
+        let told = req.sent.iter().any(|peer| !self.is_legacy(peer));
+        let told = told && !req.settled && !planted!(self, RedoneUntold);
+        self.attempt_ends(key, told.then(|| req.clone()));
         let fresh = AppRequest::new(&crate::event::Request {
             id: req.id,
             volume: req.volume,

@@ -85,6 +85,8 @@ impl Resource {
             range: None,
             al: None,
             payload: None,
+            // It is made again because it is not on this disk, or may not be there for long.
+            local: Local::None,
             mark: NodeMask::EMPTY,
             in_sync: NodeMask::EMPTY,
             ..attempt

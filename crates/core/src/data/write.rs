@@ -1123,60 +1123,6 @@ impl Resource {
         self.want_held_uuids();
     }
 
-    /// Resends or gives up what was parked (semantics.md, 5.1 point 16).
-    pub(crate) fn settle_parked(&mut self) {
-        if self.io.parked == 0 {
-            return;
-        }
-        let suspended = self.state.suspended();
-        let keys: Vec<Key> = self.io.log.iter().copied().collect();
-        for key in keys {
-            let Some(req) = self.io.requests.get(key) else {
-                continue;
-            };
-            let volume = req.volume;
-            for peer in req.parked.iter() {
-                let p = self.state.peer_device(volume, peer);
-                let resends = p.repl == ReplState::Established && p.replicates();
-                // The suspension may go on for want of a new generation, which takes quorum.
-                let waits = (suspended || self.cannot_mark(key)) && !self.io_fails(volume);
-                let lost = !resends && (!waits || p.repl > ReplState::Established);
-                if !resends && !lost {
-                    continue;
-                }
-                self.io.parked -= 1;
-                if let Some(req) = self.io.requests.get_mut(key) {
-                    req.parked.remove(peer);
-                    if lost {
-                        req.ok.remove(peer);
-                        req.unsettled.remove(peer);
-                    }
-                }
-                if lost {
-                    self.redo_on_target(key, peer);
-                }
-                if resends && !planted!(self, ParkedNotResent) {
-                    // The epoch may be over since long: its barrier follows.
-                    self.io.barriers_due |= !planted!(self, ResentWithoutBarrier);
-                    let keeps = planted!(self, ResentKeepsAge);
-                    if let Some(conn) = self.connections.get_mut(&peer).filter(|_| !keeps) {
-                        conn.io.resent_at = self.now;
-                    }
-                    self.send_write(peer, key);
-                }
-                self.send_to_newcomers(key);
-            }
-            self.try_complete(key);
-        }
-        self.tell_after_parked();
-        self.settle_log();
-    }
-
-    /// The suspension ends with the state change that is being made.
-    pub(crate) fn thawed(&mut self) {
-        self.io.parked_due |= !planted!(self, ThawForgotten);
-    }
-
     /// A connected peer has lost its disk: nobody knows whether the writes on their way to it came
     /// before that. They are marked, so that the comparison at its next attach sees them.
     pub(crate) fn mark_sent(&mut self, volume: VolumeNr, peer: NodeId) {
