@@ -110,8 +110,9 @@ impl Resource {
         }
     }
 
-    /// This node without a disk exposes what the one has that came: others are at it, too, and were called Outdated for it.
-    fn others_catch_up(&mut self, volume: VolumeNr) {
+    /// This node without a disk exposes what the one has that came, or what one told: others are at it, too, and were called
+    /// Outdated for it.
+    pub(crate) fn others_catch_up(&mut self, volume: VolumeNr) {
         if self.state.disk(volume) >= DiskState::Inconsistent || planted!(self, OthersStayBehind) {
             return;
         }

@@ -903,6 +903,8 @@ registry! {
         "A frozen write is sent again while an earlier one of another volume still waits.";
     TwinsDisagree "twins-disagree"
         "A node without a disk calls one of two peers of one generation Outdated, and the other one not, without an end.";
+    ComingPrimaryNotAsked "coming-primary-not-asked"
+        "A Primary without a disk that comes during a resync is not asked for what its writes may leave marked.";
     RedoneUntold "redone-untold"
         "A frozen write is made again beside a resync, and peers that have it hear nothing of the first time.";
     LeftBehindCounts "left-behind-counts"

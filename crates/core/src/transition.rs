@@ -590,6 +590,7 @@ impl Resource {
         self.after_resource(old, new, *graceful);
         self.after_fencing(old, new);
         self.flush_foreign_early(old, new);
+        self.primaries_have_come(old, new);
         self.watch_unequal(new);
         self.relabel_targets(old, new);
         self.look_at_ancestors(old, new);

@@ -446,14 +446,20 @@ impl Resource {
         };
         // A disk that was merely detached comes back: it must not look like a follower.
         let keeps = device.intentional_diskless && !exposed.needs_new_generation(&peers);
-        let keeps = keeps && !(device.new_uuid_forced && self.has_targets_to_ask(volume));
-        if keeps || planted!(self, DisklessKeepsGeneration) {
+        let asks = keeps && device.new_uuid_forced && self.has_targets_to_ask(volume);
+        let asks = asks && is_real(exposed.uuid);
+        if keeps && !asks || planted!(self, DisklessKeepsGeneration) {
             return None;
         }
-        let uuid = Uuid(self.rng.uuid().0 | Uuid::PRIMARY_BIT);
+        // Who counts for the present one has to have noted it, too.
+        let uuid = match asks {
+            true => exposed.uuid,
+            false => Uuid(self.rng.uuid().0 | Uuid::PRIMARY_BIT),
+        };
         // One that is Consistent takes no generation of a Primary without a disk (12.6).
-        let whole =
-            |peer: &NodeId| self.state.peer_device(volume, *peer).disk == DiskState::UpToDate;
+        let whole = |peer: &NodeId| {
+            !asks && self.state.peer_device(volume, *peer).disk == DiskState::UpToDate
+        };
         let confirm = self.followers(&views).iter().filter(whole).collect();
         Some(Plan {
             sets: None,
@@ -472,6 +478,9 @@ impl Resource {
     fn send_exposed(&mut self, volume: VolumeNr, uuid: Uuid) {
         let mut given_up = Vec::new();
         if let Some(device) = self.devices.get_mut(&volume) {
+            if device.exposed_uuid.same_generation(uuid) {
+                return;
+            }
             given_up.clone_from(&device.announced);
             device.remember_announced([uuid]);
         }
@@ -818,6 +827,7 @@ impl Resource {
             self.catches_up_again(volume, peer, &set);
             self.expose_from(peer, volume, &set);
             self.expose_announced(volume, peer, &set);
+            self.others_catch_up(volume);
             if !planted!(self, AncestorsReadAfterDemotion) {
                 self.outdate_ancestors(volume);
             }

@@ -184,6 +184,7 @@ fn shows(bug: Planted) -> Shows {
         | P::ExchangeMarksUntold
         | P::NewMarksNotAwaited
         | P::ResentOutOfOrder
+        | P::ComingPrimaryNotAsked
         | P::OldLogCounts => Shows::Data,
         P::UuidBeforeDurable
         | P::CompletesBeforeNewUuid
@@ -936,6 +937,7 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::ClientsVotersUnasked,
+    Planted::ComingPrimaryNotAsked,
     Planted::TwinsDisagree,
     Planted::ResentOutOfOrder,
     Planted::RedoneUntold,

@@ -200,6 +200,21 @@ fn a_client_makes_up_its_mind_about_two_peers_of_one_generation() {
     migrations(1_899_866_127);
 }
 
+/// A node without a disk exposed what a peer told, and went on calling another peer Outdated, which had told the same before.
+#[test]
+fn a_client_that_is_told_another_generation_looks_at_all_peers_again() {
+    migrations(1_899_940_294);
+}
+
+/// A target met the Primary, which has no disk, in the middle of its resync. What that one had written to the source alone
+/// was not settled, and the target was whole before the source told it of that.
+#[test]
+fn a_target_asks_a_primary_that_comes_for_what_it_lacks() {
+    let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
+    let extras = vec![Extra::Migrations, Extra::Every];
+    planned_holds(Some(4), 1_899_950_074, (kinds, extras), "0-99", "0-999");
+}
+
 /// Frozen writes of one volume were sent again before earlier ones of another volume. A peer that heard of the later ones
 /// took the earlier ones for arrived, and was the source of a resync without them.
 #[test]

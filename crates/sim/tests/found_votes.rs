@@ -46,8 +46,6 @@ fn a_target_votes_for_nobody_who_is_older_than_its_source() {
         (Some(faults), vec![Extra::Migrations, Extra::Every])
     };
     let seed = 1_898_300_263;
-    let (faults, requests) = ("0-3,6-9,11-12,14-15", "9-10,13-21,26-47,49-65");
-    planned_holds(Some(2), seed, kinds(), faults, requests);
     planned_holds(Some(3), seed, kinds(), "0-99", "0-999");
 }
 

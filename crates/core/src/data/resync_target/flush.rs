@@ -5,13 +5,14 @@ use alloc::vec::Vec;
 
 use lockstep_format::units::{NodeId, NodeMask, VolumeNr};
 use lockstep_format::wire::packet::FlushRequests;
-use lockstep_format::wire::{DiskState, Packet, ReplState, Role};
+use lockstep_format::wire::{ConnState, DiskState, Packet, ReplState, Role};
 
 use super::{FLUSH_PATIENCE, TargetSync};
 use crate::connection::{Connection, WITH_FLUSH};
 use crate::data::disk::FlushWaiter;
 use crate::event::Stream;
 use crate::resource::Resource;
+use crate::state::{ConnectionState, State};
 
 impl Resource {
     pub(super) fn request_flushes(&mut self, volume: VolumeNr, peer: NodeId) {
@@ -203,6 +204,25 @@ impl Resource {
             .collect();
         for other in others {
             self.request_flushes(volume, other);
+        }
+    }
+
+    /// The same for one that is connected from now on, and is no source: it may have no disk.
+    pub(crate) fn primaries_have_come(&mut self, old: &State, new: &State) {
+        let comes = |(peer, c): &(&NodeId, &ConnectionState)| {
+            c.conn == ConnState::Connected
+                && c.peer_role == Role::Primary
+                && old.conn(**peer) != ConnState::Connected
+        };
+        let came = new.connections.iter().filter(comes);
+        let came: Vec<NodeId> = came.map(|(peer, _)| *peer).collect();
+        for primary in came
+            .into_iter()
+            .filter(|_| !planted!(self, ComingPrimaryNotAsked))
+        {
+            for volume in new.devices.keys() {
+                self.request_flushes_of_others(*volume, primary);
+            }
         }
     }
 
