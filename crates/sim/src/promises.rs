@@ -734,7 +734,7 @@ pub(crate) fn majority_is_enough(w: &mut World, redundancy: bool) {
     }
     let (storage, volumes) = (w.storage().len() as u32, usize::from(w.config.volumes));
     for node in 0..w.nodes.len() {
-        if !(w.view(node)).is_some_and(|view| view.role == Role::Primary) {
+        if w.view(node).is_none_or(|view| view.role != Role::Primary) {
             w.seen.outlived &= !(1 << node);
         }
         let outlived = w.seen.outlived & 1 << node != 0;
