@@ -216,10 +216,10 @@ impl Resource {
         };
         let came = new.connections.iter().filter(comes);
         let came: Vec<NodeId> = came.map(|(peer, _)| *peer).collect();
-        for primary in came
-            .into_iter()
-            .filter(|_| !planted!(self, ComingPrimaryNotAsked))
-        {
+        if planted!(self, ComingPrimaryNotAsked) {
+            return;
+        }
+        for primary in came {
             for volume in new.devices.keys() {
                 self.request_flushes_of_others(*volume, primary);
             }
