@@ -937,6 +937,7 @@ const RARE: &[Planted] = &[
     Planted::VoteForgotten,
     Planted::VotersUnasked,
     Planted::ClientsVotersUnasked,
+    Planted::PageErrorIgnored,
     Planted::ComingPrimaryNotAsked,
     Planted::TwinsDisagree,
     Planted::ResentOutOfOrder,

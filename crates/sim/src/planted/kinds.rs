@@ -242,7 +242,6 @@ const KINDS: &[(&str, &[Planted])] = &[
         &[
             Planted::LogErrorIgnored,
             Planted::MetaErrorPassedOn,
-            Planted::PageErrorIgnored,
             Planted::SuperblockErrorIgnored,
         ],
     ),
