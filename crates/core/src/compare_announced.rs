@@ -101,7 +101,9 @@ pub(super) fn unwritten(h: &Handshake<'_>) -> Option<Row> {
         (true, false) => Direction::Target,
         (false, true) => Direction::Source,
         (true, true) if one_base => {
-            let (own, peer) = (h.own.effective_disk(), h.peer.effective_disk());
+            // A Primary goes on writing under the generation of its follower.
+            let own = (follows(h.own, h.peer), h.own.effective_disk());
+            let peer = (follows(h.peer, h.own), h.peer.effective_disk());
             match own > peer || own == peer && h.own.node < h.peer.node {
                 true => Direction::Source,
                 false => Direction::Target,
@@ -154,22 +156,25 @@ pub(super) fn lost_its_cache(h: &Handshake<'_>) -> Option<Row> {
     }
 }
 
+/// This node has a Primary that is not the other one (its last words may still name that one).
+fn follows(side: &Side, other: &Side) -> bool {
+    let primaries = side.uuids.node_mask.without(other.node);
+    !side.flag(UuidFlags::STABLE) && !primaries.is_empty()
+}
+
 /// It was demoted without that follower, and lived on: its disk lost nothing. Nor has it where both were
-/// connected all the time. A follower that has another Primary by now stays with that one (its last words may
-/// still name this one).
+/// connected all the time. A follower that has another Primary by now stays with that one.
 fn gave_up(h: &Handshake<'_>, primary: &Side, follower: &Side) -> bool {
     let lived_on = match h.phase {
         Phase::Connect => primary.flag(UuidFlags::RECONNECT),
         // Neither is just being attached, as is asked below.
         Phase::Attach | Phase::AfterUnstable => true,
     };
-    let primaries = follower.uuids.node_mask.without(primary.node);
-    let another = !follower.flag(UuidFlags::STABLE) && !primaries.is_empty();
     lived_on
         && !primary.flag(UuidFlags::CRASHED_PRIMARY)
         && primary.disk == DiskState::UpToDate
         && follower.disk != DiskState::Negotiating
-        && !another
+        && !follows(follower, primary)
 }
 
 /// Between two Lockstep nodes: a disk that is not whole took a generation that its Primary had announced, and not

@@ -44,6 +44,11 @@ fn of_two_that_have_written_nothing_the_better_disk_is_the_source() {
     flag(&mut both.a, UuidFlags::UNWRITTEN);
     flag(&mut both.b, UuidFlags::UNWRITTEN);
     both.expect(Strategy::SourceUseBitmap, Rule::HistorySelf);
+    // The other one follows a Primary, which may write under that generation at any time.
+    let mut followed = both.clone();
+    followed.b.uuids.flags.remove(UuidFlags::STABLE);
+    followed.b.uuids.node_mask = NodeMask::of(NodeId(2));
+    followed.expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
     both.a.disk = DiskState::Outdated;
     both.expect(Strategy::TargetUseBitmap, Rule::HistoryPeer);
 }

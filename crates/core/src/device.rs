@@ -541,6 +541,7 @@ impl PeerDevice {
         self.sizes = None;
         self.last_state = None;
         self.behind_unheard = false;
+        self.voted = Uuid::ZERO;
     }
 }
 

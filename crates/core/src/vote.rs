@@ -175,6 +175,10 @@ impl Resource {
             ..PeerUuids::default()
         };
         for peer in voters.iter() {
+            // The same may have been asked before, and forgotten there since.
+            if let Some(pd) = self.peer_device_mut(volume, peer) {
+                pd.voted = Uuid::ZERO;
+            }
             let packet = Packet::Uuids110(question.to_packet110());
             self.send(peer, Stream::Data, volume, packet);
         }
@@ -305,5 +309,21 @@ impl Resource {
                  here `drbdadm disconnect` and `drbdadm connect --discard-my-data`"
             ),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_format::units::Uuid;
+
+    use crate::device::PeerDevice;
+    use crate::options::PeerDeviceOptions;
+
+    #[test]
+    fn an_answer_on_a_former_link_does_not_count() {
+        let mut pd = PeerDevice::new(PeerDeviceOptions::default());
+        pd.voted = Uuid(0x10);
+        pd.link_is_gone();
+        assert_eq!(pd.voted, Uuid::ZERO);
     }
 }

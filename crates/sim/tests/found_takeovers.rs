@@ -210,9 +210,7 @@ fn a_client_that_is_told_another_generation_looks_at_all_peers_again() {
 /// was not settled, and the target was whole before the source told it of that.
 #[test]
 fn a_target_asks_a_primary_that_comes_for_what_it_lacks() {
-    let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
-    let extras = vec![Extra::Migrations, Extra::Every];
-    planned_holds(Some(4), 1_899_950_074, (kinds, extras), "0-99", "0-999");
+    migrations_of(4, 1_899_950_074);
 }
 
 /// Frozen writes of one volume were sent again before earlier ones of another volume. A peer that heard of the later ones
@@ -222,10 +220,16 @@ fn frozen_writes_are_sent_again_in_their_order() {
     migrations(1_899_864_359);
 }
 
+#[track_caller]
 fn migrations(seed: u64) {
+    migrations_of(3, seed);
+}
+
+#[track_caller]
+fn migrations_of(nodes: usize, seed: u64) {
     let kinds = Some("handover,handover,diskless,quorum,crash,partition,reset");
     let extras = vec![Extra::Migrations, Extra::Every];
-    planned_holds(Some(3), seed, (kinds, extras), "0-99", "0-999");
+    planned_holds(Some(nodes), seed, (kinds, extras), "0-99", "0-999");
 }
 
 /// A Primary announced a generation, lost those that had taken it, and gave it up. A node without a disk had heard of it

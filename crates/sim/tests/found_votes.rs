@@ -46,6 +46,8 @@ fn a_target_votes_for_nobody_who_is_older_than_its_source() {
         (Some(faults), vec![Extra::Migrations, Extra::Every])
     };
     let seed = 1_898_300_263;
+    let (faults, requests) = ("0-3,6-9,11-12,14-15", "9-10,13-21,26-47,49-65");
+    planned_holds(Some(2), seed, kinds(), faults, requests);
     planned_holds(Some(3), seed, kinds(), "0-99", "0-999");
 }
 
@@ -54,6 +56,21 @@ fn connection(w: &World, node: usize, peer: usize) -> ConnState {
     let mut connections = snapshot.connections.iter();
     let found = connections.find(|c| usize::from(c.peer.0) == peer);
     found.expect("it is configured").state
+}
+
+/// C becomes a target of B.
+fn make_target(s: &mut Scenario) {
+    let invalidate = Command::Invalidate {
+        volume: VolumeNr(0),
+        from: Some(NodeId(1)),
+        reset_bitmap: true,
+    };
+    s.world.command(C, invalidate);
+    s.run_until("C is target of B", |w| {
+        let snapshot = w.snapshot(C).expect("it is up");
+        let mut peers = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
+        peers.any(|p| p.repl_state == ReplState::SyncTarget)
+    });
 }
 
 /// A was the Primary and is cut off; B is its successor, with C, which it copies, as its majority. B dies,
@@ -82,17 +99,7 @@ fn successor_dies() -> (Scenario, u64) {
     s.world.isolate(A);
     s.pass(30 * SECOND);
     let held = s.write(A, 30, 1);
-    let invalidate = Command::Invalidate {
-        volume: VolumeNr(0),
-        from: Some(NodeId(1)),
-        reset_bitmap: true,
-    };
-    s.world.command(C, invalidate);
-    s.run_until("C is target of B", |w| {
-        let snapshot = w.snapshot(C).expect("it is up");
-        let mut peers = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
-        peers.any(|p| p.repl_state == ReplState::SyncTarget)
-    });
+    make_target(&mut s);
     s.promote(B);
     s.write_and_wait(B, 10, 4);
     s.crash(B, Lose::InFlight);
@@ -167,17 +174,7 @@ fn a_primary_without_a_disk_waits_until_the_targets_have_noted_what_they_count_f
     s.demote(A);
     s.promote(client);
     s.write_and_wait(client, 10, 8);
-    let invalidate = Command::Invalidate {
-        volume: VolumeNr(0),
-        from: Some(NodeId(1)),
-        reset_bitmap: true,
-    };
-    s.world.command(C, invalidate);
-    s.run_until("C is target of B", |w| {
-        let snapshot = w.snapshot(C).expect("it is up");
-        let mut peers = snapshot.connections.iter().flat_map(|c| &c.peer_devices);
-        peers.any(|p| p.repl_state == ReplState::SyncTarget)
-    });
+    make_target(&mut s);
     s.world.stall(B, C, 0, SECOND);
     s.world.isolate(A);
     s.write_and_wait(client, 10, 4);
